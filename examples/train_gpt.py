@@ -1,0 +1,203 @@
+"""Run it with: torchrun --nproc-per-node 2 examples/train_gpt.py
+
+Trains a small byte-level GPT on Python's own standard library, compiled with ddpopt, and checks
+at the end that all ranks hold the same parameters. Gloo on CPU, NCCL where every rank has a GPU;
+several nodes by torchrun's own flags. `--compare eager` trains an uncompiled twin as well.
+"""
+
+import argparse
+import copy
+import functools
+import os
+import sys
+import sysconfig
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+EAGER = "eager-ddp"
+MAX_TEXT_BYTES = 8_000_000
+REPORT_EVERY = 10
+SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: causal attention, then an MLP four times as wide."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+class GPT(nn.Module):
+    """Maps bytes to logits of the next byte, or to the mean loss where targets are given."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int):
+        super().__init__()
+        self.byte, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for matrix in (p for p in self.parameters() if p.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.byte(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
+
+    @torch.no_grad()
+    def continue_text(self, prompt: bytes, num_bytes: int) -> str:
+        context, device = len(self.position.weight), self.position.weight.device
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(num_bytes):
+            odds = (self(tokens[:, -context:])[-1:] / 0.8).softmax(-1)
+            tokens = torch.cat([tokens, odds.multinomial(1)], dim=1)
+        return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def read_standard_library() -> Tensor:
+    """The sources of Python's standard library, in a fixed order, as one tensor of bytes."""
+    root, text = sysconfig.get_paths()["stdlib"], bytearray()
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        for name in sorted(name for name in names if name.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as source:
+                text += source.read()
+    if not text:
+        raise FileNotFoundError(f"no .py sources in {root}: is the standard library zipped?")
+    return torch.frombuffer(text[:MAX_TEXT_BYTES], dtype=torch.uint8)
+
+
+def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> tuple[Tensor, float]:
+    """Returns the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
+    device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
+    ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
+    options = {"inner": args.inner} if backend == "ddpopt" else None
+    compiled = ddp if backend == EAGER else torch.compile(ddp, backend=backend, options=options)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
+    generator = torch.Generator().manual_seed(args.seed + rank)
+
+    has_bar = rank == 0 and tqdm is not None and sys.stderr.isatty()
+    steps = tqdm(range(args.steps), backend) if has_bar else range(args.steps)
+    losses, start_s = [], 0.0
+    for step in steps:
+        starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
+        windows = text[starts + torch.arange(args.context + 1)].to(device, torch.long)
+        loss = compiled(windows[:, :-1], windows[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+        warmup.step()
+        losses.append(loss.detach())
+        if step == 0:
+            start_s = time.perf_counter()  # the first step compiles and is left out
+            if rank == 0 and backend == "ddpopt":
+                import ddpopt  # for this table alone: the backend is found by its name
+
+                print(f"\n{ddpopt.explain(ddp)}", flush=True)
+        tokens_per_s = step * windows[:, 1:].numel() * num_ranks / (time.perf_counter() - start_s)
+        if rank == 0 and (step + 1) % REPORT_EVERY == 0:
+            line = f"loss {loss.item():.3f}, {tokens_per_s:,.0f} tokens/s"
+            steps.set_postfix_str(line) if has_bar else print(backend, step + 1, line, flush=True)
+    means = torch.stack(losses) / num_ranks
+    dist.all_reduce(means)
+    return means.cpu(), tokens_per_s
+
+
+def is_equal_on_all_ranks(model: nn.Module) -> bool:
+    """Bitwise, so that NaNs and signed zeros count: the smallest and the largest bits must meet."""
+    bits = torch.cat([p.detach().flatten() for p in model.parameters()]).view(torch.int32)
+    smallest, largest = bits.clone(), bits.clone()
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return torch.equal(smallest, largest)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, default=300)
+    add("--batch", type=int, default=4, help="windows a step on each rank")
+    add("--context", type=int, default=128, help="bytes a window")
+    add("--layers", type=int, default=6)
+    add("--width", type=int, default=384)
+    add("--heads", type=int, default=6)
+    add("--lr", type=float, default=1e-3)
+    add("--bucket-cap-mb", type=float, help="DDP's bucket size; its own default if not given")
+    add("--backend", default="ddpopt", help=f"a torch.compile backend, or {EAGER}: uncompiled")
+    add("--inner", default="inductor", help="what ddpopt compiles its sections with")
+    add("--seed", type=int, default=0)
+    add("--compare", choices=["eager"], help="train an uncompiled twin too, compare the losses")
+    add("--sample", type=int, default=200, help="bytes of text to generate at the end")
+    return parser.parse_args()
+
+
+def open_process_group() -> torch.device:
+    """NCCL if each rank of this machine finds a GPU of its own, else gloo on CPU."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = open_process_group()
+    report = functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
+    torch.manual_seed(args.seed)
+    model, text = GPT(args.layers, args.width, args.heads, args.context), read_standard_library()
+    twin = copy.deepcopy(model.to(device))
+    num_parameters = sum(p.numel() for p in model.parameters())
+    report(f"{num_parameters / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {device}")
+
+    losses, tokens_per_s = train(model, args.backend, text, args)
+    first, last = losses[:10].mean().item(), losses[-10:].mean().item()
+    verdict = "fell" if last < first else "DID NOT FALL"
+    report(
+        f"{tokens_per_s:,.0f} tokens/s; loss {verdict}: {first:.3f} -> {last:.3f} (10-step means)"
+    )
+    is_equal = is_equal_on_all_ranks(model)
+    if args.compare:
+        eager_losses, eager_tokens_per_s = train(twin, EAGER, text, args)
+        difference = (losses - eager_losses).abs().max().item()
+        report(
+            f"eager: {eager_tokens_per_s:,.0f} tokens/s; losses differ by {difference:.3g} at most"
+        )
+    if dist.get_rank() == 0 and args.sample:
+        report(f"sample:\n{model.continue_text(b'def ', args.sample)}")
+    # Not in a `finally`: a rank that fails must exit at once, so that torchrun ends the others.
+    dist.barrier()
+    dist.destroy_process_group()
+    if not is_equal:
+        sys.exit("FAILED: the ranks ended with different parameters")
+    report("all ranks hold bitwise equal parameters")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""Every private name of torch that ddpopt touches, one wrapper each; no other file touches one.
+
+Names are looked up when they are used: a release that moved one raises `TorchDriftError` there,
+the backend reports it as `Fallback.TORCH_DRIFT`, and training goes on unsplit. Unless a comment
+says otherwise, each name was seen at its place in torch 2.11, 2.12 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.buckets import Parameter, ReducerRules
+from ddpopt.errors import TorchDriftError
+
+CompilerFn = Callable[..., Callable[..., Any]]
+
+_DYNAMO_DDP = "torch._dynamo.backends.distributed"
+
+
+def _private(module: str, name: str) -> Any:
+    """Return attribute `name` of a torch module.
+
+    Raises:
+        TorchDriftError: this release does not have it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TorchDriftError(
+            f"torch {torch.__version__} has no {module}.{name}, which ddpopt needs; "
+            "ddpopt was tested with torch 2.11 to 2.13"
+        ) from error
+
+
+# ---- Dynamo: who compiles a graph -------------------------------------------------------------
+
+
+def take_over(is_ours: Callable[[Any], bool]) -> None:
+    """Have Dynamo give whole graphs, unsplit, to those backends for which `is_ours` is true.
+
+    While a DDP forward is active, Dynamo looks `DDPOptimizer` up in its module for each frame,
+    constructs it around the backend and uses its `compile_fn`. There is no other place to step
+    in, so the class is replaced by a subclass; for other backends that is the original.
+    Idempotent; `give_back` undoes it.
+
+    Raises:
+        TorchDriftError: this release has no such class.
+    """
+    original = _private(_DYNAMO_DDP, "DDPOptimizer")
+    if hasattr(original, "ddpopt_replaces"):
+        return
+
+    class DDPOptimizer(original):  # type: ignore[misc]  # its base is only known at run time
+        ddpopt_replaces = original
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            backend = kwargs.get("backend_compile_fn")
+            if backend is not None and is_ours(innermost_backend(backend)):
+                return _WholeGraph(backend)
+            return original(*args, **kwargs)
+
+    _set_ddp_optimizer(DDPOptimizer)
+
+
+def give_back() -> None:
+    """Restore Dynamo's own `DDPOptimizer`; nothing happens where it is in place."""
+    current = _private(_DYNAMO_DDP, "DDPOptimizer")
+    _set_ddp_optimizer(getattr(current, "ddpopt_replaces", current))
+
+
+def _set_ddp_optimizer(cls: type) -> None:
+    importlib.import_module(_DYNAMO_DDP).__dict__["DDPOptimizer"] = cls
+
+
+class _WholeGraph:
+    """What Dynamo sees as a DDPOptimizer; it passes the graph on as it is."""
+
+    def __init__(self, backend: CompilerFn) -> None:
+        self.compile_fn = backend
+
+
+def innermost_backend(backend: Any) -> Any:
+    """Unwrap what `torch.compile` and Dynamo put around a backend."""
+    while True:
+        for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+            if hasattr(backend, name):
+                backend = getattr(backend, name)
+                break
+        else:
+            return backend
+
+
+def running_backend() -> Any:
+    """Return the backend whose `torch.compile` region this code runs in, or None."""
+    callback = _private("torch._C._dynamo.eval_frame", "get_eval_frame_callback")()
+    return innermost_backend(callback) if callable(callback) else None
+
+
+def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo never compiles frames of this function because of where it is defined."""
+    return bool(_private("torch._dynamo.trace_rules", "check")(function))
+
+
+def optimize_ddp_mode() -> str:
+    """Return `torch._dynamo.config.optimize_ddp` with its booleans spelled out.
+
+    `ddp_optimizer` (True), `no_optimization` (False), or one of the `python_reducer` modes.
+    """
+    return str(_private("torch._dynamo.utils", "get_optimize_ddp_mode")())
+
+
+def is_compiled_autograd_on() -> bool:
+    """Whether compiled autograd will take backward over."""
+    is_enabled = _private("torch._dynamo.compiled_autograd", "compiled_autograd_enabled")
+    return bool(is_enabled or _private("torch._dynamo", "config").compiled_autograd)
+
+
+def suppresses_errors() -> bool:
+    """Whether Dynamo is to run eagerly what a backend fails to compile."""
+    return bool(_private("torch._dynamo", "config").suppress_errors)
+
+
+@functools.cache
+def control_flow_exceptions() -> tuple[type[BaseException], ...]:
+    """Exceptions by which a compiler talks to Dynamo; they must pass unchanged."""
+    names = ("SkipFrame", "RestartAnalysis", "TensorifyScalarRestartAnalysis", "Unsupported")
+    fallbacks = _private("torch._dynamo.output_graph", "exceptions_allowed_to_be_fallback")
+    return (*(_private("torch._dynamo.exc", name) for name in names), *fallbacks)
+
+
+# ---- DDP and its Reducer ----------------------------------------------------------------------
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP module whose forward is running."""
+    ddp = _private_of(DistributedDataParallel, "_get_active_ddp_module")()
+    return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
+def _private_of(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+        raise TorchDriftError(
+            f"{kind} of torch {torch.__version__} has no attribute {name}, which ddpopt needs; "
+            "ddpopt was tested with torch 2.11 to 2.13"
+        ) from error
+
+
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the Reducer has formed its final buckets. See [Note: buckets] in buckets.py."""
+    return bool(_private_of(ddp, "_has_rebuilt_buckets"))
+
+
+def reducer_rules(ddp: DistributedDataParallel) -> ReducerRules:
+    """Return how this module's Reducer forms buckets."""
+    caps = tuple(_private_of(ddp, "bucket_bytes_cap_list"))
+    if not caps:
+        cap = int(_private_of(ddp, "bucket_bytes_cap"))
+        first = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+        is_default = _private_of(ddp, "bucket_bytes_cap_default")
+        caps = (first, cap) if is_default and first < cap else (cap,)
+    is_rebuilt = bool(ddp.static_graph or not ddp.find_unused_parameters)
+    return ReducerRules(caps_bytes=caps, is_rebuilt=is_rebuilt)
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """Return the parameters that the Reducer reduces, in its order, shared ones once."""
+    ignored = _private_of(ddp, "parameters_to_ignore")
+    found: dict[torch.Tensor, Parameter] = {}
+    for module_name, module in ddp.module.named_modules():
+        is_sparse = _produces_sparse_gradient(module)
+        for leaf_name, parameter in module.named_parameters(recurse=False):
+            # DDP compares both spellings: the top module's parameters are named ".weight" there.
+            name = f"{module_name}.{leaf_name}" if module_name else leaf_name
+            if name in ignored or f"{module_name}.{leaf_name}" in ignored:
+                continue
+            if not parameter.requires_grad or parameter in found:
+                continue
+            found[parameter] = Parameter(
+                index=len(found),
+                name=name,
+                num_bytes=parameter.numel() * parameter.element_size(),
+                group=f"{parameter.dtype} on {parameter.device}",
+                is_sparse=is_sparse,
+            )
+    return found
+
+
+def _produces_sparse_gradient(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+
+
+def watch_ddp_forward(after: Callable[[DistributedDataParallel], None]) -> None:
+    """Call `after` with the DDP module when its forward is done. Idempotent.
+
+    DDP has no hook inside its own forward that Dynamo does not try to compile, so the method
+    that runs the wrapped module is replaced.
+
+    Raises:
+        TorchDriftError: this release has no such method.
+    """
+    original = _private_of(DistributedDataParallel, "_run_ddp_forward")
+    if hasattr(original, "ddpopt_replaces"):
+        return
+
+    @torch.compiler.disable(recursive=False)  # skip this frame, not those below it
+    def _run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        output = original(self, *inputs, **kwargs)
+        after(self)
+        return output
+
+    _run_ddp_forward.ddpopt_replaces = original
+    DistributedDataParallel._run_ddp_forward = _run_ddp_forward
+
+
+def unwatch_ddp_forward() -> None:
+    """Restore DDP's own method."""
+    current = _private_of(DistributedDataParallel, "_run_ddp_forward")
+    DistributedDataParallel._run_ddp_forward = getattr(current, "ddpopt_replaces", current)
+
+
+# ---- Graphs and their metadata ----------------------------------------------------------------
+
+
+def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
+    """Give `target`, whose placeholders are a copy of some of `source`'s, Dynamo's metadata.
+
+    AOTAutograd recognises a graph of Dynamo's by it, deduplicates inputs by their source and
+    finds out which inputs are parameters. Placeholders that are new get the source None.
+    """
+    target.meta = dict(source.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):  # the latter from 2.12 on
+        if hasattr(source, name):
+            target.__dict__[name] = getattr(source, name)
+    sources = {
+        node.name: getattr(node, "_dynamo_source", None)
+        for node in source.graph.find_nodes(op="placeholder")
+    }
+    for node in target.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = sources.get(node.name)
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identify a tensor's memory, so that aliases compare equal; None where it has no storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and other storage-less layouts
+
+
+def free_symbols(value: object) -> frozenset[Any]:
+    """Return the symbols of a symbolic shape or number."""
+    if not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return frozenset()
+    if isinstance(value, torch.Tensor) and not _has_symbolic_shape(value):
+        return frozenset()
+    return frozenset(_private("torch.fx.experimental.symbolic_shapes", "free_symbols")(value))
+
+
+def _has_symbolic_shape(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return any(isinstance(number, torch.SymInt) for number in numbers)
+
+
+# ---- Compiling a section ----------------------------------------------------------------------
+
+
+class SectionTrace:
+    """What AOTAutograd left behind while it compiled a section."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    @property
+    def has_run_aot(self) -> bool:
+        """Whether AOTAutograd compiled something, so that the first call returns fake tensors."""
+        return self._context is not None and self._context.fw_metadata is not None
+
+
+@contextlib.contextmanager
+def section_tracing() -> Iterator[SectionTrace]:
+    """Give the section compiled in this block a TracingContext of its own.
+
+    AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and reads it there when
+    it compiles the backward, lazily: with one context for all sections it would find the last
+    one's. Guards and fake mode stay shared. The first call of what AOTAutograd compiled, made
+    inside this block, returns fake tensors with the strides that Inductor chose.
+    """
+    outer = _private("torch._guards", "TracingContext").try_get()
+    if outer is None:
+        yield SectionTrace(None)
+        return
+    context = copy.copy(outer)
+    context.fw_metadata = None
+    context.aot_graph_name = None
+    context.params_flat = None
+    context.params_flat_unwrap_subclasses = None
+    context.params_unwrapped_to_flat_index = None
+    context.output_strides = None
+    context.fakify_first_call = True
+    no_hooks = _private("torch._dynamo.utils", "_disable_saved_tensors_hooks_during_tracing")
+    try:
+        with _private("torch._guards", "tracing")(context), no_hooks():
+            yield SectionTrace(context)
+    finally:
+        context.fakify_first_call = False
+
+
+def fake_mode_of(inputs: object) -> Any:
+    """Return the fake mode that Dynamo traced with, or a new one outside of Dynamo."""
+    found = _private("torch._guards", "detect_fake_mode")(inputs)
+    return found or _private("torch._subclasses.fake_tensor", "FakeTensorMode")()
+
+
+def to_fake(value: Any, fake_mode: Any) -> Any:
+    """Return the fake tensor that stands for `value` in this compile; other values unchanged."""
+    fake_tensor = _private("torch._subclasses.fake_tensor", "FakeTensor")
+    if not isinstance(value, torch.Tensor) or isinstance(value, fake_tensor):
+        return value
+    return _private("torch._dynamo.utils", "to_fake_tensor")(value, fake_mode)
+
+
+def lookup_backend(name: str) -> CompilerFn:
+    """Return a registered backend by its name.
+
+    Raises:
+        torch._dynamo.exc.InvalidBackend: there is none of that name.
+    """
+    backend: CompilerFn = _private("torch._dynamo.backends.registry", "lookup_backend")(name)
+    return backend
+
+
+def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
+    """Return Inductor with `mode` and `options` applied as `torch.compile` applies them.
+
+    Raises:
+        RuntimeError: an option is unknown or has the wrong type, or the mode is unknown.
+    """
+    wrapper: CompilerFn = _private("torch", "_TorchCompileInductorWrapper")(
+        mode, dict(options), None
+    )
+    return wrapper
+
+
+# ---- Logs -------------------------------------------------------------------------------------
+
+
+def artifact_logger(module: str, artifact: str) -> logging.Logger:
+    """Return the logger that `TORCH_LOGS=<artifact>` turns on, or a silent one where it moved."""
+    try:
+        logger: logging.Logger = _private("torch._logging", "getArtifactLogger")(module, artifact)
+    except TorchDriftError:
+        return logging.getLogger(f"{module}.{artifact}")
+    return logger
+
+
+def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
+    """Write a payload to torch's structured trace, which tlparse reads; nothing when it is off."""
+    with contextlib.suppress(TorchDriftError):
+        trace = _private("torch._logging", "trace_structured")
+        trace(name, lambda: metadata, payload_fn=payload)

@@ -1,0 +1,269 @@
+"""The Dynamo backend `ddpopt`: from a whole graph to a callable that releases bucket after bucket.
+
+It holds no algorithm. In order: is splitting on, which DDP module is active, what will its
+Reducer do (`buckets.py`), where to cut (`planning`), cut (`splitting`), compile (`sections.py`).
+Importing this module, which Dynamo does when it looks the backend up, registers the take-over of
+graphs from the in-tree DDPOptimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch, logs, records
+from ddpopt.buckets import Parameter, predict_buckets
+from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
+from ddpopt.options import Options, resolve_options
+from ddpopt.plan import Plan
+from ddpopt.planning.planner import order_arrival, plan_sections
+from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
+from ddpopt.sections import compile_sections
+from ddpopt.splitting.analysis import call_nodes, read_facts
+from ddpopt.splitting.forward import copy_for_splitting, split_forward
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph, split at the bucket boundaries of the active DDP module.
+
+    Called by Dynamo; users write `torch.compile(ddp_model, backend="ddpopt")`.
+
+    Raises:
+        OptionError: an option is unknown or has a bad value.
+        UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
+        SectionCompileError: the inner compiler raised on a section.
+    """
+    resolved = resolve_options(mode, options)
+    ddp = _torch.active_ddp()
+    _refuse_unsupported_modes(ddp)
+    if ddp is None:
+        plan = _whole(gm, resolved, Fallback.NO_DDP)
+        logs.info("%s", plan)
+        return resolved.inner(gm, list(example_inputs))
+    reason = _reason_not_to_split(resolved)
+    if reason is not None:
+        return _compile_whole(gm, example_inputs, ddp, resolved, _whole(gm, resolved, reason))
+    return _compile_under_ddp(gm, example_inputs, ddp, resolved)
+
+
+def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
+    mode = _torch.optimize_ddp_mode()
+    if mode.startswith("python_reducer"):
+        raise UnsupportedModeError(
+            f"torch._dynamo.config.optimize_ddp is {mode!r}, with which DDP bypasses its C++ "
+            "Reducer and has no buckets to cut at; set it to True before the DDP module is made, "
+            "or use backend='inductor'"
+        )
+    if ddp is not None and _torch.is_compiled_autograd_on():
+        raise UnsupportedModeError(
+            "compiled autograd is on, which runs all of backward as one graph, so that nothing "
+            "can overlap; set torch._dynamo.config.compiled_autograd = False, or use "
+            "backend='inductor'"
+        )
+
+
+def _reason_not_to_split(options: Options) -> Fallback | None:
+    if _torch.optimize_ddp_mode() == "no_optimization":
+        return Fallback.DYNAMO_DISABLED
+    if not options.enabled:
+        return Fallback.DISABLED
+    if not torch.is_grad_enabled():
+        return Fallback.NO_GRAD
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A graph that may be split: a copy of its own, its plan, and where its parameters enter."""
+
+    graph: fx.GraphModule
+    plan: Plan
+    slots: Mapping[int, int]
+
+
+def _compile_under_ddp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ddp: DistributedDataParallel,
+    options: Options,
+) -> Callable[..., Any]:
+    try:
+        draft = _make_plan(gm, example_inputs, ddp, options)
+        stitched = None
+        if draft.plan.fallback is None:
+            stitched = split_forward(draft.graph, draft.plan.sections)
+    except _torch.control_flow_exceptions():
+        raise
+    except Exception as error:
+        reason = (
+            Fallback.TORCH_DRIFT if isinstance(error, TorchDriftError) else Fallback.SPLIT_FAILED
+        )
+        plan = _whole(gm, options, reason, detail=f"{type(error).__name__}: {error}")
+        return _compile_whole(gm, example_inputs, ddp, options, plan)
+    _announce(ddp, draft.plan)
+    if stitched is None:
+        compiled = options.inner(gm, list(example_inputs))
+    else:
+        _show_graphs(gm, stitched)
+        compiled = compile_sections(stitched, example_inputs, options.inner)
+    slots = [draft.slots[p.index] for p in draft.plan.arrival if p.index in draft.slots]
+    return GraphRunner(draft.plan, compiled, order_first_arrival(compiled, slots))
+
+
+def _make_plan(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ddp: DistributedDataParallel,
+    options: Options,
+) -> _Draft:
+    reduced = _torch.reducer_parameters(ddp)
+    graph = copy_for_splitting(gm)
+    owners, slots = _find_parameters(graph, example_inputs, reduced)
+    facts = read_facts(graph, owners)
+    earlier = records.earlier_parameters(ddp, facts.first_use)
+    arrival = order_arrival(list(reduced.values()), facts.first_use, earlier)
+    buckets = predict_buckets(arrival, _torch.reducer_rules(ddp))
+    sections = plan_sections(facts, buckets)
+    is_one_bucket = sum(any(p.index in facts.first_use for p in b.parameters) for b in buckets) < 2
+    fallback = None
+    if not facts.first_use:
+        fallback = Fallback.NO_PARAMETERS
+    elif is_one_bucket:
+        fallback = Fallback.ONE_BUCKET
+    elif len(sections) < 2:
+        fallback = Fallback.NO_LEGAL_CUT
+    plan = dataclasses.replace(
+        _whole(gm, options, fallback),
+        sections=sections if fallback is None else (),
+        buckets=buckets,
+        arrival=tuple(p for p in arrival if p.index in facts.first_use),
+    )
+    return _Draft(graph=graph, plan=plan, slots=slots)
+
+
+def _find_parameters(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    reduced: Mapping[torch.Tensor, Parameter],
+) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
+    """Return the DDP parameters behind each node, and for each the argument that brings it in.
+
+    Dynamo makes parameters inputs of its graph; with `inline_inbuilt_nn_modules` off they are
+    attributes of the graph, or belong to modules that it calls.
+    """
+    owners: dict[fx.Node, list[int]] = {}
+    slots: dict[int, int] = {}
+    for slot, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        value = example_inputs[slot]
+        if isinstance(value, torch.Tensor) and value in reduced:
+            index = reduced[value].index
+            owners[node] = [index]
+            slots[index] = slot
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = _attribute(graph, str(node.target))
+        if isinstance(value, torch.nn.Parameter) and value in reduced:
+            owners[node] = [reduced[value].index]
+    for node in graph.graph.find_nodes(op="call_module"):
+        module = graph.get_submodule(str(node.target))
+        owners[node] = [reduced[p].index for p in module.parameters() if p in reduced]
+    return owners, slots
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _whole(
+    gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
+) -> Plan:
+    return Plan(
+        graph=str(gm.meta.get("dynamo_compile_id", "?")),
+        inner=options.inner_name,
+        num_nodes=len(call_nodes(gm.graph)),
+        fallback=fallback,
+        detail=detail,
+    )
+
+
+def _compile_whole(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ddp: DistributedDataParallel,
+    options: Options,
+    plan: Plan,
+) -> Callable[..., Any]:
+    _announce(ddp, plan)
+    compiled = options.inner(gm, list(example_inputs))
+    return GraphRunner(plan, compiled, compiled)
+
+
+def _announce(ddp: DistributedDataParallel, plan: Plan) -> None:
+    records.keep(ddp, plan)
+    if plan.fallback is None or plan.fallback.is_expected:
+        logs.info("%s", plan)
+    else:
+        logs.warning("%s", plan)
+
+
+def _show_graphs(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
+    """Write all graphs to the ddp_graphs log and the structured trace, each only if it is on."""
+
+    def code(gm: fx.GraphModule) -> str:
+        return gm.print_readable(print_output=False)
+
+    sections = {
+        str(node.target): stitched.get_submodule(str(node.target))
+        for node in stitched.graph.find_nodes(op="call_module")
+    }
+    logs.graph("original graph", lambda: code(original))
+    logs.graph("stitched graph", lambda: code(stitched))
+    _torch.trace_structured("optimize_ddp_split_graph", {}, lambda: code(stitched))
+    for name, section in sections.items():
+        logs.graph(f"{name} graph", lambda section=section: code(section))
+        _torch.trace_structured(
+            "optimize_ddp_split_child", {"name": name}, lambda section=section: code(section)
+        )
+
+
+# ---- registration -----------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Take graphs under DDP over from the in-tree optimizer, for this backend alone. Idempotent."""
+    try:
+        _torch.take_over(lambda candidate: candidate is backend)
+        _torch.watch_ddp_forward(_after_ddp_forward)
+    except DDPOptError as error:
+        logs.warning(
+            "ddpopt gets graphs that the in-tree DDPOptimizer has split already, and compiles "
+            "each whole: %s",
+            error,
+        )
+
+
+def uninstall() -> None:
+    """Undo `install`: the in-tree optimizer splits for every backend again."""
+    _torch.give_back()
+    _torch.unwatch_ddp_forward()
+
+
+def _after_ddp_forward(ddp: DistributedDataParallel) -> None:
+    if _torch.running_backend() is backend:
+        warn_if_nothing_compiled(ddp)
+
+
+backend.reset = records.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
+install()

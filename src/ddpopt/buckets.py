@@ -1,0 +1,125 @@
+"""A model of DDP's Reducer: which parameters will share a bucket, and when buckets close.
+
+Pure: it reads no graph, no module and no process group. `_torch.py` reads the facts off a live
+DDP module; `planning` decides where to cut.
+
+[Note: buckets]
+A *bucket* is the Reducer's unit: gradients that are packed together and reduced by one allreduce.
+The Reducer forms buckets twice. At construction it takes the parameters in registration order.
+Unless it has to look for unused parameters in every iteration, it then forms them again, once,
+from the *arrival order*: the order in which gradients became final in the first backward. A
+bucket closes when its size reaches its limit after a gradient was added, so a bucket may exceed
+its limit, and one limit serves each further bucket once the list of limits is used up. Buckets
+are launched in order: bucket k + 1 waits for bucket k.
+Source: `compute_bucket_assignment_by_size` and `Reducer::rebuild_buckets` of torch's
+`reducer.cpp`, read as a specification; tests compare with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter that the Reducer reduces.
+
+    `index` is its position in the Reducer's list, `name` its name in the module inside DDP.
+    Parameters of equal `group` (dtype and device) may share a bucket.
+    """
+
+    index: int
+    name: str
+    num_bytes: int
+    group: str
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerRules:
+    """How a Reducer forms buckets.
+
+    `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
+    further ones. `is_rebuilt` tells whether buckets follow the arrival order (see
+    [Note: buckets]).
+    """
+
+    caps_bytes: tuple[int, ...]
+    is_rebuilt: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that one allreduce carries. `cap_bytes` is the limit that applied."""
+
+    index: int
+    parameters: tuple[Parameter, ...]
+    cap_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the bucket's gradients in bytes."""
+        return sum(parameter.num_bytes for parameter in self.parameters)
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket being filled, with the number of buckets of its group closed before it."""
+
+    parameters: list[Parameter]
+    num_bytes: int = 0
+    num_closed: int = 0
+
+
+def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[Bucket, ...]:
+    """Return the buckets that the Reducer will use, in the order of their launch.
+
+    `arrival` holds every parameter of the Reducer in the order in which gradients will become
+    final in the first backward.
+    """
+    if rules.is_rebuilt:
+        return _number(_fill(arrival, rules.caps_bytes))
+    registered = sorted(arrival, key=lambda parameter: parameter.index)
+    closed = _fill(registered, rules.caps_bytes)
+    # At construction buckets are ordered by their first parameter, then reversed, because
+    # gradients are expected in reverse order of registration.
+    closed.sort(key=lambda bucket: min(p.index for p in bucket[0]), reverse=True)
+    return _number(closed)
+
+
+def _fill(
+    order: Sequence[Parameter], caps_bytes: Sequence[int]
+) -> list[tuple[list[Parameter], int]]:
+    """Pack parameters in the given order; return the buckets in the order of their closing."""
+    closed: list[tuple[list[Parameter], int]] = []
+    open_buckets: dict[str, _OpenBucket] = {}
+    for parameter in order:
+        if parameter.is_sparse:
+            closed.append(([parameter], parameter.num_bytes))
+            continue
+        bucket = open_buckets.setdefault(parameter.group, _OpenBucket([]))
+        bucket.parameters.append(parameter)
+        bucket.num_bytes += parameter.num_bytes
+        cap = _cap(caps_bytes, bucket.num_closed)
+        if bucket.num_bytes >= cap:
+            closed.append((bucket.parameters, cap))
+            bucket.parameters, bucket.num_bytes = [], 0
+            bucket.num_closed += 1
+    # What is left over closes in reverse order of the groups' first appearance: the Reducer
+    # walks a hash table that puts new keys in front.
+    for bucket in reversed(list(open_buckets.values())):
+        if bucket.parameters:
+            closed.append((bucket.parameters, _cap(caps_bytes, bucket.num_closed)))
+    return closed
+
+
+def _cap(caps_bytes: Sequence[int], num_closed: int) -> int:
+    return caps_bytes[min(num_closed, len(caps_bytes) - 1)]
+
+
+def _number(closed: Sequence[tuple[list[Parameter], int]]) -> tuple[Bucket, ...]:
+    return tuple(
+        Bucket(index=index, parameters=tuple(parameters), cap_bytes=cap)
+        for index, (parameters, cap) in enumerate(closed)
+    )

@@ -1,0 +1,85 @@
+"""ddpopt's process-wide flags, as torch's own config modules have them.
+
+The most specific setting wins: `torch.compile(..., options={"enabled": ...})`, then an
+assignment or `patch` of this module, then the environment, then the default. See `options.py`
+for the per-compile ones. `torch._dynamo.config.optimize_ddp = False` switches splitting off
+whatever is set here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+
+from ddpopt.errors import OptionError
+
+_BOOLEANS = {"0": False, "1": True}
+
+
+def _read_boolean(variable: str, default: bool) -> bool:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    if text not in _BOOLEANS:
+        raise OptionError(
+            f"the environment variable {variable} is {text!r}; valid values are '0' and '1'"
+        )
+    return _BOOLEANS[text]
+
+
+def check_enabled(value: object) -> bool:
+    """Return `value` if it is a bool.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"'enabled' is {value!r}, a {type(value).__name__}; give True or False")
+    return value
+
+
+enabled: bool = _read_boolean("DDPOPT_ENABLED", default=True)
+"""Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
+
+_CHECKS = {"enabled": check_enabled}
+
+
+@contextlib.contextmanager
+def patch(**flags: object) -> Iterator[None]:
+    """Set flags for the duration of a `with` block or of a decorated function.
+
+    Raises:
+        OptionError: a name is not a flag, or a value has the wrong type; nothing is set then.
+    """
+    module = sys.modules[__name__]
+    for name, value in flags.items():
+        _check_flag(name, value)
+    previous = {name: getattr(module, name) for name in flags}
+    for name, value in flags.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(module, name, value)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if name not in _CHECKS:
+        raise OptionError(f"ddpopt.config has no flag {name!r}; its flags are {sorted(_CHECKS)}")
+    _CHECKS[name](value)
+
+
+class _ConfigModule(types.ModuleType):
+    """A module whose flags are checked when they are assigned."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("__"):
+            _check_flag(name, value)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _ConfigModule

@@ -1,0 +1,42 @@
+"""Where ddpopt's messages go: torch's loggers, so that the `TORCH_LOGS` names that people know work.
+
+- `dynamo`, `distributed` or `ddp`: bucket boundaries and fallbacks, no graphs;
+- `ddp_graphs`: the original, each section's and the stitched graph;
+- `+ddpopt`: the messages of the first kind.
+
+Nothing is formatted while its logger is off: pass objects whose `str` does the work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ddpopt import _torch
+
+# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
+# under dynamo, distributed and ddp alike.
+_TORCH_NAME = "torch._dynamo.backends.distributed.ddpopt"
+
+_torch_log = logging.getLogger(_TORCH_NAME)
+_own_log = logging.getLogger("ddpopt")
+_graph_log = _torch.artifact_logger(_TORCH_NAME, "ddp_graphs")
+
+
+def info(message: str, *args: object) -> None:
+    """Log at INFO under the first of torch's and our own logger that is on."""
+    for logger in (_torch_log, _own_log):
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(message, *args, stacklevel=2)
+            return
+
+
+def warning(message: str, *args: object) -> None:
+    """Log at WARNING, which torch prints unless the user turned it off."""
+    _torch_log.warning(message, *args, stacklevel=2)
+
+
+def graph(title: str, render: Callable[[], str]) -> None:
+    """Dump a graph under `TORCH_LOGS=ddp_graphs`; `render` is called only when that is on."""
+    if _graph_log.isEnabledFor(logging.DEBUG):
+        _graph_log.debug("\n---%s---\n%s", title, render(), stacklevel=2)

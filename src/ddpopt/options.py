@@ -1,0 +1,98 @@
+"""The per-compile options: `torch.compile(..., mode=..., options={...})`, checked and resolved.
+
+`inner`, `split` and `enabled` are ours; every other key goes to Inductor as its own options do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpopt import _torch, config
+from ddpopt.errors import OptionError
+
+OWN_OPTIONS = ("enabled", "inner", "split")
+SPLITS = ("forward",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one `torch.compile` call asked for.
+
+    `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
+    `(graph_module, example_inputs) -> callable`.
+    """
+
+    inner: _torch.CompilerFn
+    inner_name: str
+    split: str
+    enabled: bool
+
+
+def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Check `mode` and `options` as `torch.compile` passed them on, and fill in the defaults.
+
+    Raises:
+        OptionError: a key is unknown, or a value is not valid; the message lists what is.
+    """
+    given = dict(options or {})
+    enabled = config.check_enabled(given.pop("enabled", config.enabled))
+    split = given.pop("split", SPLITS[0])
+    if split not in SPLITS:
+        raise OptionError(f"the option 'split' is {split!r}; valid values are {list(SPLITS)}")
+    inner = given.pop("inner", "inductor")
+    return Options(
+        inner=_resolve_inner(inner, mode, given),
+        inner_name=inner if isinstance(inner, str) else getattr(inner, "__name__", repr(inner)),
+        split=split,
+        enabled=enabled,
+    )
+
+
+def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch.CompilerFn:
+    if inner == "inductor":
+        return _inductor(mode, rest)
+    if rest or mode:
+        keys = [*rest, *(["mode"] if mode else [])]
+        raise OptionError(
+            f"{keys} cannot be given with the inner compiler {inner!r}, because only Inductor "
+            f"takes options and modes; ddpopt's own options are {list(OWN_OPTIONS)}; bind an "
+            "inner compiler's own arguments with functools.partial"
+        )
+    if callable(inner):
+        compiler: _torch.CompilerFn = inner
+        return compiler
+    if not isinstance(inner, str):
+        raise OptionError(
+            f"the option 'inner' is {inner!r}, a {type(inner).__name__}; give the name of a "
+            "registered backend or a callable (graph_module, example_inputs) -> callable"
+        )
+    if inner == "ddpopt":
+        raise OptionError("the option 'inner' is 'ddpopt', which would compile with itself")
+    try:
+        return _torch.lookup_backend(inner)
+    except Exception as error:  # InvalidBackend, or an entry point of somebody else's that fails
+        raise OptionError(
+            f"the option 'inner' is {inner!r}, which is no backend that loads here ({error}); "
+            f"registered are {sorted(torch.compiler.list_backends(exclude_tags=()))}"
+        ) from error
+
+
+def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
+    known = torch._inductor.list_options()
+    for key in options:
+        if key.replace("-", "_") not in known:
+            close = difflib.get_close_matches(key, [*OWN_OPTIONS, *known])
+            hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+            raise OptionError(
+                f"unknown option {key!r}; {hint}ddpopt's own options are {list(OWN_OPTIONS)}, "
+                f"and these are Inductor's: {', '.join(sorted(known))}"
+            )
+    try:
+        return _torch.inductor(mode, options)
+    except (RuntimeError, AttributeError, KeyError) as error:
+        raise OptionError(f"Inductor refused mode {mode!r} or options {options}: {error}") from error

@@ -1,0 +1,125 @@
+"""Plan: the frozen decision of how one graph is compiled, and its rendering as text.
+
+[Note: sections and plans]
+A *section* is a piece of a graph that is compiled on its own. It starts where the first of a
+bucket's gradients would otherwise have to wait: once a section's backward has run, the buckets
+that it *completes* can be reduced while the sections before it are still in backward. Sections
+are numbered in forward order, so backward runs the last section first. A *plan* holds a graph's
+sections, the buckets that they follow, and, where the graph is compiled whole, the reason.
+Equal graphs under equal settings give equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ddpopt.buckets import Bucket, Parameter
+from ddpopt.errors import Fallback
+
+_MIB = 1024 * 1024
+_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The nodes `[start, stop)` of a graph, counted over its calls, in forward order.
+
+    `completes` are the indices of the buckets whose last gradient its backward produces, and
+    `parameters` the parameters whose gradients become final in it, in arrival order.
+    """
+
+    index: int
+    start: int
+    stop: int
+    first_node: str
+    parameters: tuple[str, ...]
+    completes: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of call nodes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one Dynamo graph is compiled.
+
+    `arrival` lists the graph's own parameters in the order in which their gradients are released;
+    `buckets` the Reducer's buckets as predicted, of which parameters of other graphs under the
+    same DDP module are part. `fallback` is None for a graph that is split; `detail` completes
+    the fallback's sentence.
+    """
+
+    graph: str
+    inner: str
+    num_nodes: int
+    sections: tuple[Section, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    arrival: tuple[Parameter, ...] = ()
+    fallback: Fallback | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        if self.buckets:
+            lines += ["", *_table(("bucket", "size", "cap", "section", "parameters"), self._rows())]
+        if self.sections:
+            rows = [
+                (f"{s.index}", f"{s.num_nodes}", s.first_node, _numbers(s.completes))
+                for s in self.sections
+            ]
+            lines += ["", *_table(("section", "nodes", "first node", "completes buckets"), rows)]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        graph = f"graph {self.graph} ({self.num_nodes} nodes, inner compiler {self.inner})"
+        if self.fallback is None:
+            return (
+                f"{graph}: {len(self.sections)} sections for {len(self.buckets)} DDP buckets of "
+                f"{format_bytes(sum(bucket.num_bytes for bucket in self.buckets))}"
+            )
+        detail = f"\n  {self.detail}" if self.detail else ""
+        return f"{graph}: compiled whole, because {self.fallback.value}{detail}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        completed_in = {k: section.index for section in self.sections for k in section.completes}
+        return [
+            (
+                f"{bucket.index}",
+                format_bytes(bucket.num_bytes),
+                format_bytes(bucket.cap_bytes),
+                f"{completed_in.get(bucket.index, '-')}",
+                _names([parameter.name for parameter in bucket.parameters]),
+            )
+            for bucket in self.buckets
+        ]
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size as people read it: `1.50 MiB`, `12.0 KiB`, `80 B`."""
+    if num_bytes >= _MIB:
+        return f"{num_bytes / _MIB:.2f} MiB"
+    if num_bytes >= 1024:
+        return f"{num_bytes / 1024:.1f} KiB"
+    return f"{num_bytes} B"
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    hidden = len(names) - _NAMES_SHOWN
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in numbers) or "-"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Align columns: the last one left, the others right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
+    return [
+        "  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
+        for row in (header, *rows)
+    ]

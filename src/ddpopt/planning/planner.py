@@ -1,0 +1,118 @@
+"""Choose the sections of a forward graph: cut where DDP's buckets are complete.
+
+Pure: from what a graph is like (`GraphFacts`) and what the Reducer will do (`buckets.py`) to
+sections. `splitting` reads the graph and cuts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ddpopt.buckets import Bucket, Parameter
+from ddpopt.plan import Section
+from ddpopt.splitting.analysis import GraphFacts
+
+
+def order_arrival(
+    parameters: Sequence[Parameter], first_use: Mapping[int, int], earlier: Collection[int]
+) -> tuple[Parameter, ...]:
+    """Return all parameters of a Reducer in the order in which their gradients become final.
+
+    A gradient is final when backward has passed the parameter's *first* use. Parameters of graphs
+    that run before this one in forward (`earlier`, by index) come after its own; all others are
+    taken to be used after it, or not at all. Ties go to the parameter registered last, which is
+    what eager modules do.
+    """
+
+    def key(parameter: Parameter) -> tuple[int, int, int]:
+        own = first_use.get(parameter.index)
+        if own is not None:
+            return (1, -own, -parameter.index)
+        return (2 if parameter.index in earlier else 0, 0, -parameter.index)
+
+    return tuple(sorted(parameters, key=key))
+
+
+def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...]:
+    """Return the sections of a graph in forward order; one section means that nothing is cut.
+
+    A bucket is complete once backward has passed the first uses of its parameters and of those
+    of all buckets before it, because buckets are launched in order. The cut goes in front of that
+    position, or further to the front where that place cannot be cut.
+    """
+    complete_at = _completion_positions(facts, buckets)
+    wanted = sorted(set(complete_at.values()) - {min(complete_at.values(), default=0)})
+    cuts = _drop_empty_sections(
+        {cut for cut in (_legal_cut(facts, position) for position in wanted) if cut}, facts
+    )
+    bounds = [0, *cuts, facts.num_calls]
+    return tuple(
+        _section(index, start, stop, facts, complete_at, buckets)
+        for index, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+    )
+
+
+def _completion_positions(facts: GraphFacts, buckets: Sequence[Bucket]) -> dict[int, int]:
+    """Map each bucket that has parameters in this graph to the position that completes it."""
+    positions: dict[int, int] = {}
+    reached = facts.num_calls
+    for bucket in buckets:
+        uses = [facts.first_use[p.index] for p in bucket.parameters if p.index in facts.first_use]
+        if uses:
+            reached = min(reached, *uses)
+            positions[bucket.index] = reached
+    return positions
+
+
+def _legal_cut(facts: GraphFacts, position: int) -> int:
+    """Return the last legal cut at or before a position, 0 if there is none."""
+    while position > 0 and not facts.legal_cuts[position]:
+        position -= 1
+    return position
+
+
+def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:
+    """Drop cuts before which a section would hand nothing on, or complete no parameter.
+
+    split_module loses a section without outputs, and one without gradients releases nothing.
+    """
+    kept: list[int] = []
+    start = 0
+    for cut in sorted(cuts):
+        completes = any(start <= use < cut for use in facts.first_use.values())
+        if completes and _hands_on(facts, start, cut):
+            kept.append(cut)
+            start = cut
+    while kept and not _hands_on(facts, kept[-1], facts.num_calls):
+        kept.pop()
+    return kept
+
+
+def _hands_on(facts: GraphFacts, start: int, stop: int) -> bool:
+    """Whether a value made in [start, stop) is used at `stop` or later."""
+    return any(facts.last_use[position] >= stop for position in range(start, stop))
+
+
+def _section(
+    index: int,
+    start: int,
+    stop: int,
+    facts: GraphFacts,
+    complete_at: Mapping[int, int],
+    buckets: Sequence[Bucket],
+) -> Section:
+    parameters = [
+        (facts.first_use[parameter.index], parameter)
+        for bucket in buckets
+        for parameter in bucket.parameters
+        if start <= facts.first_use.get(parameter.index, -1) < stop
+    ]
+    parameters.sort(key=lambda item: (-item[0], -item[1].index))
+    return Section(
+        index=index,
+        start=start,
+        stop=stop,
+        first_node=facts.call_names[start] if facts.call_names else "",
+        parameters=tuple(parameter.name for _, parameter in parameters),
+        completes=tuple(k for k, position in complete_at.items() if start <= position < stop),
+    )

@@ -1,0 +1,93 @@
+"""What runs under a DDP forward at every step: the compiled graph, and the first steps' extra work.
+
+It compiles nothing. Its cost per step is one look at which DDP module is active.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch, logs, records
+from ddpopt.plan import Plan
+
+Compiled = Callable[..., Any]
+
+
+class GraphRunner:
+    """Calls a compiled graph; `ordered` in its place until the Reducer has its final buckets.
+
+    Dynamo runs the same code for every DDP module that passes its guards, which need not be the
+    one that it was compiled under, so the active module is looked up at each call.
+    """
+
+    def __init__(self, plan: Plan, compiled: Compiled, ordered: Compiled) -> None:
+        self._plan = plan
+        self._compiled = compiled
+        self._ordered = ordered
+        self._settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+
+    def __call__(self, *args: Any) -> Any:
+        ddp = _torch.active_ddp()
+        if ddp is None or ddp is self._settled_ddp():
+            return self._compiled(*args)
+        records.keep(ddp, self._plan)
+        if _torch.reducer_rules(ddp).is_rebuilt and not _torch.has_rebuilt_buckets(ddp):
+            return self._ordered(*args)
+        self._settled_ddp = weakref.ref(ddp)
+        return self._compiled(*args)
+
+
+def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
+    """Return `compiled` with the gradients of the arguments at `slots` arriving in that order.
+
+    A section returns its gradients all at once, and autograd accumulates them in an order of its
+    own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
+    autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
+    the aliases last to first orders the gradients. They come after all sections' backward then,
+    which costs nothing: until buckets are rebuilt there is only one.
+    """
+    last_to_first = tuple(reversed(slots))
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        for slot in last_to_first:
+            value = values[slot]
+            if type(value) is torch.nn.Parameter:
+                values[slot] = value.view_as(value)
+        return compiled(*values)
+
+    return run
+
+
+_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
+    """Say so, once a module, when Dynamo compiled none of a forward that ran under ddpopt."""
+    if ddp in _checked:
+        return
+    _checked.add(ddp)
+    if records.plans_of(ddp):
+        return
+    name = type(ddp.module).__name__
+    if _torch.is_skipped_by_dynamo(ddp.module.forward):
+        logs.warning(
+            "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
+            "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
+            "DDP(torch.compile(model, backend='ddpopt')), or wrap a module of your own that "
+            "calls the %s",
+            name,
+            type(ddp.module).__module__,
+            name,
+        )
+    else:
+        logs.warning(
+            "torch.compile compiled nothing of this DistributedDataParallel(%s); "
+            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up",
+            name,
+        )

@@ -1,0 +1,1 @@
+"""Reading a graph for the planner, and cutting it where the plan says."""

@@ -1,0 +1,88 @@
+"""Cut a forward graph into section graphs and a graph that calls them in order.
+
+As `torch.fx.passes.split_module`, which does the partitioning, but: sections are the plan's, each
+returns a tuple, and Dynamo's metadata goes to the sections that it belongs to. The given graph
+is left as it is, because Dynamo goes on using it.
+
+    x, w0, w1                                 x, w0, w1
+        |                                         |
+    linear(x, w0)                             submod_0(x, w0)    linear, relu
+    relu                        ->                |
+    linear(relu, w1)    <- cut                submod_1(_, w1)    linear
+        |                                         |
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from ddpopt import _torch
+from ddpopt.plan import Section
+from ddpopt.splitting.analysis import call_nodes
+
+
+def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph in which tuples are taken apart right where they are made.
+
+    A tuple cannot cross a cut; its elements can. The copy shares parameters and submodules.
+    """
+    copied = fx.GraphModule(gm, fx.Graph())
+    copied.graph.output(copied.graph.graph_copy(gm.graph, val_map := {}))
+    output = next(iter(copied.graph.find_nodes(op="output")))
+    output.meta = dict(next(iter(gm.graph.find_nodes(op="output"))).meta)
+    for original, node in val_map.items():
+        if original.op == "placeholder" and hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    for node in list(copied.graph.nodes):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            _move_next_to_producer(node, node.args[0])
+    copied.recompile()
+    _torch.carry_dynamo_metadata(gm, copied)
+    return copied
+
+
+def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
+    takes_tuple_apart = isinstance(producer.meta.get("example_value"), tuple | list)
+    if takes_tuple_apart and not isinstance(node.args[1], fx.Node):
+        place = producer
+        while place.next.target is operator.getitem and place.next.args[0] is producer:
+            place = place.next
+            if place is node:
+                return
+        place.append(node)
+
+
+def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphModule:
+    """Return a graph whose calls are the sections, as submodules `submod_0`, `submod_1`, ...
+
+    `gm` comes from `copy_for_splitting`.
+    """
+    section_of: dict[fx.Node, int] = {}
+    calls = call_nodes(gm.graph)
+    for section in sections:
+        for node in calls[section.start : section.stop]:
+            section_of[node] = section.index
+    stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
+    for node in list(stitched.graph.find_nodes(op="call_module")):
+        section_graph = stitched.get_submodule(str(node.target))
+        assert isinstance(section_graph, fx.GraphModule)
+        _return_tuple(section_graph, node)
+        _torch.carry_dynamo_metadata(gm, section_graph)
+    stitched.recompile()
+    return stitched
+
+
+def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
+    """Make a section that returns one bare value return a tuple, as AOTAutograd requires."""
+    output = next(iter(section_graph.graph.find_nodes(op="output")))
+    if isinstance(output.args[0], tuple):
+        return
+    output.args = ((output.args[0],),)
+    section_graph.recompile()
+    with call.graph.inserting_after(call):
+        element = call.graph.call_function(operator.getitem, (call, 0))
+    call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
