@@ -68,16 +68,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def continue_text(self, prompt: bytes, num_bytes: int) -> str:
-        context, device = len(self.position.weight), self.position.weight.device
-        tokens = torch.tensor([list(prompt)], device=device)
+        positions = self.position.weight
+        tokens = torch.tensor([list(prompt)], device=positions.device)
         for _ in range(num_bytes):
-            odds = (self(tokens[:, -context:])[-1:] / 0.8).softmax(-1)
+            odds = (self(tokens[:, -len(positions) :])[-1:] / 0.8).softmax(-1)
             tokens = torch.cat([tokens, odds.multinomial(1)], dim=1)
         return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
 def read_standard_library() -> Tensor:
-    """The sources of Python's standard library, in a fixed order, as one tensor of bytes."""
+    """Read the sources of Python's standard library, in a fixed order, as one tensor of bytes."""
     root, text = sysconfig.get_paths()["stdlib"], bytearray()
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
@@ -90,7 +90,7 @@ def read_standard_library() -> Tensor:
 
 
 def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> tuple[Tensor, float]:
-    """Returns the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
+    """Return the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
     device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
     ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
     options = {"inner": args.inner} if backend == "ddpopt" else None
@@ -100,7 +100,8 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
     generator = torch.Generator().manual_seed(args.seed + rank)
 
     has_bar = rank == 0 and tqdm is not None and sys.stderr.isatty()
-    steps = tqdm(range(args.steps), backend) if has_bar else range(args.steps)
+    steps = tqdm(range(args.steps)) if has_bar else range(args.steps)
+    show = steps.set_postfix_str if has_bar else functools.partial(print, flush=True)
     losses, start_s = [], 0.0
     for step in steps:
         starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
@@ -120,8 +121,7 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
                 print(f"\n{ddpopt.explain(ddp)}", flush=True)
         tokens_per_s = step * windows[:, 1:].numel() * num_ranks / (time.perf_counter() - start_s)
         if rank == 0 and (step + 1) % REPORT_EVERY == 0:
-            line = f"loss {loss.item():.3f}, {tokens_per_s:,.0f} tokens/s"
-            steps.set_postfix_str(line) if has_bar else print(backend, step + 1, line, flush=True)
+            show(f"{backend} {step + 1}: loss {loss.item():.3f}, {tokens_per_s:,.0f} tokens/s")
     means = torch.stack(losses) / num_ranks
     dist.all_reduce(means)
     return means.cpu(), tokens_per_s

@@ -60,16 +60,14 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     if hasattr(original, "ddpopt_replaces"):
         return
 
-    class DDPOptimizer(original):  # type: ignore[misc]  # its base is only known at run time
-        ddpopt_replaces = original
+    def construct(_cls: type, *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend_compile_fn")
+        if backend is not None and is_ours(innermost_backend(backend)):
+            return _WholeGraph(backend)
+        return original(*args, **kwargs)
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            backend = kwargs.get("backend_compile_fn")
-            if backend is not None and is_ours(innermost_backend(backend)):
-                return _WholeGraph(backend)
-            return original(*args, **kwargs)
-
-    _set_ddp_optimizer(DDPOptimizer)
+    members = {"__new__": construct, "ddpopt_replaces": original}
+    _set_ddp_optimizer(type("DDPOptimizer", (original,), members))
 
 
 def give_back() -> None:
@@ -168,7 +166,7 @@ def reducer_rules(ddp: DistributedDataParallel) -> ReducerRules:
     caps = tuple(_private_of(ddp, "bucket_bytes_cap_list"))
     if not caps:
         cap = int(_private_of(ddp, "bucket_bytes_cap"))
-        first = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+        first = int(_private("torch.distributed", "_DEFAULT_FIRST_BUCKET_BYTES"))
         is_default = _private_of(ddp, "bucket_bytes_cap_default")
         caps = (first, cap) if is_default and first < cap else (cap,)
     is_rebuilt = bool(ddp.static_graph or not ddp.find_unused_parameters)
@@ -215,20 +213,22 @@ def watch_ddp_forward(after: Callable[[DistributedDataParallel], None]) -> None:
     if hasattr(original, "ddpopt_replaces"):
         return
 
-    @torch.compiler.disable(recursive=False)  # skip this frame, not those below it
-    def _run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         output = original(self, *inputs, **kwargs)
         after(self)
         return output
 
-    _run_ddp_forward.ddpopt_replaces = original
-    DistributedDataParallel._run_ddp_forward = _run_ddp_forward
+    # Dynamo is to skip this one frame, not those below it.
+    watched: Any = _private("torch.compiler", "disable")(run_ddp_forward, recursive=False)
+    watched.ddpopt_replaces = original
+    type.__setattr__(DistributedDataParallel, "_run_ddp_forward", watched)
 
 
 def unwatch_ddp_forward() -> None:
     """Restore DDP's own method."""
     current = _private_of(DistributedDataParallel, "_run_ddp_forward")
-    DistributedDataParallel._run_ddp_forward = getattr(current, "ddpopt_replaces", current)
+    original = getattr(current, "ddpopt_replaces", current)
+    type.__setattr__(DistributedDataParallel, "_run_ddp_forward", original)
 
 
 # ---- Graphs and their metadata ----------------------------------------------------------------
@@ -252,10 +252,23 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
         node._dynamo_source = sources.get(node.name)
 
 
+def is_mutable_op(target: object) -> bool:
+    """Whether a call's target is an operator whose schema says that it writes to an argument."""
+    if not isinstance(target, _private("torch._ops", "OpOverload")):
+        return False
+    return bool(_private_of(target, "_schema").is_mutable)
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that `torch.compile` wrapped, or the module itself."""
+    original: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return original
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identify a tensor's memory, so that aliases compare equal; None where it has no storage."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other storage-less layouts
 
@@ -342,6 +355,11 @@ def lookup_backend(name: str) -> CompilerFn:
     """
     backend: CompilerFn = _private("torch._dynamo.backends.registry", "lookup_backend")(name)
     return backend
+
+
+def inductor_options() -> list[str]:
+    """Return the names of Inductor's options."""
+    return list(_private("torch._inductor", "list_options")())
 
 
 def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:

@@ -17,14 +17,14 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
-from ddpopt.buckets import Parameter, predict_buckets
+from ddpopt.buckets import predict_buckets
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
 from ddpopt.plan import Plan
 from ddpopt.planning.planner import order_arrival, plan_sections
 from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
 from ddpopt.sections import compile_sections
-from ddpopt.splitting.analysis import call_nodes, read_facts
+from ddpopt.splitting.analysis import call_nodes, find_parameters, read_facts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
 
 
@@ -129,7 +129,7 @@ def _make_plan(
 ) -> _Draft:
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
-    owners, slots = _find_parameters(graph, example_inputs, reduced)
+    owners, slots = find_parameters(graph, example_inputs, reduced)
     facts = read_facts(graph, owners)
     earlier = records.earlier_parameters(ddp, facts.first_use)
     arrival = order_arrival(list(reduced.values()), facts.first_use, earlier)
@@ -150,40 +150,6 @@ def _make_plan(
         arrival=tuple(p for p in arrival if p.index in facts.first_use),
     )
     return _Draft(graph=graph, plan=plan, slots=slots)
-
-
-def _find_parameters(
-    graph: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    reduced: Mapping[torch.Tensor, Parameter],
-) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
-    """Return the DDP parameters behind each node, and for each the argument that brings it in.
-
-    Dynamo makes parameters inputs of its graph; with `inline_inbuilt_nn_modules` off they are
-    attributes of the graph, or belong to modules that it calls.
-    """
-    owners: dict[fx.Node, list[int]] = {}
-    slots: dict[int, int] = {}
-    for slot, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-        value = example_inputs[slot]
-        if isinstance(value, torch.Tensor) and value in reduced:
-            index = reduced[value].index
-            owners[node] = [index]
-            slots[index] = slot
-    for node in graph.graph.find_nodes(op="get_attr"):
-        value = _attribute(graph, str(node.target))
-        if isinstance(value, torch.nn.Parameter) and value in reduced:
-            owners[node] = [reduced[value].index]
-    for node in graph.graph.find_nodes(op="call_module"):
-        module = graph.get_submodule(str(node.target))
-        owners[node] = [reduced[p].index for p in module.parameters() if p in reduced]
-    return owners, slots
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
 
 
 def _whole(
@@ -221,21 +187,18 @@ def _announce(ddp: DistributedDataParallel, plan: Plan) -> None:
 def _show_graphs(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
     """Write all graphs to the ddp_graphs log and the structured trace, each only if it is on."""
 
-    def code(gm: fx.GraphModule) -> str:
-        return gm.print_readable(print_output=False)
+    def code(gm: torch.nn.Module) -> Callable[[], str]:
+        assert isinstance(gm, fx.GraphModule)
+        return lambda: str(gm.print_readable(print_output=False))
 
-    sections = {
-        str(node.target): stitched.get_submodule(str(node.target))
-        for node in stitched.graph.find_nodes(op="call_module")
-    }
-    logs.graph("original graph", lambda: code(original))
-    logs.graph("stitched graph", lambda: code(stitched))
-    _torch.trace_structured("optimize_ddp_split_graph", {}, lambda: code(stitched))
-    for name, section in sections.items():
-        logs.graph(f"{name} graph", lambda section=section: code(section))
-        _torch.trace_structured(
-            "optimize_ddp_split_child", {"name": name}, lambda section=section: code(section)
-        )
+    logs.graph("original graph", code(original))
+    for node in stitched.graph.find_nodes(op="call_module"):
+        name = str(node.target)
+        section_code = code(stitched.get_submodule(name))
+        logs.graph(f"{name} graph", section_code)
+        _torch.trace_structured("optimize_ddp_split_child", {"name": name}, section_code)
+    logs.graph("stitched graph", code(stitched))
+    _torch.trace_structured("optimize_ddp_split_graph", {}, code(stitched))
 
 
 # ---- registration -----------------------------------------------------------------------------

@@ -108,9 +108,8 @@ def _fill(
             bucket.num_closed += 1
     # What is left over closes in reverse order of the groups' first appearance: the Reducer
     # walks a hash table that puts new keys in front.
-    for bucket in reversed(list(open_buckets.values())):
-        if bucket.parameters:
-            closed.append((bucket.parameters, _cap(caps_bytes, bucket.num_closed)))
+    left_over = [bucket for bucket in open_buckets.values() if bucket.parameters]
+    closed += [(b.parameters, _cap(caps_bytes, b.num_closed)) for b in reversed(left_over)]
     return closed
 
 

@@ -32,7 +32,7 @@ class Fallback(enum.Enum):
     """Why a graph was compiled whole."""
 
     NO_DDP = "no DistributedDataParallel forward is active, so there are no buckets to cut at"
-    NO_GRAD = "gradients are off in this graph (eval or no_grad), so there is no backward to overlap"
+    NO_GRAD = "gradients are off (no_grad, as in evaluation), so there is no backward to overlap"
     DISABLED = (
         "splitting is switched off (ddpopt.config.enabled, DDPOPT_ENABLED or the option 'enabled')"
     )

@@ -1,4 +1,4 @@
-"""Where ddpopt's messages go: torch's loggers, so that the `TORCH_LOGS` names that people know work.
+"""Where ddpopt's messages go: torch's loggers, under the `TORCH_LOGS` names that people know.
 
 - `dynamo`, `distributed` or `ddp`: bucket boundaries and fallbacks, no graphs;
 - `ddp_graphs`: the original, each section's and the stitched graph;

@@ -83,7 +83,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
-    known = torch._inductor.list_options()
+    known = _torch.inductor_options()
     for key in options:
         if key.replace("-", "_") not in known:
             close = difflib.get_close_matches(key, [*OWN_OPTIONS, *known])
@@ -95,4 +95,6 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
     try:
         return _torch.inductor(mode, options)
     except (RuntimeError, AttributeError, KeyError) as error:
-        raise OptionError(f"Inductor refused mode {mode!r} or options {options}: {error}") from error
+        raise OptionError(
+            f"Inductor refused mode {mode!r} or options {options}: {error}"
+        ) from error

@@ -18,7 +18,7 @@ from ddpopt.buckets import Bucket, Parameter
 from ddpopt.errors import Fallback
 
 _MIB = 1024 * 1024
-_NAMES_SHOWN = 4
+_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

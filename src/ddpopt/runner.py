@@ -1,4 +1,4 @@
-"""What runs under a DDP forward at every step: the compiled graph, and the first steps' extra work.
+"""What runs under a DDP forward: the compiled graph, and in the first steps a little more.
 
 It compiles nothing. Its cost per step is one look at which DDP module is active.
 """
@@ -32,6 +32,7 @@ class GraphRunner:
         self._settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph on Dynamo's arguments."""
         ddp = _torch.active_ddp()
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)

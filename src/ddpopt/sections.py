@@ -75,7 +75,7 @@ class _SectionCompiler(fx.Interpreter):
             raise
         except Exception as error:
             if _torch.suppresses_errors():
-                logs.warning("%s runs uncompiled, because the inner compiler raised %r", where, error)
+                logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
                 uncompiled: Callable[..., Any] = section.forward
                 return uncompiled
             raise SectionCompileError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import records
+from ddpopt import _torch, records
 from ddpopt.plan import Plan
 
 
@@ -37,7 +37,7 @@ def explain(model: torch.nn.Module) -> Explanation:
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
-    ddp = model._orig_mod if hasattr(model, "_orig_mod") else model
+    ddp = _torch.uncompiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"explain takes a DistributedDataParallel module, or the result of torch.compile on "

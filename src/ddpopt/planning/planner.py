@@ -6,6 +6,7 @@ sections. `splitting` reads the graph and cuts it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from ddpopt.buckets import Bucket, Parameter
@@ -48,7 +49,7 @@ def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section
     bounds = [0, *cuts, facts.num_calls]
     return tuple(
         _section(index, start, stop, facts, complete_at, buckets)
-        for index, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 
 

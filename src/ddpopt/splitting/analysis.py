@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt.buckets import Parameter
 
 _NOT_CALLS = ("placeholder", "get_attr", "output")
 
@@ -56,6 +57,40 @@ class GraphFacts:
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that compute something, in order."""
     return [node for node in graph.nodes if node.op not in _NOT_CALLS]
+
+
+def find_parameters(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    reduced: Mapping[torch.Tensor, Parameter],
+) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
+    """Return the DDP parameters behind each node, and for each the argument that brings it in.
+
+    Dynamo makes parameters inputs of its graph; with `inline_inbuilt_nn_modules` off they are
+    attributes of the graph, or belong to modules that it calls.
+    """
+    owners: dict[fx.Node, list[int]] = {}
+    slots: dict[int, int] = {}
+    for slot, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        value = example_inputs[slot]
+        if isinstance(value, torch.Tensor) and value in reduced:
+            index = reduced[value].index
+            owners[node] = [index]
+            slots[index] = slot
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = _attribute(graph, str(node.target))
+        if isinstance(value, torch.nn.Parameter) and value in reduced:
+            owners[node] = [reduced[value].index]
+    for node in graph.graph.find_nodes(op="call_module"):
+        module = graph.get_submodule(str(node.target))
+        owners[node] = [reduced[p].index for p in module.parameters() if p in reduced]
+    return owners, slots
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
 
 
 def read_facts(gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]]) -> GraphFacts:
@@ -208,8 +243,8 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+    if _torch.is_mutable_op(node.target):
+        return True
     name = _name_of(node)
     if name == "setitem" or name in _IN_PLACE_OPERATORS:
         return True

@@ -30,17 +30,12 @@ def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
 
     A tuple cannot cross a cut; its elements can. The copy shares parameters and submodules.
     """
-    copied = fx.GraphModule(gm, fx.Graph())
-    copied.graph.output(copied.graph.graph_copy(gm.graph, val_map := {}))
-    output = next(iter(copied.graph.find_nodes(op="output")))
-    output.meta = dict(next(iter(gm.graph.find_nodes(op="output"))).meta)
-    for original, node in val_map.items():
-        if original.op == "placeholder" and hasattr(original, "_dynamo_source"):
-            node._dynamo_source = original._dynamo_source
-    for node in list(copied.graph.nodes):
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, val_map={}))
+    for node in list(graph.nodes):
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             _move_next_to_producer(node, node.args[0])
-    copied.recompile()
+    copied = fx.GraphModule(gm, graph)
     _torch.carry_dynamo_metadata(gm, copied)
     return copied
 

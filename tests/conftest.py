@@ -1,0 +1,37 @@
+"""Fixtures: a process group of one in this process, and two further processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+import ddpopt.backend
+
+
+@pytest.fixture(scope="session")
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(_group: None) -> Iterator[None]:
+    """A gloo group of one rank, and a Dynamo that has compiled nothing yet."""
+    ddpopt.backend.install()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes with a gloo group; see ranks.py."""
+    workers = Ranks()
+    yield workers
+    workers.stop()

@@ -1,0 +1,77 @@
+"""Models and training loops that tests share; real ones, small."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH = 64
+
+
+class MLP(nn.Module):
+    """`depth` blocks of Linear and ReLU; with width 64 a layer holds 16,640 bytes."""
+
+    def __init__(self, depth: int = 6, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def batches(rank: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return one input a step, different on every rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def train(
+    ddp: DistributedDataParallel,
+    inputs: Sequence[torch.Tensor],
+    forward: Callable[..., Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Train with SGD; return losses, and the last step's gradients, parameters and buffers."""
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for x in inputs:
+        optimizer.zero_grad()
+        loss = (ddp if forward is None else forward)(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), **state_of(ddp)}
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of gradients, parameters and buffers by name."""
+    state = {f"grad {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    state |= {f"param {n}": p for n, p in module.named_parameters()}
+    state |= {f"buffer {n}": b for n, b in module.named_buffers()}
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def assert_equal_states(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, bitwise: bool = False
+) -> None:
+    """Compare what `train` returned."""
+    assert actual.keys() == expected.keys()
+    tolerance = {"rtol": 0, "atol": 0} if bitwise else {}
+    for name, value in actual.items():
+        torch.testing.assert_close(
+            value, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def twins(model: nn.Module, **ddp_options: Any) -> tuple[Any, Any]:
+    """Return two DDP modules with equal weights."""
+    return (
+        DistributedDataParallel(copy.deepcopy(model), **ddp_options),
+        DistributedDataParallel(copy.deepcopy(model), **ddp_options),
+    )

@@ -1,0 +1,272 @@
+"""The door: who gets which graph, what stays whole, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.backends.distributed as in_tree
+from models import MLP, WIDTH, assert_equal_states, batches, train, twins
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+import ddpopt.backend
+from ddpopt import Fallback
+
+OPTIONS = {"inner": "aot_eager"}
+CAP = 0.03  # MiB: two of the MLP's six layers
+
+
+def _compile(ddp: torch.nn.Module, **options: Any) -> Any:
+    return torch.compile(ddp, backend="ddpopt", options={**OPTIONS, **options})
+
+
+def _x() -> torch.Tensor:
+    return torch.randn(2, WIDTH)
+
+
+def _only_plan(ddp: torch.nn.Module) -> ddpopt.Explanation:
+    (plan,) = ddpopt.explain(ddp).plans
+    return plan
+
+
+def test_the_backend_is_found_without_an_import() -> None:
+    """In a fresh process, by its entry point."""
+    script = (
+        "import sys, torch; assert 'ddpopt' in torch.compiler.list_backends();"
+        "f = torch.compile(lambda x: x + 1, backend='ddpopt', options={'inner': 'eager'});"
+        "print(f(torch.ones(1)).item(), 'ddpopt' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2.0", "True"]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, inner: str) -> None:
+    """`torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
+    eager, outer = twins(MLP(), bucket_cap_mb=CAP)
+    model = MLP()
+    model.load_state_dict(eager.module.state_dict())
+    within = DistributedDataParallel(_compile(model, inner=inner), bucket_cap_mb=CAP)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    expected = train(eager, inputs)
+    assert_equal_states(train(outer, inputs, _compile(outer, inner=inner)), expected)
+    actual = {k.replace("_orig_mod.", ""): v for k, v in train(within, inputs).items()}
+    assert_equal_states(actual, expected)
+    assert len(_only_plan(outer).sections) == len(_only_plan(within).sections) == 3
+
+
+def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
+    """By parameter index and launch order, for a cap that falls between a weight and its bias."""
+    ddp = DistributedDataParallel(MLP(depth=7), bucket_cap_mb=0.0157)
+    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    reported = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+    real = [[int(i) for i in bucket.split()] for bucket in reported.split(",")]
+    assert [[p.index for p in b.parameters] for b in _only_plan(ddp).buckets] == real
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (lambda: DistributedDataParallel(MLP()), {}, Fallback.ONE_BUCKET),
+        (
+            lambda: DistributedDataParallel(MLP(), bucket_cap_mb=CAP),
+            {"enabled": False},
+            Fallback.DISABLED,
+        ),
+    ],
+)
+def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+    make: Any,
+    options: dict[str, Any],
+    reason: Fallback,
+) -> None:
+    """In one call, and without a warning."""
+    calls: list[int] = []
+
+    def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        calls.append(len(example_inputs))
+        return gm.forward
+
+    ddp = make()
+    train(ddp, batches(0, [(2, WIDTH)] * 2), _compile(ddp, inner=inner, **options))
+    assert calls == [13]
+    assert _only_plan(ddp).fallback is reason
+    assert not [r for r in caplog.records if r.levelname == "WARNING" and "ddpopt" in r.name]
+
+
+def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
+    """Under no_grad; the training graph beside it is split."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    with torch.no_grad():
+        compiled(_x())
+    compiled(_x()).sum().backward()
+    reasons = [plan.fallback for plan in ddpopt.explain(ddp).plans]
+    assert reasons == [Fallback.NO_GRAD, None]
+
+
+def test_frozen_parameters_leave_nothing_to_split(one_rank: None) -> None:
+    """DDP itself refuses a module without any gradient, so one parameter is ignored instead."""
+    model = MLP()
+    model.requires_grad_(False)
+    model.layers[0].weight.requires_grad_(True)
+    names = [n for n, _ in model.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names[1:])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
+    model.layers[0].weight.requires_grad_(False)
+    _compile(ddp)(_x())
+    assert _only_plan(ddp).fallback is Fallback.NO_PARAMETERS
+
+
+def test_without_ddp_the_graph_goes_whole() -> None:
+    """The backend is then the inner compiler."""
+    x = _x()
+    model = MLP()
+    assert torch.equal(_compile(model)(x), model(x))
+
+
+def test_optimize_ddp_false_switches_splitting_off_as_in_tree(one_rank: None) -> None:
+    """And is left as it is."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        _compile(ddp)(_x())
+        assert torch._dynamo.config.optimize_ddp is False
+    assert _only_plan(ddp).fallback is Fallback.DYNAMO_DISABLED
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ({"optimize_ddp": "python_reducer"}, "set it to True"),
+        ({"compiled_autograd": True}, "compiled_autograd = False"),
+    ],
+)
+def test_modes_that_bypass_the_reducer_are_refused(
+    one_rank: None, flags: dict[str, Any], remedy: str
+) -> None:
+    """With what to set."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    with (
+        torch._dynamo.config.patch(**flags),
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=remedy),
+    ):
+        _compile(ddp)(_x())
+
+
+def _in_tree_sections(model: MLP) -> int:
+    """Count the pieces that a backend other than ours gets of six layers of 1 MiB."""
+    pieces: list[int] = []
+
+    def count(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        pieces.append(len(example_inputs))
+        return gm.forward
+
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    torch.compile(ddp, backend=count)(torch.randn(2, 512)).sum().backward()
+    return len(pieces)
+
+
+def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
+    """Before and after ours was used in the same process; and no torch flag changes."""
+    flags = torch._dynamo.config.get_config_copy()
+    ddpopt.backend.uninstall()
+    untouched = _in_tree_sections(MLP(width=512))
+    ddpopt.backend.install()
+    torch._dynamo.reset()
+    before = _in_tree_sections(MLP(width=512))
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    _compile(ddp)(_x()).sum().backward()
+    torch._dynamo.reset()
+    after = _in_tree_sections(MLP(width=512))
+    assert untouched == before == after > 1
+    assert torch._dynamo.config.get_config_copy() == flags
+
+
+def test_the_take_over_is_idempotent_and_removable() -> None:
+    """Installed twice it is there once; removed, torch's own class is back."""
+    ddpopt.backend.uninstall()
+    original = in_tree.DDPOptimizer
+    ddpopt.backend.install()
+    once = in_tree.DDPOptimizer
+    ddpopt.backend.install()
+    assert in_tree.DDPOptimizer is once is not original
+    assert issubclass(once, original)
+    ddpopt.backend.uninstall()
+    assert in_tree.DDPOptimizer is original
+    ddpopt.backend.install()
+
+
+@pytest.mark.parametrize(
+    "cap_options", [{"bucket_cap_mb": 0.001}, {"bucket_cap_mb_list": [0.02, 0.05]}]
+)
+def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str, Any]) -> None:
+    """The in-tree optimizer stops with an AssertionError at the first."""
+    eager, ddp = twins(MLP(), **cap_options)
+    inputs = batches(0, [(2, WIDTH)] * 3)
+    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    assert len(_only_plan(ddp).sections) > 1
+
+
+def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here a value is made at the start and written to at the end."""
+
+    class Uncuttable(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = x.clone()
+            for layer in self.layers:
+                x = layer(x).relu()
+            made.add_(1)
+            return x + made
+
+    ddp = DistributedDataParallel(Uncuttable(), bucket_cap_mb=CAP)
+    _compile(ddp)(_x()).sum().backward()
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert _only_plan(ddp).fallback is Fallback.NO_LEGAL_CUT
+    assert len([text for text in said if Fallback.NO_LEGAL_CUT.value in text]) == 1
+
+
+@pytest.mark.parametrize(
+    ("moved", "reason"),
+    [("split_forward", Fallback.SPLIT_FAILED), ("read_facts", Fallback.TORCH_DRIFT)],
+)
+def test_an_error_while_splitting_costs_overlap_not_training(
+    one_rank: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    moved: str,
+    reason: Fallback,
+) -> None:
+    """One warning says why, with the error's text; the result is right."""
+    error = ddpopt.TorchDriftError if reason is Fallback.TORCH_DRIFT else KeyError
+
+    def broken(*_: Any) -> Any:
+        raise error("u0")
+
+    monkeypatch.setattr(ddpopt.backend, moved, broken)
+    eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
+    inputs = batches(0, [(2, WIDTH)] * 2)
+    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    said = [r.getMessage() for r in caplog.records if reason.value in r.getMessage()]
+    assert len(said) == 1
+    assert "u0" in said[0]
+
+
+def test_reset_forgets_the_plans(one_rank: None) -> None:
+    """As Dynamo forgets the code."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    compiled(_x())
+    torch._dynamo.reset()
+    assert not ddpopt.explain(ddp).plans
+    compiled(_x()).sum().backward()
+    assert len(_only_plan(ddp).sections) == 3

@@ -1,0 +1,63 @@
+"""Flags: assignment, patch and environment, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import ddpopt
+from ddpopt import config
+
+
+def test_patch_sets_and_restores() -> None:
+    """As a context manager and as a decorator, also when the body raises."""
+
+    @config.patch(enabled=False)
+    def decorated() -> bool:
+        return config.enabled
+
+    assert decorated() is False
+    with pytest.raises(KeyError), config.patch(enabled=False):
+        raise KeyError
+    assert config.enabled is True
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_a_wrong_type_is_refused_and_nothing_is_set(value: object) -> None:
+    """The message names the value."""
+    with pytest.raises(ddpopt.OptionError, match=repr(value)):
+        config.enabled = value
+    with pytest.raises(ddpopt.OptionError, match=repr(value)), config.patch(enabled=value):
+        pass
+    assert config.enabled is True
+
+
+def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
+    """A typo does not pass for a setting."""
+    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['enabled'\]"):
+        config.enable = False
+
+
+@pytest.mark.parametrize(("text", "printed"), [("0", "False"), ("1", "True")])
+def test_the_environment_sets_the_default(text: str, printed: str) -> None:
+    """DDPOPT_ENABLED is read at import."""
+    assert _enabled_with(text).stdout.strip() == printed
+
+
+def test_a_bad_environment_value_is_an_error_that_names_it() -> None:
+    """It says which variable, which value, and what is valid."""
+    stderr = _enabled_with("maybe").stderr
+    assert "DDPOPT_ENABLED is 'maybe'; valid values are '0' and '1'" in stderr
+
+
+def _enabled_with(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import ddpopt; print(ddpopt.config.enabled)"],
+        env={**os.environ, "DDPOPT_ENABLED": text},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

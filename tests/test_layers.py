@@ -1,0 +1,65 @@
+"""Layer order is import order: the arrows between modules, read off their source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import ddpopt
+
+ROOT = Path(ddpopt.__file__).parent
+
+# Each module may import those above it, and nothing else of ours.
+ALLOWED = {
+    "errors": set(),
+    "buckets": set(),
+    "config": {"errors"},
+    "_torch": {"errors", "buckets"},
+    "logs": {"_torch"},
+    "plan": {"errors", "buckets"},
+    "options": {"_torch", "config", "errors"},
+    "splitting": {"_torch", "buckets", "plan", "splitting"},
+    "planning": {"buckets", "plan", "splitting"},
+    "records": {"plan"},
+    "sections": {"_torch", "logs", "errors"},
+    "runner": {"_torch", "logs", "plan", "records"},
+    "inspection": {"_torch", "plan", "records"},
+}
+
+
+def _imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _files() -> list[tuple[str, Path]]:
+    files = ROOT.rglob("*.py")
+    return [(path.relative_to(ROOT).parts[0].removesuffix(".py"), path) for path in files]
+
+
+def test_modules_import_only_the_layers_below_them() -> None:
+    """backend.py may import every layer but inspection; __init__ only shows names."""
+    allowed = {**ALLOWED, "backend": set(ALLOWED) - {"inspection"}, "__init__": set(ALLOWED)}
+    for layer, path in _files():
+        ours = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
+        assert ours <= allowed[layer], f"{path} imports {sorted(ours - allowed[layer])}"
+
+
+def test_private_torch_names_stay_in_one_file() -> None:
+    """No other module imports an underscored name of torch's or reads an underscored attribute."""
+    for layer, path in _files():
+        if layer == "_torch":
+            continue
+        found = [name for name in _imports(path) if re.match(r"torch\b.*\._", name)]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                if owner not in ("self", "cls"):
+                    found.append(ast.unparse(node))
+        assert not found, f"{path} touches {found}"

@@ -1,0 +1,86 @@
+"""What runs at every step: arrival order in the first iterations, and models that share code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import MLP, WIDTH, batches, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+
+CAP = 0.03
+
+
+def _compile(module: nn.Module) -> Any:
+    return torch.compile(module, backend="ddpopt", options={"inner": "aot_eager"})
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_the_first_gradients_arrive_in_the_planned_order(
+    one_rank: None, static_graph: bool
+) -> None:
+    """Parameter hooks see the plan's order, until DDP has rebuilt its buckets."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP, static_graph=static_graph)
+    arrived: list[str] = []
+    for name, parameter in ddp.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    compiled = _compile(ddp)
+    for x in batches(0, [(2, WIDTH)] * 4):
+        was_rebuilt = ddp._has_rebuilt_buckets
+        arrived.clear()
+        compiled(x).sum().backward()
+        (plan,) = ddpopt.explain(ddp).plans
+        if not was_rebuilt and not ddp._has_rebuilt_buckets:
+            assert arrived == [p.name for p in plan.arrival]
+    assert ddp._has_rebuilt_buckets
+
+
+def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
+    """Dynamo does not compile a second model of the same class; explain still tells."""
+    first = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    second = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    for ddp in (first, second):
+        train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+        assert ddp._has_rebuilt_buckets
+    assert ddpopt.explain(second).plans == ddpopt.explain(first).plans != ()
+    reported = [
+        d._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] for d in (first, second)
+    ]
+    assert reported[0] == reported[1]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "compiled nothing" in r.getMessage()]
+
+
+def _sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_a_bare_sequential_under_ddp_is_warned_about_once(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo compiles nothing there; the warning names the remedy, and the remedy works."""
+    ddp = DistributedDataParallel(_sequential(), bucket_cap_mb=0.01)
+    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    assert len(_warnings(caplog)) == 1
+    assert "DDP(torch.compile(model, backend='ddpopt'))" in _warnings(caplog)[0]
+    assert not ddpopt.explain(ddp).plans
+
+    remedied = DistributedDataParallel(_compile(_sequential()), bucket_cap_mb=0.01)
+    train(remedied, batches(0, [(2, WIDTH)] * 3))
+    assert len(_warnings(caplog)) == 1
+    assert len(ddpopt.explain(remedied).plans[0].sections) == 2
+
+
+def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither for eager DDP nor for another backend."""
+    for backend in (None, "eager"):
+        ddp = DistributedDataParallel(_sequential())
+        compiled = torch.compile(ddp, backend=backend) if backend else ddp
+        train(ddp, batches(0, [(2, WIDTH)] * 2), compiled)
+    assert not _warnings(caplog)

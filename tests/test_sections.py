@@ -1,0 +1,109 @@
+"""Compiling sections: strides, metadata, and an inner compiler that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from models import MLP, assert_equal_states, batches, train, twins
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+
+
+class _FailsOn:
+    """An inner compiler that raises on its `n`-th call."""
+
+    __name__ = "fails"
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        self.n -= 1
+        if self.n == 0:
+            raise ZeroDivisionError("no such kernel")
+        return gm.forward
+
+
+def test_a_failing_inner_compiler_is_an_error_that_names_the_section(one_rank: None) -> None:
+    """With the original error's type and text."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed,
+        match=r"ZeroDivisionError on section 1 of 3 \(submod_1\): no such kernel",
+    ):
+        compiled(torch.randn(2, 64))
+
+
+def test_suppress_errors_runs_that_section_uncompiled(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only that one; it is said once; the result is right."""
+    eager, ddp = twins(MLP(), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
+    inputs = batches(0, [(2, 64)] * 3)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
+    said = [r.message for r in caplog.records if "runs uncompiled" in r.message]
+    assert len(said) == 1
+    assert "section 1 of 3" in said[0]
+    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+
+
+def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_rank: None) -> None:
+    """A convolution's output changes to channels last; the next section must not assume else."""
+
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    eager, ddp = twins(Convolutions(), bucket_cap_mb=0.002)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"layout_optimization": True})
+    inputs = batches(0, [(2, 8, 6, 6)] * 3)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+
+
+def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) -> None:
+    """Also when backward runs for some sections only, and in an order of its own."""
+    seen: list[tuple[int, int]] = []
+
+    def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        num_inputs = len(example_inputs)
+
+        def backward_compiler(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+            metadata = torch._guards.TracingContext.get().fw_metadata
+            seen.append((num_inputs, len(metadata.input_info)))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+            bw_compiler=backward_compiler,
+        )(gm, example_inputs)
+
+    class Uneven(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.layers[0](x)
+            second = self.layers[1](first.relu()) + self.layers[2](x) * self.layers[3](x)
+            return second, first
+
+    ddp = DistributedDataParallel(Uneven(4), bucket_cap_mb=0.01, find_unused_parameters=True)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
+    second, first = compiled(torch.randn(2, 64))
+    torch.autograd.grad(first.sum(), [ddp.module.layers[0].weight], retain_graph=True)
+    second.sum().backward()
+    assert len(seen) == len(ddpopt.explain(ddp).plans[0].sections) >= 2
+    assert len({n for n, _ in seen}) > 1, "the sections must differ for this test to mean anything"
+    assert all(given == recorded for given, recorded in seen)
