@@ -185,10 +185,10 @@ def main() -> None:
     is_equal = is_equal_on_all_ranks(model)
     if args.compare:
         eager_losses, eager_tokens_per_s = train(twin, EAGER, text, args)
-        difference = (losses - eager_losses).abs().max().item()
-        report(
-            f"eager: {eager_tokens_per_s:,.0f} tokens/s; losses differ by {difference:.3g} at most"
-        )
+        # Training amplifies rounding: a correct Inductor compile drifts too, after 100 steps or so.
+        gaps = (losses - eager_losses).abs()
+        report(f"eager twin: {eager_tokens_per_s:,.0f} tokens/s; largest difference of a loss:")
+        report(f"{gaps.max():.3g}; in the first 20 steps {gaps[:20].max():.3g}")
     if dist.get_rank() == 0 and args.sample:
         report(f"sample:\n{model.continue_text(b'def ', args.sample)}")
     # Not in a `finally`: a rank that fails must exit at once, so that torchrun ends the others.

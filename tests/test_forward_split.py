@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def _split_at(capture: Capture, cuts: list[int]) -> torch.fx.GraphModule:
     bounds = [0, *cuts, len(call_nodes(copied.graph))]
     return split_forward(
         copied,
-        [_section(i, a, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))],
+        [_section(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(bounds))],
     )
 
 

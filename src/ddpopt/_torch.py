@@ -98,12 +98,6 @@ def innermost_backend(backend: Any) -> Any:
             return backend
 
 
-def running_backend() -> Any:
-    """Return the backend whose `torch.compile` region this code runs in, or None."""
-    callback = _private("torch._C._dynamo.eval_frame", "get_eval_frame_callback")()
-    return innermost_backend(callback) if callable(callback) else None
-
-
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
     return bool(_private("torch._dynamo.trace_rules", "check")(function))
@@ -156,9 +150,14 @@ def _private_of(owner: Any, name: str) -> Any:
         ) from error
 
 
-def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the Reducer has formed its final buckets. See [Note: buckets] in buckets.py."""
-    return bool(_private_of(ddp, "_has_rebuilt_buckets"))
+def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the Reducer has yet to form its final buckets; see [Note: buckets] in buckets.py."""
+    has_rebuilt = _private_of(ddp, "_has_rebuilt_buckets")
+    return not has_rebuilt and _follows_arrival_order(ddp)
+
+
+def _follows_arrival_order(ddp: DistributedDataParallel) -> bool:
+    return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def reducer_rules(ddp: DistributedDataParallel) -> ReducerRules:
@@ -169,8 +168,7 @@ def reducer_rules(ddp: DistributedDataParallel) -> ReducerRules:
         first = int(_private("torch.distributed", "_DEFAULT_FIRST_BUCKET_BYTES"))
         is_default = _private_of(ddp, "bucket_bytes_cap_default")
         caps = (first, cap) if is_default and first < cap else (cap,)
-    is_rebuilt = bool(ddp.static_graph or not ddp.find_unused_parameters)
-    return ReducerRules(caps_bytes=caps, is_rebuilt=is_rebuilt)
+    return ReducerRules(caps_bytes=caps, is_rebuilt=_follows_arrival_order(ddp))
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
@@ -200,8 +198,10 @@ def _produces_sparse_gradient(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
 
 
-def watch_ddp_forward(after: Callable[[DistributedDataParallel], None]) -> None:
-    """Call `after` with the DDP module when its forward is done. Idempotent.
+def watch_ddp_forward(after: Callable[[DistributedDataParallel, Any], None]) -> None:
+    """Call `after` when a DDP forward is done, with the DDP module and the backend it ran under.
+
+    The backend is that of the innermost `torch.compile` around the forward, or None. Idempotent.
 
     DDP has no hook inside its own forward that Dynamo does not try to compile, so the method
     that runs the wrapped module is replaced.
@@ -213,13 +213,21 @@ def watch_ddp_forward(after: Callable[[DistributedDataParallel], None]) -> None:
     if hasattr(original, "ddpopt_replaces"):
         return
 
+    # Dynamo would compile these frames too: it is to skip this one but not the module's below it,
+    # and all of `report`.
+    disable = _private("torch.compiler", "disable")
+    current_callback = _private("torch._C._dynamo.eval_frame", "get_eval_frame_callback")
+
+    def report(ddp: DistributedDataParallel, callback: Any) -> None:
+        after(ddp, innermost_backend(callback) if callable(callback) else None)
+
     def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         output = original(self, *inputs, **kwargs)
-        after(self)
+        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
         return output
 
-    # Dynamo is to skip this one frame, not those below it.
-    watched: Any = _private("torch.compiler", "disable")(run_ddp_forward, recursive=False)
+    uncompiled_report = disable(report)
+    watched: Any = disable(run_ddp_forward, recursive=False)
     watched.ddpopt_replaces = original
     type.__setattr__(DistributedDataParallel, "_run_ddp_forward", watched)
 

@@ -45,16 +45,16 @@ def backend(
         SectionCompileError: the inner compiler raised on a section.
     """
     resolved = resolve_options(mode, options)
-    ddp = _torch.active_ddp()
-    _refuse_unsupported_modes(ddp)
-    if ddp is None:
-        plan = _whole(gm, resolved, Fallback.NO_DDP)
-        logs.info("%s", plan)
-        return resolved.inner(gm, list(example_inputs))
-    reason = _reason_not_to_split(resolved)
-    if reason is not None:
-        return _compile_whole(gm, example_inputs, ddp, resolved, _whole(gm, resolved, reason))
-    return _compile_under_ddp(gm, example_inputs, ddp, resolved)
+    try:
+        ddp = _torch.active_ddp()
+        _refuse_unsupported_modes(ddp)
+        reason = _reason_not_to_split(ddp, resolved)
+    except TorchDriftError as error:
+        ddp, reason = None, Fallback.TORCH_DRIFT
+        logs.warning("%s", error)
+    if ddp is not None and reason is None:
+        return _compile_under_ddp(gm, example_inputs, ddp, resolved)
+    return _compile_whole(gm, example_inputs, ddp, resolved, _whole(gm, resolved, reason))
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
@@ -73,7 +73,9 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
         )
 
 
-def _reason_not_to_split(options: Options) -> Fallback | None:
+def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) -> Fallback | None:
+    if ddp is None:
+        return Fallback.NO_DDP
     if _torch.optimize_ddp_mode() == "no_optimization":
         return Fallback.DYNAMO_DISABLED
     if not options.enabled:
@@ -99,6 +101,7 @@ def _compile_under_ddp(
     options: Options,
 ) -> Callable[..., Any]:
     try:
+        _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
         draft = _make_plan(gm, example_inputs, ddp, options)
         stitched = None
         if draft.plan.fallback is None:
@@ -167,17 +170,18 @@ def _whole(
 def _compile_whole(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    ddp: DistributedDataParallel,
+    ddp: DistributedDataParallel | None,
     options: Options,
     plan: Plan,
 ) -> Callable[..., Any]:
     _announce(ddp, plan)
     compiled = options.inner(gm, list(example_inputs))
-    return GraphRunner(plan, compiled, compiled)
+    return compiled if ddp is None else GraphRunner(plan, compiled)
 
 
-def _announce(ddp: DistributedDataParallel, plan: Plan) -> None:
-    records.keep(ddp, plan)
+def _announce(ddp: DistributedDataParallel | None, plan: Plan) -> None:
+    if ddp is not None:
+        records.keep(ddp, plan)
     if plan.fallback is None or plan.fallback.is_expected:
         logs.info("%s", plan)
     else:
@@ -223,8 +227,8 @@ def uninstall() -> None:
     _torch.unwatch_ddp_forward()
 
 
-def _after_ddp_forward(ddp: DistributedDataParallel) -> None:
-    if _torch.running_backend() is backend:
+def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
+    if ran_under is backend:
         warn_if_nothing_compiled(ddp)
 
 

@@ -25,7 +25,7 @@ class GraphRunner:
     one that it was compiled under, so the active module is looked up at each call.
     """
 
-    def __init__(self, plan: Plan, compiled: Compiled, ordered: Compiled) -> None:
+    def __init__(self, plan: Plan, compiled: Compiled, ordered: Compiled | None = None) -> None:
         self._plan = plan
         self._compiled = compiled
         self._ordered = ordered
@@ -37,7 +37,7 @@ class GraphRunner:
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
         records.keep(ddp, self._plan)
-        if _torch.reducer_rules(ddp).is_rebuilt and not _torch.has_rebuilt_buckets(ddp):
+        if self._ordered is not None and _torch.will_rebuild_buckets(ddp):
             return self._ordered(*args)
         self._settled_ddp = weakref.ref(ddp)
         return self._compiled(*args)

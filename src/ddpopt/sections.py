@@ -49,6 +49,7 @@ class _SectionCompiler(fx.Interpreter):
         names: Sequence[str],
     ) -> None:
         super().__init__(stitched)
+        self.extra_traceback = False  # our errors name the section; the interpreter adds noise
         self.compiled: dict[str, Callable[..., Any]] = {}
         self._inner = inner
         self._fake_mode = fake_mode

@@ -1,0 +1,32 @@
+# make demo, make test: each creates the environment that it needs in .venv.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest tests
+
+lint: .venv/installed
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+
+# The wheel is built and installed, so that the tests run what users get. torch comes first, so
+# that nothing pulls in another build of it.
+.venv/installed: pyproject.toml README.md $(shell find src -name '*.py')
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check build
+	rm -rf dist
+	$(BIN)/python -m build -q --wheel
+	$(BIN)/pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[examples,test,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
+	touch $@
+
+clean:
+	rm -rf .venv dist
