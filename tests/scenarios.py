@@ -134,6 +134,47 @@ class Parts(MLP):
         return torch.cat([x[:, :half] * left, right], dim=1) + top.values[:, None]
 
 
+class Shapes(MLP):
+    """Sizes that tracing finds to be numbers only after they were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(0, (-1, 3))
+        batch, time, width = x.shape
+        for layer in self.layers[:3]:
+            x = layer(x.reshape(batch * time, width)).relu().view(batch, time, width)
+        x = x + self.position
+        for layer in self.layers[3:]:
+            x = layer(x.reshape(batch * time, width)).relu().view(batch, time, width)
+        return x
+
+
+class Sparse(MLP):
+    """An embedding with sparse gradients in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table((x[:, 0].abs() * 3).long().clamp(max=9)))
+
+
+class SharedAcrossBreak(MLP):
+    """A weight that is used before and after a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:3]:
+            x = layer(x).relu()
+        torch._dynamo.graph_break()
+        for layer in (*self.layers[3:], self.layers[0]):
+            x = layer(x).relu()
+        return x
+
+
 class Counting(MLP):
     """A buffer that is written to in each layer."""
 
@@ -179,6 +220,11 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "checkpointed blocks": lambda: Scenario(Transformer(run=_checkpointed)),
     "autocast and no_grad regions": lambda: Scenario(Regions()),
     "tuples, sizes and views": lambda: Scenario(Parts()),
+    "sizes found to be constant": lambda: Scenario(
+        Shapes(), steps=tuple(((3 * n, WIDTH),) for n in (2, 3, 4, 1, 5))
+    ),
+    "sparse embedding": lambda: Scenario(Sparse()),
+    "weight shared across a graph break": lambda: Scenario(SharedAcrossBreak(), num_graphs=2),
     "mutated buffer": lambda: Scenario(Counting()),
     "static graph": lambda: Scenario(
         MLP(), ddp_options={"bucket_cap_mb": 0.03, "static_graph": True}
@@ -214,10 +260,14 @@ def train_steps(
                 loss = forward(x).float().pow(2).mean()
                 loss.backward()
                 losses.append(loss.detach())
-        gradients = {
-            f"grad {n}": p.grad.clone() for n, p in ddp.named_parameters() if p.grad is not None
-        }
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        gradients = {f"grad {n}": _dense(p.grad) for n, p in ddp.named_parameters()}
+        if not any(p.grad.is_sparse for p in trained):  # torch cannot take their norm
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
+    gradients = {name: g for name, g in gradients.items() if g is not None}
     state = {n: v.detach().clone() for n, v in ddp.state_dict().items()}
     return {"losses": torch.stack(losses), **gradients, **state}
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().clone().to_dense()

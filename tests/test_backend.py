@@ -249,7 +249,7 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     """One warning says why, with the error's text; the result is right."""
     error = ddpopt.TorchDriftError if reason is Fallback.TORCH_DRIFT else KeyError
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise error("u0")
 
     monkeypatch.setattr(ddpopt.backend, moved, broken)
@@ -259,6 +259,37 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     said = [r.getMessage() for r in caplog.records if reason.value in r.getMessage()]
     assert len(said) == 1
     assert "u0" in said[0]
+
+
+def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> None:
+    """As often as the unsplit compile: with the first value, and once for all others."""
+
+    class Scaled(MLP):
+        def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+            return super().forward(x * scale) * scale
+
+    ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=CAP)
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        compiled = _compile(ddp, enabled=enabled)
+        for scale in (0.5, 0.25, 1.5, 2.5, 3.5):
+            compiled(_x(), scale).sum().backward()
+        assert len(ddpopt.explain(ddp).plans) == 2
+
+
+def test_loading_the_backend_leaves_the_python_reducer_alone() -> None:
+    """Other backends use it with fullgraph=True, through DDP's forward.
+
+    In a process of its own, because torch 2.13 breaks later static-graph DDP modules after that.
+    """
+    script = (
+        "import torch, torch.distributed as dist, ddpopt.backend;"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
+        "torch._dynamo.config.optimize_ddp = 'python_reducer';"
+        "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4));"
+        "torch.compile(ddp, backend='aot_eager', fullgraph=True)(torch.ones(1, 4))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_reset_forgets_the_plans(one_rank: None) -> None:

@@ -23,7 +23,7 @@ ALLOWED = {
     "planning": {"buckets", "plan", "splitting"},
     "records": {"plan"},
     "sections": {"_torch", "logs", "errors"},
-    "runner": {"_torch", "logs", "plan", "records"},
+    "runner": {"_torch", "errors", "logs", "plan", "records"},
     "inspection": {"_torch", "plan", "records"},
 }
 

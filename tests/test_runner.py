@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MLP, WIDTH, batches, train
+from models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,3 +84,46 @@ def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptur
         compiled = torch.compile(ddp, backend=backend) if backend else ddp
         train(ddp, batches(0, [(2, WIDTH)] * 2), compiled)
     assert not _warnings(caplog)
+
+
+def _other_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "its buckets" in r.getMessage()]
+
+
+def test_running_code_for_other_buckets_is_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another DDP module of the same class with another cap; once, and with the remedy."""
+    for cap in (CAP, 25):
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
+        train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    assert len(_other_buckets(caplog)) == 1
+    assert "compiled for another DDP module" in _other_buckets(caplog)[0]
+    assert "torch._dynamo.reset()" in _other_buckets(caplog)[0]
+
+
+def test_running_code_compiled_before_wrapping_is_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo has no guard on DDP being active, and keeps the unsplit graph."""
+    model = _compile(MLP())
+    model(torch.randn(2, WIDTH))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)] * 3))
+    assert len(_other_buckets(caplog)) == 1
+    assert "compiled without DDP" in _other_buckets(caplog)[0]
+    assert ddpopt.explain(ddp).plans[0].fallback is ddpopt.Fallback.NO_DDP
+
+
+def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> None:
+    """It gets no alias: a write under no_grad would go through that."""
+
+    class Clamped(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.layers[3].weight.clamp_(-0.05, 0.05)
+            return super().forward(x)
+
+    eager, ddp = twins(Clamped(), bucket_cap_mb=CAP)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))

@@ -201,42 +201,40 @@ def _produces_sparse_gradient(module: torch.nn.Module) -> bool:
 def watch_ddp_forward(after: Callable[[DistributedDataParallel, Any], None]) -> None:
     """Call `after` when a DDP forward is done, with the DDP module and the backend it ran under.
 
-    The backend is that of the innermost `torch.compile` around the forward, or None. Idempotent.
-
-    DDP has no hook inside its own forward that Dynamo does not try to compile, so the method
-    that runs the wrapped module is replaced.
+    The backend is that of the innermost `torch.compile` around the forward, or None. DDP has no
+    hook there, so the context that it opens around its forward is replaced by one that opens it
+    too; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
 
     Raises:
-        TorchDriftError: this release has no such method.
+        TorchDriftError: this release has no such context.
     """
-    original = _private_of(DistributedDataParallel, "_run_ddp_forward")
+    original = _private_of(DistributedDataParallel, "_inside_ddp_forward")
     if hasattr(original, "ddpopt_replaces"):
         return
-
-    # Dynamo would compile these frames too: it is to skip this one but not the module's below it,
-    # and all of `report`.
     disable = _private("torch.compiler", "disable")
     current_callback = _private("torch._C._dynamo.eval_frame", "get_eval_frame_callback")
 
     def report(ddp: DistributedDataParallel, callback: Any) -> None:
         after(ddp, innermost_backend(callback) if callable(callback) else None)
 
-    def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        output = original(self, *inputs, **kwargs)
-        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
-        return output
-
     uncompiled_report = disable(report)
-    watched: Any = disable(run_ddp_forward, recursive=False)
+
+    def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
+        with original(self):
+            yield
+        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
+
+    # Dynamo is to skip this frame, as it does the original, but not the module's below it.
+    watched: Any = contextlib.contextmanager(disable(inside_ddp_forward, recursive=False))
     watched.ddpopt_replaces = original
-    type.__setattr__(DistributedDataParallel, "_run_ddp_forward", watched)
+    type.__setattr__(DistributedDataParallel, "_inside_ddp_forward", watched)
 
 
 def unwatch_ddp_forward() -> None:
-    """Restore DDP's own method."""
-    current = _private_of(DistributedDataParallel, "_run_ddp_forward")
+    """Restore DDP's own context."""
+    current = _private_of(DistributedDataParallel, "_inside_ddp_forward")
     original = getattr(current, "ddpopt_replaces", current)
-    type.__setattr__(DistributedDataParallel, "_run_ddp_forward", original)
+    type.__setattr__(DistributedDataParallel, "_inside_ddp_forward", original)
 
 
 # ---- Graphs and their metadata ----------------------------------------------------------------
@@ -288,6 +286,37 @@ def free_symbols(value: object) -> frozenset[Any]:
     if isinstance(value, torch.Tensor) and not _has_symbolic_shape(value):
         return frozenset()
     return frozenset(_private("torch.fx.experimental.symbolic_shapes", "free_symbols")(value))
+
+
+def constant_of(value: object) -> int | None:
+    """Return the number that a symbolic integer is known to equal, None where it may vary."""
+    if not isinstance(value, torch.SymInt):
+        return None
+    constant: int | None = _private_of(value, "node").maybe_as_int()
+    return constant
+
+
+@contextlib.contextmanager
+def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
+    """Hide the symbols of float arguments that do not occur in `graph` from AOTAutograd.
+
+    It makes constants of all float symbols that it finds no use for, and has Dynamo start anew:
+    right for a whole graph; for a section it would recompile at each new value.
+    """
+    if fake_mode.shape_env is None:
+        yield
+        return
+    is_type = _private("torch.utils._sympy.symbol", "symbol_is_type")
+    kind = _private("torch.utils._sympy.symbol", "SymT").FLOAT
+    values: dict[Any, Any] = _private_of(fake_mode.shape_env, "backed_var_to_val")
+    used = {s for node in graph.nodes for s in free_symbols(node.meta.get("example_value"))}
+    hidden = {s: v for s, v in values.items() if is_type(s, kind) and s not in used}
+    for symbol in hidden:
+        del values[symbol]
+    try:
+        yield
+    finally:
+        values.update(hidden)
 
 
 def _has_symbolic_shape(tensor: torch.Tensor) -> bool:

@@ -87,11 +87,14 @@ def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A graph that may be split: a copy of its own, its plan, and where its parameters enter."""
+    """A graph that may be split: a copy of its own, its plan, and the arguments to order.
+
+    `slots` are the positions of the parameters among the graph's arguments, in arrival order.
+    """
 
     graph: fx.GraphModule
     plan: Plan
-    slots: Mapping[int, int]
+    slots: tuple[int, ...]
 
 
 def _compile_under_ddp(
@@ -120,8 +123,7 @@ def _compile_under_ddp(
     else:
         _show_graphs(gm, stitched)
         compiled = compile_sections(stitched, example_inputs, options.inner)
-    slots = [draft.slots[p.index] for p in draft.plan.arrival if p.index in draft.slots]
-    return GraphRunner(draft.plan, compiled, order_first_arrival(compiled, slots))
+    return GraphRunner(draft.plan, compiled, order_first_arrival(compiled, draft.slots))
 
 
 def _make_plan(
@@ -133,10 +135,11 @@ def _make_plan(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     owners, slots = find_parameters(graph, example_inputs, reduced)
-    facts = read_facts(graph, owners)
-    earlier = records.earlier_parameters(ddp, facts.first_use)
+    earlier = records.earlier_parameters(ddp, _name_of(gm))
+    facts = read_facts(graph, owners, elsewhere=earlier)
     arrival = order_arrival(list(reduced.values()), facts.first_use, earlier)
-    buckets = predict_buckets(arrival, _torch.reducer_rules(ddp))
+    rules = _torch.reducer_rules(ddp)
+    buckets = predict_buckets(arrival, rules)
     sections = plan_sections(facts, buckets)
     is_one_bucket = sum(any(p.index in facts.first_use for p in b.parameters) for b in buckets) < 2
     fallback = None
@@ -148,18 +151,24 @@ def _make_plan(
         fallback = Fallback.NO_LEGAL_CUT
     plan = dataclasses.replace(
         _whole(gm, options, fallback),
+        rules=rules,
         sections=sections if fallback is None else (),
         buckets=buckets,
         arrival=tuple(p for p in arrival if p.index in facts.first_use),
     )
-    return _Draft(graph=graph, plan=plan, slots=slots)
+    ordered = [slots[p.index] for p in plan.arrival if p.index in slots]
+    return _Draft(graph=graph, plan=plan, slots=tuple(ordered))
+
+
+def _name_of(gm: fx.GraphModule) -> str:
+    return str(gm.meta.get("dynamo_compile_id", "?"))
 
 
 def _whole(
     gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
 ) -> Plan:
     return Plan(
-        graph=str(gm.meta.get("dynamo_compile_id", "?")),
+        graph=_name_of(gm),
         inner=options.inner_name,
         num_nodes=len(call_nodes(gm.graph)),
         fallback=fallback,
@@ -176,7 +185,7 @@ def _compile_whole(
 ) -> Callable[..., Any]:
     _announce(ddp, plan)
     compiled = options.inner(gm, list(example_inputs))
-    return compiled if ddp is None else GraphRunner(plan, compiled)
+    return GraphRunner(plan, compiled)
 
 
 def _announce(ddp: DistributedDataParallel | None, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpopt.buckets import Bucket, Parameter
+from ddpopt.buckets import Bucket, Parameter, ReducerRules
 from ddpopt.errors import Fallback
 
 _MIB = 1024 * 1024
@@ -47,14 +47,15 @@ class Plan:
     """How one Dynamo graph is compiled.
 
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
-    `buckets` the Reducer's buckets as predicted, of which parameters of other graphs under the
-    same DDP module are part. `fallback` is None for a graph that is split; `detail` completes
-    the fallback's sentence.
+    `rules` tell how the Reducer forms buckets (None without DDP), and `buckets` those predicted,
+    of which parameters of other graphs under the same DDP module are part. `fallback` is None for
+    a graph that is split; `detail` completes the fallback's sentence.
     """
 
     graph: str
     inner: str
     num_nodes: int
+    rules: ReducerRules | None = None
     sections: tuple[Section, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     arrival: tuple[Parameter, ...] = ()

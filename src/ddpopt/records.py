@@ -6,7 +6,6 @@ Entries live as long as their DDP module, and until `torch._dynamo.reset()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,18 +26,23 @@ def plans_of(ddp: DistributedDataParallel) -> tuple[Plan, ...]:
     return tuple(_plans.get(ddp, {}).values())
 
 
-def earlier_parameters(ddp: DistributedDataParallel, own: Collection[int]) -> frozenset[int]:
-    """Return the parameters, by index, of graphs that run before one with the parameters `own`.
+def earlier_parameters(ddp: DistributedDataParallel, graph: str) -> frozenset[int]:
+    """Return the parameters, by index, of graphs that run before this one in forward.
 
-    Graphs are first compiled in forward order; a recompiled one is known by its parameters.
+    A graph's name is its frame and the number of the frame's compile, as in `4/0`. Frames are
+    first compiled in forward order.
     """
+    frame = _frame(graph)
     earlier: set[int] = set()
     for plan in plans_of(ddp):
-        indices = {parameter.index for parameter in plan.arrival}
-        if indices == set(own):
+        if _frame(plan.graph) == frame:
             break
-        earlier |= indices
-    return frozenset(earlier - set(own))
+        earlier |= {parameter.index for parameter in plan.arrival}
+    return frozenset(earlier)
+
+
+def _frame(graph: str) -> str:
+    return graph.partition("/")[0]
 
 
 def clear() -> None:

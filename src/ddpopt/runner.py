@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
+from ddpopt.errors import Fallback
 from ddpopt.plan import Plan
 
 Compiled = Callable[..., Any]
@@ -36,11 +37,27 @@ class GraphRunner:
         ddp = _torch.active_ddp()
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
-        records.keep(ddp, self._plan)
+        self._meet(ddp)
         if self._ordered is not None and _torch.will_rebuild_buckets(ddp):
             return self._ordered(*args)
         self._settled_ddp = weakref.ref(ddp)
         return self._compiled(*args)
+
+    def _meet(self, ddp: DistributedDataParallel) -> None:
+        """Note that `ddp` runs this graph; say so if it was compiled for other buckets."""
+        if self._plan in records.plans_of(ddp):
+            return
+        records.keep(ddp, self._plan)
+        is_for_buckets = self._plan.fallback in (None, Fallback.NO_DDP, Fallback.ONE_BUCKET)
+        if is_for_buckets and self._plan.rules != _torch.reducer_rules(ddp):
+            logs.warning(
+                "DistributedDataParallel(%s) runs graph %s, which was compiled %s; its buckets "
+                "are not this module's, so little may overlap. Call torch._dynamo.reset() before "
+                "this module's first forward, or give both the same bucket_cap_mb",
+                type(ddp.module).__name__,
+                self._plan.graph,
+                "without DDP" if self._plan.rules is None else "for another DDP module",
+            )
 
 
 def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
@@ -57,12 +74,26 @@ def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
     def run(*args: Any) -> Any:
         values = list(args)
         for slot in last_to_first:
-            value = values[slot]
-            if type(value) is torch.nn.Parameter:
-                values[slot] = value.view_as(value)
+            if type(values[slot]) is torch.nn.Parameter:
+                values[slot] = _alias(values[slot])
         return compiled(*values)
 
     return run
+
+
+class _Alias(torch.autograd.Function):
+    """The identity. `view_as` alone would not do: its backward cannot take a sparse gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+_alias: Callable[[torch.Tensor], torch.Tensor] = _Alias.apply
 
 
 _checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

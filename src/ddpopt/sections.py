@@ -60,7 +60,8 @@ class _SectionCompiler(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         section = self.fetch_attr(target)
-        with _torch.section_tracing() as trace:
+        hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
+        with hidden_floats, _torch.section_tracing() as trace:
             compiled = self._compile(target, section, args)
             self.compiled[target] = compiled
             if trace.has_run_aot:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,25 @@ def find_parameters(
 ) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
     """Return the DDP parameters behind each node, and for each the argument that brings it in.
 
-    Dynamo makes parameters inputs of its graph; with `inline_inbuilt_nn_modules` off they are
-    attributes of the graph, or belong to modules that it calls.
+    Parameters that the graph writes to are left out of the latter. Dynamo makes parameters inputs
+    of its graph; with `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong
+    to modules that it calls.
     """
     owners: dict[fx.Node, list[int]] = {}
     slots: dict[int, int] = {}
+    written = {
+        key
+        for node in call_nodes(graph.graph)
+        for target in _written_by(node)
+        for key in _storage_keys(target)
+    }
     for slot, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         value = example_inputs[slot]
         if isinstance(value, torch.Tensor) and value in reduced:
             index = reduced[value].index
             owners[node] = [index]
-            slots[index] = slot
+            if not written.intersection(_storage_keys(node)):
+                slots[index] = slot
     for node in graph.graph.find_nodes(op="get_attr"):
         value = _attribute(graph, str(node.target))
         if isinstance(value, torch.nn.Parameter) and value in reduced:
@@ -93,10 +101,15 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
-def read_facts(gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]]) -> GraphFacts:
+def read_facts(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, Sequence[int]],
+    elsewhere: Collection[int] = (),
+) -> GraphFacts:
     """Return the facts about a graph; `parameters` gives the DDP parameters behind each node.
 
-    A node may stand for several: a `call_module` for those of its module.
+    A node may stand for several: a `call_module` for those of its module. Parameters `elsewhere`
+    are first used in a graph that runs before this one, so their gradients are not final here.
     """
     calls = call_nodes(gm.graph)
     positions = {node: position for position, node in enumerate(calls)}
@@ -110,7 +123,7 @@ def read_facts(gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]]) 
     )
     return GraphFacts(
         num_calls=len(calls),
-        first_use=_first_uses(calls, parameters),
+        first_use=_first_uses(calls, parameters, elsewhere),
         legal_cuts=_outside(blocked, len(calls)),
         last_use=last_use,
         call_names=[node.name for node in calls],
@@ -139,14 +152,16 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 
 
 def _first_uses(
-    calls: Sequence[fx.Node], parameters: Mapping[fx.Node, Sequence[int]]
+    calls: Sequence[fx.Node],
+    parameters: Mapping[fx.Node, Sequence[int]],
+    elsewhere: Collection[int],
 ) -> dict[int, int]:
     first: dict[int, int] = {}
     for position, node in enumerate(calls):
         # all_input_nodes sees nested lists, kwargs and the operands of higher-order ops.
         for source in (node, *node.all_input_nodes):
             for index in parameters.get(source, ()):
-                if index not in first and _is_differentiable(node):
+                if index not in first and index not in elsewhere and _is_differentiable(node):
                     first[index] = position
     return first
 

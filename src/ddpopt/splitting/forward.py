@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
@@ -26,13 +27,15 @@ from ddpopt.splitting.analysis import call_nodes
 
 
 def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph in which tuples are taken apart right where they are made.
+    """Return an equal graph in which as little as possible stands in the way of a cut.
 
-    A tuple cannot cross a cut; its elements can. The copy shares parameters and submodules.
+    It shares parameters and submodules with the given one.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, val_map={}))
     for node in list(graph.nodes):
+        _inline_constant(node)
+        _read_again_for_each_user(node)
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             _move_next_to_producer(node, node.args[0])
     copied = fx.GraphModule(gm, graph)
@@ -40,7 +43,35 @@ def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def _inline_constant(node: fx.Node) -> None:
+    """Replace a symbolic integer that tracing has since found to be a number by that number.
+
+    AOTAutograd would return it from its section as a plain int, which it cannot do.
+    """
+    constant = _torch.constant_of(node.meta.get("example_value"))
+    if node.op == "placeholder" or constant is None:
+        return
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: constant if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: constant if n is node else n)
+
+
+def _read_again_for_each_user(node: fx.Node) -> None:
+    """Give each user of a float argument its own `item` call: the tensor behind it can cross."""
+    is_float_argument = (
+        node.target == "item"
+        and isinstance(node.meta.get("example_value"), torch.SymFloat)
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].op == "placeholder"
+    )
+    if is_float_argument:
+        for user in list(node.users)[1:]:
+            with node.graph.inserting_before(user):
+                user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
+
+
 def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
+    """Take a tuple apart right where it is made: it cannot cross a cut, its elements can."""
     takes_tuple_apart = isinstance(producer.meta.get("example_value"), tuple | list)
     if takes_tuple_apart and not isinstance(node.args[1], fx.Node):
         place = producer
