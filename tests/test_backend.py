@@ -218,15 +218,16 @@ def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str
 def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here a value is made at the start and written to at the end."""
+    """Here a value and a view of it are made at the start, and written to at the end."""
 
     class Uncuttable(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             made = x.clone()
+            view = made[:, :1]
             for layer in self.layers:
                 x = layer(x).relu()
             made.add_(1)
-            return x + made
+            return x + made + view
 
     ddp = DistributedDataParallel(Uncuttable(), bucket_cap_mb=CAP)
     _compile(ddp)(_x()).sum().backward()

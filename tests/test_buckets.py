@@ -77,7 +77,7 @@ def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, option
     train(ddp, batches(0, [(2, 64)] * 3))
     parameters = list(_torch.reducer_parameters(ddp).values())
     uses = {p.index: p.index // 2 for p in parameters}
-    buckets = predict_buckets(order_arrival(parameters, uses, ()), _torch.reducer_rules(ddp))
+    buckets = predict_buckets(order_arrival(parameters, uses), _torch.reducer_rules(ddp))
     reported = ddp._get_ddp_logging_data()
     sizes = [int(size) for size in reported["rebuilt_bucket_sizes"].split(",")]
     assert [bucket.num_bytes for bucket in buckets] == sizes

@@ -13,8 +13,9 @@ from test_analysis import Capture, forward_of
 from torch import nn
 
 from ddpopt.plan import Section
-from ddpopt.splitting.analysis import call_nodes, read_facts
+from ddpopt.splitting.analysis import read_facts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
+from ddpopt.splitting.nodes import call_nodes
 
 
 def _section(index: int, start: int, stop: int) -> Section:
@@ -53,9 +54,11 @@ OPERATIONS = (
     lambda p, values: values[0] + values[-1],
     lambda p, values: torch.cat(values[-1].split(2, dim=1)[::-1], dim=1),
     lambda p, values: F.layer_norm(values[-1], (4,), p[0]),
-    lambda p, values: torch.stack([values[-1], values[len(values) // 2]]).sum(0),
+    lambda p, values: torch.stack([values[-1], values[0]]).sum(0),
     lambda p, values: values[-1].t(),
     lambda p, values: values[-1].max(dim=1, keepdim=True)[0] * values[-1],
+    lambda p, values: (values[1].add_(values[-1]), values[-1])[1],
+    lambda p, values: (values[1][:, 0].mul_(2), values[-1] + 1)[1],
 )
 
 
@@ -67,10 +70,10 @@ def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
     """Outputs and gradients, for random chains with random skips and any set of legal cuts."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
-        values = [x @ p[0]]
+        values = [x @ p[0], x * 2, x @ p[1]]  # the second is written to in place
         for position, choice in enumerate(chosen):
             values.append(OPERATIONS[choice](p[position % 2], values))
-        return values[-1]
+        return values[-1] + values[1]
 
     torch.manual_seed(len(chosen))
     capture = _capture(forward_of(forward, (4, 4), (4, 4)), torch.randn(4, 4))

@@ -20,11 +20,11 @@ ALLOWED = {
     "plan": {"errors", "buckets"},
     "options": {"_torch", "config", "errors"},
     "splitting": {"_torch", "buckets", "plan", "splitting"},
-    "planning": {"buckets", "plan", "splitting"},
-    "records": {"plan"},
+    "planning": {"buckets", "errors", "plan", "splitting"},
+    "records": {"buckets", "plan"},
     "sections": {"_torch", "logs", "errors"},
-    "runner": {"_torch", "errors", "logs", "plan", "records"},
-    "inspection": {"_torch", "plan", "records"},
+    "runner": {"_torch", "buckets", "errors", "logs", "plan", "records"},
+    "inspection": {"_torch", "buckets", "inspection", "plan", "records"},
 }
 
 

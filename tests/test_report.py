@@ -2,29 +2,82 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import MLP
+from scenarios.rows import SCENARIOS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 
 
+def _compile(ddp: nn.Module) -> Any:
+    return torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+
+
 def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
     """For the compiled and the plain DDP module alike."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    compiled = _compile(ddp)
     compiled(torch.randn(2, 64))
     explanation = ddpopt.explain(compiled)
     assert explanation == ddpopt.explain(ddp)
     (plan,) = explanation.plans
     assert [bucket.num_bytes for bucket in plan.buckets] == [33280] * 3
     assert [section.completes for section in plan.sections] == [(2,), (1,), (0,)]
-    text = str(explanation)
-    assert "3 sections for 3 DDP buckets of 97.5 KiB" in text
-    assert "layers.5.bias, layers.5.weight, layers.4.bias and 1 more" in text
-    assert max(len(line) for line in text.splitlines()) < 100
+    for text in (str(explanation), str(plan)):
+        assert "3 sections for 3 DDP buckets of 97.5 KiB" in text
+        assert "layers.5.bias, layers.5.weight and 2 more" in text
+        assert max(len(line) for line in text.splitlines()) < 100
+
+
+def test_explain_shows_ddps_own_buckets_once_it_has_formed_them(one_rank: None) -> None:
+    """By parameter, and whether they are the planned ones."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+    compiled = _compile(ddp)
+    compiled(torch.randn(2, 64)).sum().backward()
+    assert [bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets] == [None] * 3
+    for _ in range(3):
+        compiled(torch.randn(2, 64)).sum().backward()
+    explanation = ddpopt.explain(ddp)
+    assert [bucket.is_as_planned for bucket in explanation.buckets] == [True] * 3
+    assert [b.completed_by[-9:] for b in explanation.buckets] == [f"section {s}" for s in (2, 1, 0)]
+    assert str(explanation).count("as planned") == 3
+
+
+def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
+    """They are completed by the graph that runs first in forward, and no graph is cut short."""
+    ddp = DistributedDataParallel(SCENARIOS["graph break"]().model, bucket_cap_mb=0.03)
+    compiled = _compile(ddp)
+    for _ in range(4):
+        compiled(torch.randn(2, 64)).sum().backward()
+    explanation = ddpopt.explain(ddp)
+    first, second = (plan.graph for plan in explanation.plans)
+    assert [bucket.graphs for bucket in explanation.buckets] == [
+        (second,),
+        (first, second),
+        (first,),
+    ]
+    assert explanation.buckets[1].completed_by == f"{first} section 1"
+    assert "(spans graphs)" in str(explanation)
+    assert [len(plan.sections) for plan in explanation.plans] == [2, 2]
+    assert all(bucket.is_as_planned for bucket in explanation.buckets)
+
+
+def test_observe_sees_each_allreduce_launched_before_the_next_section(one_rank: None) -> None:
+    """In the profiler's events of one real step."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+    compiled = _compile(ddp)
+    for _ in range(3):
+        compiled(torch.randn(2, 64)).sum().backward()
+    with ddpopt.observe(compiled):
+        compiled(torch.randn(2, 64)).sum().backward()
+    explanation = ddpopt.explain(ddp)
+    assert [bucket.launched_after for bucket in explanation.buckets] == [1, 2, 3]
+    assert "after 1 of 3" in str(explanation)
 
 
 def test_explain_of_a_model_that_has_not_run_says_what_may_be_wrong(one_rank: None) -> None:

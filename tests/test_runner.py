@@ -127,3 +127,53 @@ def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> 
     eager, ddp = twins(Clamped(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+
+
+def test_buckets_other_than_planned_are_warned_about_with_the_first_parameter(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first backward is another graph's, which uses the layers the other way round."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    x = compiled(torch.randn(2, WIDTH)).detach()
+    for layer in reversed(ddp.module.layers):
+        x = layer(x).relu()
+    x.sum().backward()
+    for _ in range(3):
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    said = [
+        r.getMessage() for r in caplog.records if "other buckets than planned" in r.getMessage()
+    ]
+    assert len(said) == 1
+    assert "layers.5.bias of graph 4/0 is in bucket 2" in said[0]
+    explanation = ddpopt.explain(ddp)
+    assert not all(bucket.is_as_planned for bucket in explanation.buckets)
+    assert "DIFFERS" in str(explanation)
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, which Dynamo compiles as one graph when the loop is not compiled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP(2, width) for _ in range(3))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("cap", "sections"), [(CAP, 0), (0.0157, 2)])
+def test_a_graph_shared_by_blocks_is_planned_for_one_block(
+    one_rank: None, caplog: pytest.LogCaptureFixture, cap: float, sections: int
+) -> None:
+    """A small block is not cut, whatever bucket boundary of the whole model falls into it."""
+    eager, ddp = twins(Blocks(WIDTH), bucket_cap_mb=cap)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    plans = ddpopt.explain(ddp).plans
+    assert all(plan.is_shared for plan in plans)
+    assert {len(plan.sections) for plan in plans} == {sections}
+    assert not [r for r in caplog.records if "other buckets" in r.getMessage()]

@@ -107,3 +107,48 @@ def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) ->
     assert len(seen) == len(ddpopt.explain(ddp).plans[0].sections) >= 2
     assert len({n for n, _ in seen}) > 1, "the sections must differ for this test to mean anything"
     assert all(given == recorded for given, recorded in seen)
+
+
+class _Summing(MLP):
+    """An auxiliary loss that every layer adds to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        auxiliary = x.new_zeros(())
+        for layer in self.layers:
+            x = layer(x).relu()
+            auxiliary += x.square().mean()
+        return x + auxiliary
+
+
+class _Filling(MLP):
+    """A result that every layer writes its part of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x.new_zeros(x.shape[0], len(self.layers), x.shape[1])
+        for i, layer in enumerate(self.layers):
+            x = layer(x).sigmoid()
+            result[:, i] = x
+        return result
+
+
+class _Residual(MLP):
+    """A stream that every layer adds to in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for layer in self.layers:
+            x += layer(x.tanh())
+        return x
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("model", [_Summing, _Filling, _Residual])
+def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(
+    one_rank: None, model: type[MLP], inner: str
+) -> None:
+    """No section's backward finds what it saved changed, and every bucket has its section."""
+    eager, ddp = twins(model(), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
+    inputs = batches(0, [(2, 64)] * 4)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    assert len(ddpopt.explain(ddp).plans[0].sections) == 3

@@ -13,6 +13,7 @@ from ddpopt.errors import (
     TorchDriftError,
     UnsupportedModeError,
 )
+from ddpopt.inspection.observe import observe
 from ddpopt.inspection.report import Explanation, explain
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "UnsupportedModeError",
     "config",
     "explain",
+    "observe",
 ]

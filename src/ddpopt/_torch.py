@@ -160,6 +160,17 @@ def _follows_arrival_order(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
+def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+    """Return the Reducer's final buckets by parameter index, None where DDP does not tell (yet).
+
+    DDP's log has them from the first step on after the one that rebuilt the buckets.
+    """
+    reported = _private_of(ddp, "_get_ddp_logging_data")().get("rebuilt_per_bucket_param_indices")
+    if not reported:
+        return None
+    return tuple(tuple(map(int, bucket.split())) for bucket in reported.split(","))
+
+
 def reducer_rules(ddp: DistributedDataParallel) -> ReducerRules:
     """Return how this module's Reducer forms buckets."""
     caps = tuple(_private_of(ddp, "bucket_bytes_cap_list"))
@@ -219,13 +230,25 @@ def watch_ddp_forward(after: Callable[[DistributedDataParallel, Any], None]) -> 
 
     uncompiled_report = disable(report)
 
-    def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
-        with original(self):
-            yield
-        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
+    class Inside:
+        def __init__(self, ddp: DistributedDataParallel) -> None:
+            self.ddp, self.context = ddp, original(ddp)
 
-    # Dynamo is to skip this frame, as it does the original, but not the module's below it.
-    watched: Any = contextlib.contextmanager(disable(inside_ddp_forward, recursive=False))
+        def __enter__(self) -> None:
+            self.context.__enter__()
+
+        def __exit__(self, *exception: Any) -> None:
+            self.context.__exit__(*exception)
+            if exception[0] is None:  # the callback is asked for here: `disable` takes it away
+                uncompiled_report(self.ddp, current_callback())
+
+    def inside_ddp_forward(self: DistributedDataParallel) -> Inside:
+        return Inside(self)
+
+    # Dynamo is to skip these frames, as it does the original's, but not the module's below.
+    for name in ("__init__", "__enter__", "__exit__"):
+        setattr(Inside, name, disable(getattr(Inside, name), recursive=False))
+    watched: Any = disable(inside_ddp_forward, recursive=False)
     watched.ddpopt_replaces = original
     type.__setattr__(DistributedDataParallel, "_inside_ddp_forward", watched)
 
@@ -269,6 +292,16 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself."""
     original: torch.nn.Module = getattr(module, "_orig_mod", module)
     return original
+
+
+def depth_below_frame(placeholder: fx.Node) -> int:
+    """Return how many modules lie between what a frame was given and a parameter.
+
+    1 for `self.linear.weight`, 0 for `self.weight`.
+    """
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name).count("._modules[")
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -24,8 +24,10 @@ from ddpopt.plan import Plan
 from ddpopt.planning.planner import order_arrival, plan_sections
 from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
 from ddpopt.sections import compile_sections
-from ddpopt.splitting.analysis import call_nodes, find_parameters, read_facts
+from ddpopt.splitting.analysis import read_facts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
+from ddpopt.splitting.nodes import call_nodes
+from ddpopt.splitting.parameters import find_parameters, has_twin
 
 
 def backend(
@@ -135,26 +137,25 @@ def _make_plan(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     owners, slots = find_parameters(graph, example_inputs, reduced)
-    earlier = records.earlier_parameters(ddp, _name_of(gm))
-    facts = read_facts(graph, owners, elsewhere=earlier)
-    arrival = order_arrival(list(reduced.values()), facts.first_use, earlier)
+    later, earlier = records.arrival_around(ddp, _name_of(gm))
+    facts = read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier})
+    arrival = order_arrival(list(reduced.values()), facts.first_use, later, earlier)
+    own = tuple(parameter for parameter in arrival if parameter.index in facts.first_use)
+    names = {parameter.index: parameter.name for parameter in own}
+    is_shared = has_twin(
+        ddp.module, {node: names[i] for node, (i, *_) in owners.items() if i in names}
+    )
     rules = _torch.reducer_rules(ddp)
-    buckets = predict_buckets(arrival, rules)
-    sections = plan_sections(facts, buckets)
-    is_one_bucket = sum(any(p.index in facts.first_use for p in b.parameters) for b in buckets) < 2
-    fallback = None
-    if not facts.first_use:
-        fallback = Fallback.NO_PARAMETERS
-    elif is_one_bucket:
-        fallback = Fallback.ONE_BUCKET
-    elif len(sections) < 2:
-        fallback = Fallback.NO_LEGAL_CUT
+    buckets = predict_buckets(own if is_shared else arrival, rules)
+    outcome = plan_sections(facts, buckets)
+    fallback = outcome if isinstance(outcome, Fallback) else None
     plan = dataclasses.replace(
         _whole(gm, options, fallback),
         rules=rules,
-        sections=sections if fallback is None else (),
+        sections=() if isinstance(outcome, Fallback) else outcome,
         buckets=buckets,
-        arrival=tuple(p for p in arrival if p.index in facts.first_use),
+        arrival=own,
+        is_shared=is_shared,
     )
     ordered = [slots[p.index] for p in plan.arrival if p.index in slots]
     return _Draft(graph=graph, plan=plan, slots=tuple(ordered))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,35 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
     # gradients are expected in reverse order of registration.
     closed.sort(key=lambda bucket: min(p.index for p in bucket[0]), reverse=True)
     return _number(closed)
+
+
+class Misplaced(NamedTuple):
+    """A parameter in another bucket than planned; buckets by launch order."""
+
+    parameter: Parameter
+    planned: int
+    actual: int
+
+
+def find_misplaced(
+    own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[int]]
+) -> Misplaced | None:
+    """Return the first parameter of `own` that is reduced with others, or at another turn.
+
+    `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
+    how the rest of a bucket is composed changes nothing for a graph that holds `own`.
+    """
+    indices = {parameter.index for parameter in own}
+    bucket_of = {index: bucket for bucket, members in enumerate(actual) for index in members}
+    turns = [turn for members in actual if (turn := indices.intersection(members))]
+    for bucket in planned:
+        members = [p for p in bucket.parameters if p.index in indices and p.index in bucket_of]
+        turn = turns.pop(0) if members and turns else set()
+        if turn != {parameter.index for parameter in members}:
+            outside = [parameter for parameter in members if parameter.index not in turn]
+            first = (outside or members)[0]
+            return Misplaced(first, bucket.index, bucket_of[first.index])
+    return None
 
 
 def _fill(

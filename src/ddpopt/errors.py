@@ -44,6 +44,11 @@ class Fallback(enum.Enum):
         "all parameters of this graph fall into one DDP bucket; for overlap give "
         "DistributedDataParallel a smaller bucket_cap_mb"
     )
+    COMPLETE_TOGETHER = (
+        "DDP's buckets all become complete at one place in backward, so no cut would release one "
+        "earlier; register parameters in the order of their use, or leave find_unused_parameters "
+        "off"
+    )
     NO_LEGAL_CUT = (
         "no place between the buckets can be cut (one region, or a value that cannot be passed "
         "between sections, spans them all); move it into a smaller part of the forward, or "

@@ -11,6 +11,7 @@ Equal graphs under equal settings give equal plans.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from ddpopt.buckets import Bucket, Parameter, ReducerRules
 from ddpopt.errors import Fallback
 
 _MIB = 1024 * 1024
-_NAMES_SHOWN = 3
+_COLUMN_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,26 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One step as it ran: for each allreduce, in launch order, how much of backward had started.
+
+    `launched_after[k]` is the number of sections, of all graphs, whose backward had started when
+    the k-th allreduce was launched; `num_backwards` how many there were.
+    """
+
+    launched_after: tuple[int, ...]
+    num_backwards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How one Dynamo graph is compiled.
 
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
     `rules` tell how the Reducer forms buckets (None without DDP), and `buckets` those predicted,
     of which parameters of other graphs under the same DDP module are part. `fallback` is None for
-    a graph that is split; `detail` completes the fallback's sentence.
+    a graph that is split; `detail` completes the fallback's sentence. Where `is_shared`, the same
+    compiled graph may run for several modules; it is planned for its first module alone.
     """
 
     graph: str
@@ -61,21 +75,31 @@ class Plan:
     arrival: tuple[Parameter, ...] = ()
     fallback: Fallback | None = None
     detail: str = ""
+    is_shared: bool = False
 
     def __str__(self) -> str:
-        lines = [self._headline()]
+        lines = [self.headline()]
         if self.buckets:
-            lines += ["", *_table(("bucket", "size", "cap", "section", "parameters"), self._rows())]
-        if self.sections:
-            rows = [
-                (f"{s.index}", f"{s.num_nodes}", s.first_node, _numbers(s.completes))
-                for s in self.sections
-            ]
-            lines += ["", *_table(("section", "nodes", "first node", "completes buckets"), rows)]
-        return "\n".join(lines)
+            header = ("bucket", "size", "cap", "section", "parameters")
+            lines += ["", *table(header, self._bucket_rows())]
+            lines.append("")
+        return "\n".join([*lines, *self.section_table()])
 
-    def _headline(self) -> str:
+    def section_table(self) -> list[str]:
+        """Return the sections as lines of text, none for a graph that is compiled whole."""
+        if not self.sections:
+            return []
+        rows = [
+            (f"{s.index}", f"{s.num_nodes}", s.first_node, _numbers(s.completes))
+            for s in self.sections
+        ]
+        return table(("section", "nodes", "first node", "completes buckets"), rows)
+
+    def headline(self) -> str:
+        """Say in a sentence what was done, and why."""
         graph = f"graph {self.graph} ({self.num_nodes} nodes, inner compiler {self.inner})"
+        if self.is_shared:
+            graph += ", planned alone because modules of one class share it"
         if self.fallback is None:
             return (
                 f"{graph}: {len(self.sections)} sections for {len(self.buckets)} DDP buckets of "
@@ -84,7 +108,7 @@ class Plan:
         detail = f"\n  {self.detail}" if self.detail else ""
         return f"{graph}: compiled whole, because {self.fallback.value}{detail}"
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _bucket_rows(self) -> list[tuple[str, ...]]:
         completed_in = {k: section.index for section in self.sections for k in section.completes}
         return [
             (
@@ -92,7 +116,7 @@ class Plan:
                 format_bytes(bucket.num_bytes),
                 format_bytes(bucket.cap_bytes),
                 f"{completed_in.get(bucket.index, '-')}",
-                _names([parameter.name for parameter in bucket.parameters]),
+                shorten([parameter.name for parameter in bucket.parameters]),
             )
             for bucket in self.buckets
         ]
@@ -107,9 +131,12 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    hidden = len(names) - _NAMES_SHOWN
+def shorten(names: Sequence[str]) -> str:
+    """Return as many names as fit a column, and how many more there are."""
+    width = itertools.accumulate(len(name) + 2 for name in names)
+    num_shown = max(1, sum(end <= _COLUMN_WIDTH for end in width))
+    shown = ", ".join(names[:num_shown])
+    hidden = len(names) - num_shown
     return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
@@ -117,7 +144,7 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers) or "-"
 
 
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Align columns: the last one left, the others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
     return [

@@ -13,10 +13,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
+from ddpopt.buckets import find_misplaced
 from ddpopt.errors import Fallback
 from ddpopt.plan import Plan
 
 Compiled = Callable[..., Any]
+
+_MOST_COMPARISONS = 20  # calls; DDP's log has its buckets a step after it formed them
 
 
 class GraphRunner:
@@ -38,9 +41,10 @@ class GraphRunner:
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
         self._meet(ddp)
-        if self._ordered is not None and _torch.will_rebuild_buckets(ddp):
-            return self._ordered(*args)
-        self._settled_ddp = weakref.ref(ddp)
+        if _torch.will_rebuild_buckets(ddp):
+            return (self._ordered or self._compiled)(*args)
+        if compare_buckets(ddp):
+            self._settled_ddp = weakref.ref(ddp)
         return self._compiled(*args)
 
     def _meet(self, ddp: DistributedDataParallel) -> None:
@@ -58,6 +62,35 @@ class GraphRunner:
                 self._plan.graph,
                 "without DDP" if self._plan.rules is None else "for another DDP module",
             )
+
+
+def compare_buckets(ddp: DistributedDataParallel) -> bool:
+    """Compare DDP's final buckets with the plans', once; return False until DDP tells them.
+
+    The first parameter out of place is warned about: from there on allreduces start late.
+    """
+    record = records.of(ddp)
+    if record.actual_buckets is not None or not _torch.reducer_rules(ddp).is_rebuilt:
+        return True
+    record.actual_buckets = _torch.rebuilt_buckets(ddp)
+    record.num_comparisons += 1
+    if record.actual_buckets is None:
+        return record.num_comparisons >= _MOST_COMPARISONS
+    for plan in record.plans.values():
+        found = find_misplaced(plan.arrival, plan.buckets, record.actual_buckets)
+        if found is not None and not plan.is_shared:
+            logs.warning(
+                "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
+                "than planned (bucket %d), so allreduces from there on may start late. Gradients "
+                "of the first step arrived in another order: let the first step run the same "
+                "graphs and branches as later ones, on rank 0 above all",
+                found.parameter.name,
+                plan.graph,
+                found.actual,
+                found.planned,
+            )
+            break
+    return True
 
 
 def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:

@@ -10,42 +10,59 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from ddpopt.buckets import Bucket, Parameter
+from ddpopt.errors import Fallback
 from ddpopt.plan import Section
 from ddpopt.splitting.analysis import GraphFacts
 
 
 def order_arrival(
-    parameters: Sequence[Parameter], first_use: Mapping[int, int], earlier: Collection[int]
+    parameters: Sequence[Parameter],
+    first_use: Mapping[int, int],
+    later: Sequence[Parameter] = (),
+    earlier: Sequence[Parameter] = (),
 ) -> tuple[Parameter, ...]:
     """Return all parameters of a Reducer in the order in which their gradients become final.
 
     A gradient is final when backward has passed the parameter's *first* use. Parameters of graphs
-    that run before this one in forward (`earlier`, by index) come after its own; all others are
-    taken to be used after it, or not at all. Ties go to the parameter registered last, which is
-    what eager modules do.
+    that run later in forward come before the graph's own, those of `earlier` graphs after, each in
+    the order given. What no known graph uses is taken to belong to graphs not seen yet, and comes
+    first. Ties go to the parameter registered last, which is what eager modules do.
     """
+    place_later = {parameter.index: place for place, parameter in enumerate(later)}
+    place_earlier = {parameter.index: place for place, parameter in enumerate(earlier)}
 
     def key(parameter: Parameter) -> tuple[int, int, int]:
-        own = first_use.get(parameter.index)
-        if own is not None:
-            return (1, -own, -parameter.index)
-        return (2 if parameter.index in earlier else 0, 0, -parameter.index)
+        index = parameter.index
+        if index in place_earlier:
+            return (3, place_earlier[index], 0)
+        if index in first_use:
+            return (2, -first_use[index], -index)
+        if index in place_later:
+            return (1, place_later[index], 0)
+        return (0, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 
 
-def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...]:
-    """Return the sections of a graph in forward order; one section means that nothing is cut.
+def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...] | Fallback:
+    """Return two or more sections of a graph in forward order, or why it should stay whole.
 
     A bucket is complete once backward has passed the first uses of its parameters and of those
     of all buckets before it, because buckets are launched in order. The cut goes in front of that
     position, or further to the front where that place cannot be cut.
     """
     complete_at = _completion_positions(facts, buckets)
-    wanted = sorted(set(complete_at.values()) - {min(complete_at.values(), default=0)})
-    cuts = _drop_empty_sections(
-        {cut for cut in (_legal_cut(facts, position) for position in wanted) if cut}, facts
-    )
+    positions = sorted(set(complete_at.values()))
+    if not complete_at:
+        return Fallback.NO_PARAMETERS
+    if len(complete_at) == 1:
+        return Fallback.ONE_BUCKET
+    if len(positions) == 1:
+        return Fallback.COMPLETE_TOGETHER
+    wanted = {_legal_cut(facts, position) for position in positions[1:]}
+    cuts = _drop_empty_sections(wanted - {0}, facts)
+    if not cuts:
+        return Fallback.NO_LEGAL_CUT
     bounds = [0, *cuts, facts.num_calls]
     return tuple(
         _section(index, start, stop, facts, complete_at, buckets)
@@ -91,7 +108,7 @@ def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:
 
 def _hands_on(facts: GraphFacts, start: int, stop: int) -> bool:
     """Whether a value made in [start, stop) is used at `stop` or later."""
-    return any(facts.last_use[position] >= stop for position in range(start, stop))
+    return any(facts.last_effect[position] >= stop for position in range(start, stop))
 
 
 def _section(

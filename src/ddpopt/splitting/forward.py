@@ -23,7 +23,8 @@ from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
 from ddpopt.plan import Section
-from ddpopt.splitting.analysis import call_nodes
+from ddpopt.splitting.nodes import call_nodes
+from ddpopt.splitting.writes import find_overwritten
 
 
 def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
@@ -87,11 +88,13 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
 
     `gm` comes from `copy_for_splitting`.
     """
-    section_of: dict[fx.Node, int] = {}
     calls = call_nodes(gm.graph)
-    for section in sections:
-        for node in calls[section.start : section.stop]:
-            section_of[node] = section.index
+    section_of = {
+        node: section.index for section in sections for node in calls[section.start : section.stop]
+    }
+    # From the last cut to the first, so that a value that crosses several is copied at each.
+    for cut, value in reversed(find_overwritten(gm.graph, [s.start for s in sections[1:]])):
+        _copy_in_front_of(calls[cut], value, section_of)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
     for node in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(node.target))
@@ -100,6 +103,18 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
         _torch.carry_dynamo_metadata(gm, section_graph)
     stitched.recompile()
     return stitched
+
+
+def _copy_in_front_of(place: fx.Node, value: fx.Node, section_of: dict[fx.Node, int]) -> None:
+    """Have all calls from `place` on use, and write to, a copy that the section before makes."""
+    section = section_of[place]
+    with place.graph.inserting_before(place):
+        copied = place.graph.call_method("clone", (value,))
+    copied.meta = dict(value.meta)
+    section_of[copied] = section - 1
+    value.replace_all_uses_with(
+        copied, delete_user_cb=lambda user: section_of.get(user, section) >= section
+    )
 
 
 def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:

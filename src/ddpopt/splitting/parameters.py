@@ -1,0 +1,104 @@
+"""Find DDP's parameters in a graph: which nodes bring them in, and where each is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.buckets import Parameter
+from ddpopt.splitting.nodes import call_nodes, leaves, storage_keys
+from ddpopt.splitting.writes import written_by
+
+
+def find_parameters(
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    reduced: Mapping[torch.Tensor, Parameter],
+) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
+    """Return the DDP parameters behind each node, and for each the argument that brings it in.
+
+    Parameters that the graph writes to are left out of the latter. Dynamo makes parameters inputs
+    of its graph; with `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong
+    to modules that it calls.
+    """
+    owners: dict[fx.Node, list[int]] = {}
+    slots: dict[int, int] = {}
+    written = {
+        key
+        for node in call_nodes(graph.graph)
+        for target in written_by(node)
+        for key in storage_keys(target)
+    }
+    for slot, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        value = example_inputs[slot]
+        if isinstance(value, torch.Tensor) and value in reduced:
+            index = reduced[value].index
+            owners[node] = [index]
+            if not written.intersection(storage_keys(node)):
+                slots[index] = slot
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = _attribute(graph, str(node.target))
+        if isinstance(value, torch.nn.Parameter) and value in reduced:
+            owners[node] = [reduced[value].index]
+    for node in graph.graph.find_nodes(op="call_module"):
+        module = graph.get_submodule(str(node.target))
+        owners[node] = [reduced[p].index for p in module.parameters() if p in reduced]
+    return owners, slots
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def has_twin(root: torch.nn.Module, names: Mapping[fx.Node, str]) -> bool:
+    """Whether the module that this graph was traced for may share the graph with another one.
+
+    Dynamo makes parameters inputs, so that one compiled frame serves all modules of a class, such
+    as the blocks of a transformer whose outer loop is not compiled. `names` gives the parameter
+    behind each placeholder.
+    """
+    frame_modules = set()
+    for node, name in names.items():
+        path = name.split(".")[:-1]
+        frame_modules.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
+    own = max(frame_modules, key=len, default=())
+    if own == () or () in frame_modules:
+        return False
+    module = root.get_submodule(".".join(own))
+    return any(
+        other is not module and type(other) is type(module) and _shapes(other) == _shapes(module)
+        for other in root.modules()
+    )
+
+
+def _shapes(module: torch.nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
+
+
+def first_uses(
+    calls: Sequence[fx.Node],
+    parameters: Mapping[fx.Node, Sequence[int]],
+    elsewhere: Collection[int],
+) -> dict[int, int]:
+    """Return the position of each parameter's first differentiable use, by parameter index."""
+    first: dict[int, int] = {}
+    for position, node in enumerate(calls):
+        # all_input_nodes sees nested lists, kwargs and the operands of higher-order ops.
+        for source in (node, *node.all_input_nodes):
+            for index in parameters.get(source, ()):
+                if index not in first and index not in elsewhere and _is_differentiable(node):
+                    first[index] = position
+    return first
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    """Whether gradients may flow back through this call; True where that is not known."""
+    value = node.meta.get("example_value")
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return any(tensor.requires_grad for tensor in tensors) if tensors else value is None
