@@ -46,7 +46,8 @@ def find_parameters(
             owners[node] = [reduced[value].index]
     for node in graph.graph.find_nodes(op="call_module"):
         module = graph.get_submodule(str(node.target))
-        owners[node] = [reduced[p].index for p in module.parameters() if p in reduced]
+        if indices := [reduced[p].index for p in module.parameters() if p in reduced]:
+            owners[node] = indices
     return owners, slots
 
 
@@ -61,12 +62,13 @@ def has_twin(root: torch.nn.Module, names: Mapping[fx.Node, str]) -> bool:
 
     Dynamo makes parameters inputs, so that one compiled frame serves all modules of a class, such
     as the blocks of a transformer whose outer loop is not compiled. `names` gives the parameter
-    behind each placeholder.
+    behind each node.
     """
     frame_modules = set()
     for node, name in names.items():
-        path = name.split(".")[:-1]
-        frame_modules.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
+        if node.op == "placeholder":
+            path = name.split(".")[:-1]
+            frame_modules.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
     own = max(frame_modules, key=len, default=())
     if own == () or () in frame_modules:
         return False
