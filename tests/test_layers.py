@@ -21,9 +21,9 @@ ALLOWED = {
     "options": {"_torch", "config", "errors"},
     "splitting": {"_torch", "buckets", "plan", "splitting"},
     "planning": {"buckets", "errors", "plan", "splitting"},
-    "records": {"buckets", "plan"},
+    "records": {"_torch", "buckets", "plan"},
     "sections": {"_torch", "logs", "errors"},
-    "runner": {"_torch", "buckets", "errors", "logs", "plan", "records"},
+    "runner": {"_torch", "buckets", "logs", "plan", "records"},
     "inspection": {"_torch", "buckets", "inspection", "plan", "records"},
 }
 

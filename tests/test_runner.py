@@ -86,33 +86,25 @@ def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptur
     assert not _warnings(caplog)
 
 
-def _other_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if "its buckets" in r.getMessage()]
-
-
-def test_running_code_for_other_buckets_is_warned_about(
-    one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another DDP module of the same class with another cap; once, and with the remedy."""
-    for cap in (CAP, 25):
+def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -> None:
+    """Dynamo would share it; a guard on DDP's rules makes it compile anew."""
+    for cap, sections in ((CAP, 3), (25, 0), (0.0157, 6), (CAP, 3)):
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-    assert len(_other_buckets(caplog)) == 1
-    assert "compiled for another DDP module" in _other_buckets(caplog)[0]
-    assert "torch._dynamo.reset()" in _other_buckets(caplog)[0]
+        (plan,) = ddpopt.explain(ddp).plans
+        assert len(plan.sections) == sections
 
 
-def test_running_code_compiled_before_wrapping_is_warned_about(
-    one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Dynamo has no guard on DDP being active, and keeps the unsplit graph."""
+def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None) -> None:
+    """And keeps its first code for runs outside of DDP."""
     model = _compile(MLP())
-    model(torch.randn(2, WIDTH))
+    model(torch.randn(2, WIDTH)).sum().backward()
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3))
-    assert len(_other_buckets(caplog)) == 1
-    assert "compiled without DDP" in _other_buckets(caplog)[0]
-    assert ddpopt.explain(ddp).plans[0].fallback is ddpopt.Fallback.NO_DDP
+    assert [len(plan.sections) for plan in ddpopt.explain(ddp).plans] == [3]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> None:

@@ -2,56 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import assert_equal_states, twins
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from models import WIDTH, batches
 from ranks import Ranks
-from scenarios import SCENARIOS, train_steps
+from scenarios.architectures import Transformer, checkpointed, selectively_checkpointed
+from scenarios.rows import ON_INDUCTOR, SCENARIOS
+from scenarios.running import Outcome, count_graphs, run_row
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 
-ON_INDUCTOR = ("transformer", "conv and batch norm", "dynamic batch")
+ALL = [*((name, "aot_eager") for name in SCENARIOS), *((name, "inductor") for name in ON_INDUCTOR)]
 
 
-def _compare(rank: int, name: str, inner: str) -> dict[str, Any]:
-    scenario = SCENARIOS[name]()
-    eager, ddp = twins(scenario.model, **scenario.ddp_options)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
-    expected = train_steps(eager, eager, scenario, rank)
-    actual = train_steps(ddp, compiled, scenario, rank)
-    assert_equal_states(actual, expected)
-    for parameter in ddp.parameters():
-        first = parameter.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, parameter), "the ranks' parameters differ"
-    plans = ddpopt.explain(ddp).plans
-    return {
-        "fallbacks": [plan.fallback for plan in plans],
-        "num_graphs": scenario.num_graphs,
-        "plans": plans,
-        "ddp": _reported_buckets(ddp),
-    }
-
-
-def _reported_buckets(ddp: Any) -> list[list[int]] | None:
-    """Return the Reducer's buckets by parameter index, None where it never rebuilds them."""
-    reported = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    return [[int(i) for i in b.split()] for b in reported.split(",")] if reported else None
-
-
-@pytest.mark.parametrize(
-    ("name", "inner"),
-    [*((name, "aot_eager") for name in SCENARIOS), *((name, "inductor") for name in ON_INDUCTOR)],
-)
+@pytest.mark.parametrize(("name", "inner"), ALL)
 def test_training_equals_eager_ddp(ranks: Ranks, name: str, inner: str) -> None:
-    """Losses, last gradients, parameters and buffers; split, and with the predicted buckets."""
-    results = ranks.run(_compare, name, inner)
-    assert results[0]["plans"] == results[1]["plans"], "ranks must cut at the same places"
-    for result in results:
-        assert set(result["fallbacks"]) == {None}
-        assert len(result["plans"]) >= result["num_graphs"]
-        planned = [[p.index for p in b.parameters] for b in result["plans"][0].buckets]
-        assert result["ddp"] in (None, planned)
+    """All losses, the last gradients, parameters and buffers; or it fails as eager DDP does.
+
+    Each graph is split unless the row says why not, in the same way on both ranks, and the
+    Reducer's buckets are those predicted where there is one graph to predict them from.
+    """
+    scenario = SCENARIOS[name]()
+    outcomes: list[Outcome] = ranks.run(run_row, name, "ddpopt", inner)
+    assert outcomes[0].plans == outcomes[1].plans, "ranks must cut at the same places"
+    for outcome in outcomes:
+        if scenario.eager_error is not None:
+            assert outcome.error == outcome.eager_error
+            assert outcome.error.startswith(scenario.eager_error)
+            continue
+        assert outcome.eager_error is outcome.error is outcome.difference is None
+        assert outcome.is_synced == scenario.is_synced
+        assert {plan.fallback for plan in outcome.plans} - {None} == scenario.fallbacks
+        assert outcome.plans
+        if len(outcome.plans) == 1 and outcome.buckets[0] is not None:
+            planned = tuple(tuple(p.index for p in b.parameters) for b in outcome.plans[0].buckets)
+            assert (outcome.buckets[0] == planned) == scenario.is_predicted
+
+
+RECOMPILING = (
+    "dynamic batch",
+    "last short batch",
+    "sizes found to be constant",
+    "alternating branch",
+    "no_sync",
+    "eval between steps",
+    "graph break",
+    "LSTM",
+    "DDP within a compiled function",
+    "torch.cond",
+    "torch._dynamo.reset",
+)
+
+
+@pytest.mark.parametrize("name", RECOMPILING)
+def test_dynamo_makes_as_many_graphs_as_without_splitting(ranks: Ranks, name: str) -> None:
+    """So splitting adds neither recompiles nor graph breaks."""
+    assert ranks.run(count_graphs, name, "ddpopt") == ranks.run(count_graphs, name, "none")
+
+
+class _CountProducts:
+    """An inner compiler that counts the matrix products of all backward graphs."""
+
+    def __init__(self) -> None:
+        self.num_products = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+            bw_compiler=self._count,
+            partition_fn=min_cut_rematerialization_partition,
+        )(gm, example_inputs)
+
+    def _count(self, graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.num_products += sum(node.target in products for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+
+def _products_in_backward(run: Callable[..., Any], *, enabled: bool) -> int:
+    torch._dynamo.reset()
+    inner = _CountProducts()
+    ddp = DistributedDataParallel(Transformer(run=run), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner, "enabled": enabled})
+    compiled(batches(0, [(4, WIDTH)])[0]).sum().backward()
+    assert (len(ddpopt.explain(ddp).plans[0].sections) > 1) == enabled
+    return inner.num_products
+
+
+def test_a_checkpointing_policy_is_applied_within_sections(one_rank: None) -> None:
+    """As many products are recomputed as without splitting: none where the policy saves them."""
+    for run in (checkpointed, selectively_checkpointed):
+        split, unsplit = (_products_in_backward(run, enabled=on) for on in (True, False))
+        assert split == unsplit
+    plain = _products_in_backward(lambda block, x: block(x), enabled=True)
+    selective = _products_in_backward(selectively_checkpointed, enabled=True)
+    full = _products_in_backward(checkpointed, enabled=True)
+    assert plain == selective < full

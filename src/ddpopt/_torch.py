@@ -103,6 +103,22 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     return bool(_private("torch._dynamo.trace_rules", "check")(function))
 
 
+def guard_on(check: Callable[[], bool], description: str) -> None:
+    """Have Dynamo run the graph that it is compiling only while `check` is true.
+
+    When it is false Dynamo compiles anew, as when a tensor's shape has changed.
+    """
+    context = _private("torch._guards", "TracingContext").try_get()
+    if context is None:
+        return
+
+    def create(builder: Any, _guard: Any) -> None:
+        builder.guard_manager.root.add_lambda_guard(lambda _: check(), [description], None)
+
+    source = _private("torch._dynamo.source", "GlobalStateSource")()
+    context.guards_context.dynamo_guards.add(_private("torch._guards", "Guard")(source, create))
+
+
 def optimize_ddp_mode() -> str:
     """Return `torch._dynamo.config.optimize_ddp` with its booleans spelled out.
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
-from ddpopt.buckets import predict_buckets
+from ddpopt.buckets import ReducerRules, predict_buckets
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
 from ddpopt.plan import Plan
@@ -47,16 +47,19 @@ def backend(
         SectionCompileError: the inner compiler raised on a section.
     """
     resolved = resolve_options(mode, options)
+    ddp, detail = None, ""
     try:
         ddp = _torch.active_ddp()
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
+        if reason in (None, Fallback.NO_DDP):
+            _guard_on_rules(records.rules_of(ddp))
     except TorchDriftError as error:
-        ddp, reason = None, Fallback.TORCH_DRIFT
-        logs.warning("%s", error)
+        reason, detail = Fallback.TORCH_DRIFT, str(error)
     if ddp is not None and reason is None:
         return _compile_under_ddp(gm, example_inputs, ddp, resolved)
-    return _compile_whole(gm, example_inputs, ddp, resolved, _whole(gm, resolved, reason))
+    plan = _whole(gm, resolved, reason, detail)
+    return _compile_whole(gm, example_inputs, ddp, resolved, plan)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
@@ -76,15 +79,21 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
 
 
 def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) -> Fallback | None:
-    if ddp is None:
-        return Fallback.NO_DDP
     if _torch.optimize_ddp_mode() == "no_optimization":
         return Fallback.DYNAMO_DISABLED
     if not options.enabled:
         return Fallback.DISABLED
     if not torch.is_grad_enabled():
         return Fallback.NO_GRAD
-    return None
+    return Fallback.NO_DDP if ddp is None else None
+
+
+def _guard_on_rules(rules: ReducerRules | None) -> None:
+    """Keep the graph for DDP modules with equal rules (None: for runs without DDP).
+
+    Dynamo has no guard on DDP being active, and shares code between models of one class.
+    """
+    _torch.guard_on(lambda: records.rules_of(_torch.active_ddp()) == rules, "DDP's bucket rules")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +146,8 @@ def _make_plan(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     owners, slots = find_parameters(graph, example_inputs, reduced)
+    rules = records.rules_of(ddp)
+    assert rules is not None
     later, earlier = records.arrival_around(ddp, _name_of(gm))
     facts = read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier})
     arrival = order_arrival(list(reduced.values()), facts.first_use, later, earlier)
@@ -145,13 +156,11 @@ def _make_plan(
     is_shared = has_twin(
         ddp.module, {node: names[i] for node, (i, *_) in owners.items() if i in names}
     )
-    rules = _torch.reducer_rules(ddp)
     buckets = predict_buckets(own if is_shared else arrival, rules)
     outcome = plan_sections(facts, buckets)
     fallback = outcome if isinstance(outcome, Fallback) else None
     plan = dataclasses.replace(
         _whole(gm, options, fallback),
-        rules=rules,
         sections=() if isinstance(outcome, Fallback) else outcome,
         buckets=buckets,
         arrival=own,
@@ -186,7 +195,8 @@ def _compile_whole(
 ) -> Callable[..., Any]:
     _announce(ddp, plan)
     compiled = options.inner(gm, list(example_inputs))
-    return GraphRunner(plan, compiled)
+    has_drifted = plan.fallback is Fallback.TORCH_DRIFT  # the runner needs the names that moved
+    return compiled if ddp is None or has_drifted else GraphRunner(plan, compiled)
 
 
 def _announce(ddp: DistributedDataParallel | None, plan: Plan) -> None:

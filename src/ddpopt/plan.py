@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpopt.buckets import Bucket, Parameter, ReducerRules
+from ddpopt.buckets import Bucket, Parameter
 from ddpopt.errors import Fallback
 
 _MIB = 1024 * 1024
@@ -60,16 +60,15 @@ class Plan:
     """How one Dynamo graph is compiled.
 
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
-    `rules` tell how the Reducer forms buckets (None without DDP), and `buckets` those predicted,
-    of which parameters of other graphs under the same DDP module are part. `fallback` is None for
-    a graph that is split; `detail` completes the fallback's sentence. Where `is_shared`, the same
-    compiled graph may run for several modules; it is planned for its first module alone.
+    `buckets` are the Reducer's as predicted, of which parameters of other graphs under the same
+    DDP module are part. `fallback` is None for a graph that is split; `detail` completes the
+    fallback's sentence. Where `is_shared`, the same compiled graph may run for several modules;
+    it is planned for its first module alone.
     """
 
     graph: str
     inner: str
     num_nodes: int
-    rules: ReducerRules | None = None
     sections: tuple[Section, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     arrival: tuple[Parameter, ...] = ()

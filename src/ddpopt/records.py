@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.buckets import Parameter
+from ddpopt import _torch
+from ddpopt.buckets import Parameter, ReducerRules
 from ddpopt.plan import Observation, Plan
 
 
@@ -20,6 +21,7 @@ from ddpopt.plan import Observation, Plan
 class _Record:
     """`actual_buckets` are the Reducer's after its rebuild, by parameter index, in launch order."""
 
+    rules: ReducerRules | None = None
     plans: dict[str, Plan] = field(default_factory=dict)
     actual_buckets: Sequence[Sequence[int]] | None = None
     num_comparisons: int = 0
@@ -32,6 +34,16 @@ _records: weakref.WeakKeyDictionary[DistributedDataParallel, _Record] = weakref.
 def of(ddp: DistributedDataParallel) -> _Record:
     """Return what is known of a module, to be read or added to."""
     return _records.setdefault(ddp, _Record())
+
+
+def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
+    """Return how a module's Reducer forms buckets, None without a module; read off it once."""
+    if ddp is None:
+        return None
+    record = of(ddp)
+    if record.rules is None:
+        record.rules = _torch.reducer_rules(ddp)
+    return record.rules
 
 
 def keep(ddp: DistributedDataParallel, plan: Plan) -> None:

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
 from ddpopt.buckets import find_misplaced
-from ddpopt.errors import Fallback
 from ddpopt.plan import Plan
 
 Compiled = Callable[..., Any]
@@ -40,28 +39,12 @@ class GraphRunner:
         ddp = _torch.active_ddp()
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
-        self._meet(ddp)
+        records.keep(ddp, self._plan)
         if _torch.will_rebuild_buckets(ddp):
             return (self._ordered or self._compiled)(*args)
         if compare_buckets(ddp):
             self._settled_ddp = weakref.ref(ddp)
         return self._compiled(*args)
-
-    def _meet(self, ddp: DistributedDataParallel) -> None:
-        """Note that `ddp` runs this graph; say so if it was compiled for other buckets."""
-        if self._plan in records.plans_of(ddp):
-            return
-        records.keep(ddp, self._plan)
-        is_for_buckets = self._plan.fallback in (None, Fallback.NO_DDP, Fallback.ONE_BUCKET)
-        if is_for_buckets and self._plan.rules != _torch.reducer_rules(ddp):
-            logs.warning(
-                "DistributedDataParallel(%s) runs graph %s, which was compiled %s; its buckets "
-                "are not this module's, so little may overlap. Call torch._dynamo.reset() before "
-                "this module's first forward, or give both the same bucket_cap_mb",
-                type(ddp.module).__name__,
-                self._plan.graph,
-                "without DDP" if self._plan.rules is None else "for another DDP module",
-            )
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:

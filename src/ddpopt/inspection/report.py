@@ -118,7 +118,7 @@ def _report_buckets(
     """Merge the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
-    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if actual else {}
     formed = [[parameters[index] for index in bucket] for bucket in actual or ()]
     launched = observation.launched_after if observation else ()
     return [
