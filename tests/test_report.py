@@ -89,3 +89,22 @@ def test_explain_of_something_else_is_an_error() -> None:
     """It names the type that it got."""
     with pytest.raises(TypeError, match="this is a Linear"):
         ddpopt.explain(nn.Linear(1, 1))
+
+
+def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
+    one_rank: None,
+) -> None:
+    """Its plans have no parameters; those of training plans still count as used before."""
+    ddp = DistributedDataParallel(SCENARIOS["graph break"]().model, bucket_cap_mb=0.03)
+    compiled = _compile(ddp)
+    for batch in (2, 3):
+        compiled(torch.randn(batch, 64)).sum().backward()
+        with torch.no_grad():
+            compiled(torch.randn(batch, 64))
+    planned = [
+        [{p.index for p in bucket.parameters} for bucket in plan.buckets]
+        for plan in ddpopt.explain(ddp).plans
+        if plan.buckets
+    ]
+    assert len(planned) == 4
+    assert all(buckets == planned[0] for buckets in planned)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -138,12 +137,14 @@ def suppresses_errors() -> bool:
     return bool(_private("torch._dynamo", "config").suppress_errors)
 
 
-@functools.cache
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
-    """Exceptions by which a compiler talks to Dynamo; they must pass unchanged."""
-    names = ("SkipFrame", "RestartAnalysis", "TensorifyScalarRestartAnalysis", "Unsupported")
-    fallbacks = _private("torch._dynamo.output_graph", "exceptions_allowed_to_be_fallback")
-    return (*(_private("torch._dynamo.exc", name) for name in names), *fallbacks)
+    """Return the exceptions by which a compiler talks to Dynamo; they must pass unchanged."""
+    try:
+        names = ("SkipFrame", "RestartAnalysis", "TensorifyScalarRestartAnalysis", "Unsupported")
+        fallbacks = _private("torch._dynamo.output_graph", "exceptions_allowed_to_be_fallback")
+        return (*(_private("torch._dynamo.exc", name) for name in names), *fallbacks)
+    except TorchDriftError:
+        return ()  # called while an exception is handled, which must not be hidden by another
 
 
 # ---- DDP and its Reducer ----------------------------------------------------------------------

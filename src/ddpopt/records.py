@@ -65,9 +65,8 @@ def arrival_around(
     those of earlier graphs after. A graph's name is its frame and the number of the frame's
     compile, as in `4/0`; frames are first compiled in forward order.
     """
-    by_frame: dict[str, tuple[Parameter, ...]] = {}
-    for plan in plans_of(ddp):
-        by_frame[_frame(plan.graph)] = plan.arrival
+    # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
+    by_frame = {_frame(plan.graph): plan.arrival for plan in plans_of(ddp) if plan.arrival}
     frames = list(by_frame)
     own = frames.index(_frame(graph)) if _frame(graph) in by_frame else len(frames)
     later = [p for frame in reversed(frames[own + 1 :]) for p in by_frame[frame]]

@@ -1,0 +1,99 @@
+"""Write docs/compatibility.md: every row's outcome, ddpopt's beside the in-tree optimizer's.
+
+python tests/compatibility.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from ranks import RankError, Ranks
+from scenarios.rows import ON_INDUCTOR, SCENARIOS
+from scenarios.running import Outcome, run_row
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "compatibility.md"
+
+_INTRODUCTION = """\
+# What works
+
+Each row trains a small model on two gloo processes, with different data on each, for at least
+three steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are
+clipped in every row that has no sparse ones. The inner compiler is `aot_eager`, or Inductor where
+a row says so. This file is written by `python tests/compatibility.py`, here with torch {torch};
+`tests/test_training.py` checks ddpopt's column.
+
+- *3 of 3*: the graph was split into three sections, for three buckets of the Reducer. With graph
+  breaks and recompiles there is one number of sections for each graph. *whole* is a graph that was
+  not split; `explain` and a warning say why.
+- The in-tree optimizer is PyTorch's own, with `backend="aot_eager"` or `"inductor"`. It refuses
+  caps below its first bucket's, 1 MiB; for these models that is lowered to the row's cap. Its
+  buckets may be others than ddpopt's: they are formed from the order in which gradients first
+  arrive, and within one of its sections that is arbitrary, so it can have more of them.
+- *not possible in eager DDP*: eager DDP raises this, and so does the compiled model.
+
+| row | ddpopt | in-tree | note |
+|---|---|---|---|
+"""
+
+
+def all_rows() -> list[tuple[str, str, str]]:
+    """Return title, name and inner compiler of every row."""
+    rows = [(name, name, "aot_eager") for name in SCENARIOS]
+    return rows + [(f"{name}, Inductor", name, "inductor") for name in ON_INDUCTOR]
+
+
+def documented_rows() -> list[str]:
+    """Return the titles in the document."""
+    lines = DOCUMENT.read_text().splitlines()
+    table = lines[lines.index("|---|---|---|---|") + 1 :]
+    return [line.split("|")[1].strip() for line in table]
+
+
+def _lines() -> Iterator[str]:
+    ranks = Ranks()
+    try:
+        for title, name, inner in all_rows():
+            cells = [_run(ranks, name, optimizer, inner) for optimizer in ("ddpopt", "in-tree")]
+            yield f"| {' | '.join([title, *cells, SCENARIOS[name]().note])} |"
+    finally:
+        ranks.stop()
+
+
+def _run(ranks: Ranks, name: str, optimizer: str, inner: str) -> str:
+    try:
+        outcomes: list[Outcome] = ranks.run(run_row, name, optimizer, inner)
+    except RankError as error:
+        return f"error: {str(error).strip().splitlines()[-1]}"
+    if any(outcome.error for outcome in outcomes):
+        ranks.stop()  # a failed backward may have left DDP, or the group, in any state
+    return next((text for text in map(_failure, outcomes) if text), _splits(outcomes[0]))
+
+
+def _failure(outcome: Outcome) -> str | None:
+    if outcome.eager_error is not None and outcome.error == outcome.eager_error:
+        return f"not possible in eager DDP: {_short(outcome.error)}"
+    if outcome.error is not None:
+        return f"error: {_short(outcome.error)}"
+    if outcome.difference is not None:
+        return f"differs: {_short(outcome.difference)}"
+    return None
+
+
+def _splits(outcome: Outcome) -> str:
+    if set(outcome.pieces) == {1}:
+        return "equal, whole"
+    return f"equal, {' + '.join(map(str, outcome.pieces))} of {outcome.num_buckets}"
+
+
+def _short(text: str, length: int = 100) -> str:
+    text = text.replace("|", "/")
+    return text if len(text) <= length else f"{text[:length].rsplit(' ', 1)[0]} ..."
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    table = "\n".join(_lines())
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(_INTRODUCTION.format(torch=torch.__version__) + table + "\n")
