@@ -414,10 +414,31 @@ def section_tracing() -> Iterator[SectionTrace]:
     context.fakify_first_call = True
     no_hooks = _private("torch._dynamo.utils", "_disable_saved_tensors_hooks_during_tracing")
     try:
-        with _private("torch._guards", "tracing")(context), no_hooks():
+        with _private("torch._guards", "tracing")(context), no_hooks(), _no_donated_buffers():
             yield SectionTrace(context)
     finally:
         context.fakify_first_call = False
+        if context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # AOTAutograd's spelling of "none"
+
+
+@contextlib.contextmanager
+def _no_donated_buffers() -> Iterator[None]:
+    """Compile backward now, and so that it leaves saved tensors as they are.
+
+    Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
+    compiled in a backward with retain_graph=True. Its cache does not tell the two apart
+    (torch 2.11 to 2.13): a backward with retain_graph could get one that overwrites what the next
+    backward needs. AOTAutograd's own cache avoids that; a section's first call bypasses it.
+    """
+    functorch_config = _private("torch._functorch", "config")
+    compiler_config = _private("torch.compiler", "config")
+    tag = f"{compiler_config.cache_key_tag} ddpopt: no donated buffers"
+    with (
+        functorch_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
+        compiler_config.patch(cache_key_tag=tag),
+    ):
+        yield
 
 
 def fake_mode_of(inputs: object) -> Any:

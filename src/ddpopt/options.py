@@ -47,7 +47,9 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     inner = given.pop("inner", "inductor")
     return Options(
         inner=_resolve_inner(inner, mode, given),
-        inner_name=inner if isinstance(inner, str) else getattr(inner, "__name__", repr(inner)),
+        inner_name=inner
+        if isinstance(inner, str)
+        else getattr(inner, "__name__", type(inner).__name__),
         split=split,
         enabled=enabled,
     )
