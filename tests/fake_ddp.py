@@ -39,6 +39,7 @@ class FakeDDP(DistributedDataParallel):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.require_backward_grad_sync = True
         self._has_rebuilt_buckets = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from typing import Any
@@ -190,6 +191,29 @@ def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
     assert torch._dynamo.config.get_config_copy() == flags
 
 
+def test_the_replaced_class_is_transparent() -> None:
+    """Others can construct, subclass and read it."""
+    replaced = in_tree.DDPOptimizer
+    assert replaced.__module__ == in_tree.__name__
+    assert "DDP" in replaced.__doc__
+
+    class Mine(replaced):
+        pass
+
+    for cls in (replaced, Mine):
+        made = cls(bucket_bytes_cap=2**21, backend_compile_fn=lambda gm, _: gm.forward)
+        assert type(made) is cls
+        assert made.bucket_bytes_cap == 2**21
+
+
+def test_a_partial_of_the_backend_is_ours_too(one_rank: None) -> None:
+    """It gets the whole graph."""
+    bound = functools.partial(ddpopt.backend.backend, options=OPTIONS)
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    torch.compile(ddp, backend=bound)(_x()).sum().backward()
+    assert len(_only_plan(ddp).sections) == 3
+
+
 def test_the_take_over_is_idempotent_and_removable() -> None:
     """Installed twice it is there once; removed, torch's own class is back."""
     ddpopt.backend.uninstall()
@@ -238,7 +262,11 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
 
 @pytest.mark.parametrize(
     ("moved", "reason"),
-    [("split_forward", Fallback.SPLIT_FAILED), ("read_facts", Fallback.TORCH_DRIFT)],
+    [
+        ("split_forward", Fallback.SPLIT_FAILED),
+        ("compile_sections", Fallback.TORCH_DRIFT),
+        ("read_facts", Fallback.TORCH_DRIFT),
+    ],
 )
 def test_an_error_while_splitting_costs_overlap_not_training(
     one_rank: None,

@@ -11,7 +11,7 @@ from models import MLP, batches, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _torch, records
 from ddpopt.buckets import Parameter, ReducerRules, predict_buckets
 from ddpopt.planning.planner import order_arrival
 
@@ -77,7 +77,7 @@ def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, option
     train(ddp, batches(0, [(2, 64)] * 3))
     parameters = list(_torch.reducer_parameters(ddp).values())
     uses = {p.index: p.index // 2 for p in parameters}
-    buckets = predict_buckets(order_arrival(parameters, uses), _torch.reducer_rules(ddp))
+    buckets = predict_buckets(order_arrival(parameters, uses), records.rules_of(ddp))
     reported = ddp._get_ddp_logging_data()
     sizes = [int(size) for size in reported["rebuilt_bucket_sizes"].split(",")]
     assert [bucket.num_bytes for bucket in buckets] == sizes

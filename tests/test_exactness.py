@@ -266,7 +266,7 @@ def test_random_modules_have_the_buckets_of_the_reducers_own_function(
             if index is not None and index not in used:
                 used.append(index)
     unused = [i for i in range(len(parameters)) if i not in used]
-    arrival = [*reversed(unused), *_sorted_within_uses(used, order, layers, parameters)]
+    arrival = [*_sorted_within_uses(used, order, layers, parameters), *unused]
     real = assigned_by_torch(parameters, [int(cap * 1024 * 1024)], arrival)
     assert [[p.index for p in bucket.parameters] for bucket in plan.buckets] == real
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "planning": {"buckets", "errors", "plan", "splitting"},
     "records": {"_torch", "buckets", "plan"},
     "sections": {"_torch", "logs", "errors"},
-    "runner": {"_torch", "buckets", "logs", "plan", "records"},
+    "runner": {"_torch", "buckets", "errors", "logs", "plan", "records"},
     "inspection": {"_torch", "buckets", "inspection", "plan", "records"},
 }
 

@@ -169,3 +169,43 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
     assert all(plan.is_shared for plan in plans)
     assert {len(plan.sections) for plan in plans} == {sections}
     assert not [r for r in caplog.records if "other buckets" in r.getMessage()]
+
+
+def test_nothing_is_compiled_anew_in_later_steps(one_rank: None) -> None:
+    """Not even frames of ours, under ddpopt or under another backend."""
+    for backend in ("ddpopt", "eager"):
+        ddp = DistributedDataParallel(MLP())
+        compiled = torch.compile(ddp, backend=backend)
+        train(ddp, batches(0, [(2, WIDTH)] * 3), compiled)
+        frames = torch._dynamo.utils.counters["frames"]["total"]
+        train(ddp, batches(0, [(2, WIDTH)] * 3), compiled)
+        assert torch._dynamo.utils.counters["frames"]["total"] == frames
+
+
+def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
+    """DDP writes its log in steps that communicate only."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    for _ in range(4):
+        with ddp.no_sync():
+            for x in batches(0, [(2, WIDTH)] * 15):
+                compiled(x).sum().backward()
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None) -> None:
+    """Even when DDP formed other buckets than planned: they are final, and known by then."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    x = compiled(torch.randn(2, WIDTH)).detach()
+    for i in (5, 0, 4, 1, 3, 2):
+        x = ddp.module.layers[i](x).relu()
+    x.sum().backward()
+    for _ in range(3):
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    compiled(torch.randn(3, WIDTH)).sum().backward()
+    first, second = ddpopt.explain(ddp).plans
+    actual = [bucket.actual for bucket in ddpopt.explain(ddp).buckets]
+    assert [tuple(p.name for p in bucket.parameters) for bucket in second.buckets] == actual
+    assert first.buckets != second.buckets

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.buckets import Parameter, ReducerRules
+from ddpopt.buckets import Parameter
 from ddpopt.errors import TorchDriftError
 
 CompilerFn = Callable[..., Callable[..., Any]]
@@ -59,14 +60,16 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     if hasattr(original, "ddpopt_replaces"):
         return
 
-    def construct(_cls: type, *args: Any, **kwargs: Any) -> Any:
-        backend = kwargs.get("backend_compile_fn")
-        if backend is not None and is_ours(innermost_backend(backend)):
+    def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend_compile_fn", args[1] if len(args) > 1 else None)
+        if cls is replacement and backend is not None and is_ours(innermost_backend(backend)):
             return _WholeGraph(backend)
-        return original(*args, **kwargs)
+        return object.__new__(cls)
 
-    members = {"__new__": construct, "ddpopt_replaces": original}
-    _set_ddp_optimizer(type("DDPOptimizer", (original,), members))
+    copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
+    members = {**copied, "__new__": construct, "ddpopt_replaces": original}
+    replacement = type(original.__name__, (original,), members)
+    _set_ddp_optimizer(replacement)
 
 
 def give_back() -> None:
@@ -87,12 +90,14 @@ class _WholeGraph:
 
 
 def innermost_backend(backend: Any) -> Any:
-    """Unwrap what `torch.compile` and Dynamo put around a backend."""
+    """Unwrap what `torch.compile`, Dynamo and `functools.partial` put around a backend."""
     while True:
-        for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-            if hasattr(backend, name):
-                backend = getattr(backend, name)
-                break
+        if isinstance(backend, functools.partial):
+            backend = backend.func
+        elif hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        elif hasattr(backend, "compiler_fn"):
+            backend = backend.compiler_fn
         else:
             return backend
 
@@ -170,10 +175,11 @@ def _private_of(owner: Any, name: str) -> Any:
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether the Reducer has yet to form its final buckets; see [Note: buckets] in buckets.py."""
     has_rebuilt = _private_of(ddp, "_has_rebuilt_buckets")
-    return not has_rebuilt and _follows_arrival_order(ddp)
+    return not has_rebuilt and follows_arrival_order(ddp)
 
 
-def _follows_arrival_order(ddp: DistributedDataParallel) -> bool:
+def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
+    """Whether the Reducer forms buckets anew from the first backward's order of gradients."""
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
@@ -188,15 +194,15 @@ def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(map(int, bucket.split())) for bucket in reported.split(","))
 
 
-def reducer_rules(ddp: DistributedDataParallel) -> ReducerRules:
-    """Return how this module's Reducer forms buckets."""
+def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
+    """Return the limits in bytes by which this module's Reducer closes buckets."""
     caps = tuple(_private_of(ddp, "bucket_bytes_cap_list"))
     if not caps:
         cap = int(_private_of(ddp, "bucket_bytes_cap"))
         first = int(_private("torch.distributed", "_DEFAULT_FIRST_BUCKET_BYTES"))
         is_default = _private_of(ddp, "bucket_bytes_cap_default")
         caps = (first, cap) if is_default and first < cap else (cap,)
-    return ReducerRules(caps_bytes=caps, is_rebuilt=_follows_arrival_order(ddp))
+    return caps
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
@@ -247,25 +253,15 @@ def watch_ddp_forward(after: Callable[[DistributedDataParallel, Any], None]) -> 
 
     uncompiled_report = disable(report)
 
-    class Inside:
-        def __init__(self, ddp: DistributedDataParallel) -> None:
-            self.ddp, self.context = ddp, original(ddp)
+    def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
+        with original(self):
+            yield
+        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
 
-        def __enter__(self) -> None:
-            self.context.__enter__()
-
-        def __exit__(self, *exception: Any) -> None:
-            self.context.__exit__(*exception)
-            if exception[0] is None:  # the callback is asked for here: `disable` takes it away
-                uncompiled_report(self.ddp, current_callback())
-
-    def inside_ddp_forward(self: DistributedDataParallel) -> Inside:
-        return Inside(self)
-
-    # Dynamo is to skip these frames, as it does the original's, but not the module's below.
-    for name in ("__init__", "__enter__", "__exit__"):
-        setattr(Inside, name, disable(getattr(Inside, name), recursive=False))
-    watched: Any = disable(inside_ddp_forward, recursive=False)
+    # Dynamo is to skip this frame, as it does the original's, but not the module's below. It skips
+    # generators that are marked, and contextlib; classes of ours it would compile at each call.
+    context = contextlib.contextmanager(disable(inside_ddp_forward, recursive=False))
+    watched: Any = functools.wraps(original)(context)
     watched.ddpopt_replaces = original
     type.__setattr__(DistributedDataParallel, "_inside_ddp_forward", watched)
 
@@ -305,7 +301,7 @@ def is_mutable_op(target: object) -> bool:
     return bool(_private_of(target, "_schema").is_mutable)
 
 
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself."""
     original: torch.nn.Module = getattr(module, "_orig_mod", module)
     return original
@@ -327,6 +323,11 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other storage-less layouts
+
+
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether another graph follows this one in its frame; True where Dynamo does not tell."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True))
 
 
 def free_symbols(value: object) -> frozenset[Any]:

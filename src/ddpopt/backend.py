@@ -17,8 +17,14 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
-from ddpopt.buckets import ReducerRules, predict_buckets
-from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
+from ddpopt.buckets import ReducerRules, known_buckets, predict_buckets
+from ddpopt.errors import (
+    DDPOptError,
+    Fallback,
+    SectionCompileError,
+    TorchDriftError,
+    UnsupportedModeError,
+)
 from ddpopt.options import Options, resolve_options
 from ddpopt.plan import Plan
 from ddpopt.planning.planner import order_arrival, plan_sections
@@ -27,7 +33,7 @@ from ddpopt.sections import compile_sections
 from ddpopt.splitting.analysis import read_facts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
 from ddpopt.splitting.nodes import call_nodes
-from ddpopt.splitting.parameters import find_parameters, has_twin
+from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
 
 
 def backend(
@@ -58,7 +64,7 @@ def backend(
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     if ddp is not None and reason is None:
         return _compile_under_ddp(gm, example_inputs, ddp, resolved)
-    plan = _whole(gm, resolved, reason, detail)
+    plan = _blank_plan(gm, resolved, reason, detail)
     return _compile_whole(gm, example_inputs, ddp, resolved, plan)
 
 
@@ -114,27 +120,34 @@ def _compile_under_ddp(
     ddp: DistributedDataParallel,
     options: Options,
 ) -> Callable[..., Any]:
+    passing: tuple[type[BaseException], ...] = (
+        SectionCompileError,
+        *_torch.control_flow_exceptions(),
+    )
     try:
         _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
         draft = _make_plan(gm, example_inputs, ddp, options)
-        stitched = None
+        compiled = None
         if draft.plan.fallback is None:
             stitched = split_forward(draft.graph, draft.plan.sections)
-    except _torch.control_flow_exceptions():
+            _show_graphs(gm, stitched)
+            compiled = compile_sections(stitched, example_inputs, options.inner)
+    except passing:
         raise
     except Exception as error:
         reason = (
             Fallback.TORCH_DRIFT if isinstance(error, TorchDriftError) else Fallback.SPLIT_FAILED
         )
-        plan = _whole(gm, options, reason, detail=f"{type(error).__name__}: {error}")
+        plan = _blank_plan(gm, options, reason, detail=f"{type(error).__name__}: {error}")
         return _compile_whole(gm, example_inputs, ddp, options, plan)
-    _announce(ddp, draft.plan)
-    if stitched is None:
+    if compiled is None:
         compiled = options.inner(gm, list(example_inputs))
-    else:
-        _show_graphs(gm, stitched)
-        compiled = compile_sections(stitched, example_inputs, options.inner)
+    _announce(ddp, draft.plan)
     return GraphRunner(draft.plan, compiled, order_first_arrival(compiled, draft.slots))
+
+
+# Where the frame of a DDP module's whole forward is: DDP's module, or what torch.compile wrapped.
+_WHOLE_FORWARD = ((), ("_orig_mod",))
 
 
 def _make_plan(
@@ -150,17 +163,21 @@ def _make_plan(
     assert rules is not None
     later, earlier = records.arrival_around(ddp, _name_of(gm))
     facts = read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier})
-    arrival = order_arrival(list(reduced.values()), facts.first_use, later, earlier)
+    names = {parameter.index: parameter.name for parameter in reduced.values()}
+    frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
+    is_shared = has_twin(ddp.module, frame)
+    is_last = frame in _WHOLE_FORWARD and not _torch.ends_in_graph_break(gm)
+    arrival = order_arrival(list(reduced.values()), facts.first_use, later, earlier, is_last)
     own = tuple(parameter for parameter in arrival if parameter.index in facts.first_use)
-    names = {parameter.index: parameter.name for parameter in own}
-    is_shared = has_twin(
-        ddp.module, {node: names[i] for node, (i, *_) in owners.items() if i in names}
-    )
-    buckets = predict_buckets(own if is_shared else arrival, rules)
+    actual = records.of(ddp).actual_buckets
+    if actual is not None and not is_shared:
+        buckets = known_buckets(arrival, actual, rules)
+    else:
+        buckets = predict_buckets(own if is_shared else arrival, rules)
     outcome = plan_sections(facts, buckets)
     fallback = outcome if isinstance(outcome, Fallback) else None
     plan = dataclasses.replace(
-        _whole(gm, options, fallback),
+        _blank_plan(gm, options, fallback),
         sections=() if isinstance(outcome, Fallback) else outcome,
         buckets=buckets,
         arrival=own,
@@ -174,7 +191,7 @@ def _name_of(gm: fx.GraphModule) -> str:
     return str(gm.meta.get("dynamo_compile_id", "?"))
 
 
-def _whole(
+def _blank_plan(
     gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
 ) -> Plan:
     return Plan(
@@ -193,8 +210,8 @@ def _compile_whole(
     options: Options,
     plan: Plan,
 ) -> Callable[..., Any]:
-    _announce(ddp, plan)
     compiled = options.inner(gm, list(example_inputs))
+    _announce(ddp, plan)
     has_drifted = plan.fallback is Fallback.TORCH_DRIFT  # the runner needs the names that moved
     return compiled if ddp is None or has_drifted else GraphRunner(plan, compiled)
 

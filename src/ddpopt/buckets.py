@@ -89,6 +89,15 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
     return _number(closed)
 
 
+def known_buckets(
+    parameters: Sequence[Parameter], actual: Sequence[Sequence[int]], rules: ReducerRules
+) -> tuple[Bucket, ...]:
+    """Return the buckets that the Reducer told of, by parameter index, in launch order."""
+    by_index = {parameter.index: parameter for parameter in parameters}
+    members = ([by_index[index] for index in bucket] for bucket in actual)
+    return _number([(m, _cap(rules.caps_bytes, k)) for k, m in enumerate(members)])
+
+
 class Misplaced(NamedTuple):
     """A parameter in another bucket than planned; buckets by launch order."""
 

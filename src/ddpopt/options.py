@@ -29,7 +29,6 @@ class Options:
 
     inner: _torch.CompilerFn
     inner_name: str
-    split: str
     enabled: bool
 
 
@@ -50,7 +49,6 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         inner_name=inner
         if isinstance(inner, str)
         else getattr(inner, "__name__", type(inner).__name__),
-        split=split,
         enabled=enabled,
     )
 

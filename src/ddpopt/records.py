@@ -21,7 +21,7 @@ from ddpopt.plan import Observation, Plan
 class _Record:
     """`actual_buckets` are the Reducer's after its rebuild, by parameter index, in launch order."""
 
-    rules: ReducerRules | None = None
+    caps_bytes: tuple[int, ...] = ()
     plans: dict[str, Plan] = field(default_factory=dict)
     actual_buckets: Sequence[Sequence[int]] | None = None
     num_comparisons: int = 0
@@ -37,13 +37,12 @@ def of(ddp: DistributedDataParallel) -> _Record:
 
 
 def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
-    """Return how a module's Reducer forms buckets, None without a module; read off it once."""
+    """Return how a module's Reducer forms buckets, None without a module."""
     if ddp is None:
         return None
     record = of(ddp)
-    if record.rules is None:
-        record.rules = _torch.reducer_rules(ddp)
-    return record.rules
+    record.caps_bytes = record.caps_bytes or _torch.reducer_caps(ddp)
+    return ReducerRules(caps_bytes=record.caps_bytes, is_rebuilt=_torch.follows_arrival_order(ddp))
 
 
 def keep(ddp: DistributedDataParallel, plan: Plan) -> None:

@@ -5,6 +5,7 @@ It compiles nothing. Its cost per step is one look at which DDP module is active
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
 from ddpopt.buckets import find_misplaced
+from ddpopt.errors import TorchDriftError
 from ddpopt.plan import Plan
 
 Compiled = Callable[..., Any]
@@ -53,10 +55,13 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     The first parameter out of place is warned about: from there on allreduces start late.
     """
     record = records.of(ddp)
-    if record.actual_buckets is not None or not _torch.reducer_rules(ddp).is_rebuilt:
+    if record.actual_buckets is not None or not _torch.follows_arrival_order(ddp):
         return True
-    record.actual_buckets = _torch.rebuilt_buckets(ddp)
+    if not ddp.require_backward_grad_sync:
+        return False  # DDP writes its log in steps that communicate
     record.num_comparisons += 1
+    with contextlib.suppress(TorchDriftError):  # nothing but the comparison is lost
+        record.actual_buckets = _torch.rebuilt_buckets(ddp)
     if record.actual_buckets is None:
         return record.num_comparisons >= _MOST_COMPARISONS
     for plan in record.plans.values():

@@ -98,10 +98,7 @@ _SIX_STEPS = (((4, WIDTH),),) * 6
 MODES: dict[str, Callable[[], Scenario]] = {
     "static_graph": lambda: Scenario(MLP(), ddp_options=_options(static_graph=True)),
     "static_graph, unused branch": lambda: Scenario(
-        UnusedBranch(),
-        ddp_options=_options(static_graph=True),
-        is_predicted=False,
-        note="buckets of the unused parameters are not as planned",
+        UnusedBranch(), ddp_options=_options(static_graph=True)
     ),
     "static_graph, activation checkpointing": lambda: Scenario(
         Transformer(run=checkpointed), ddp_options=_options(static_graph=True)

@@ -100,7 +100,7 @@ def explain(model: torch.nn.Module) -> Explanation:
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
     """Return the DDP module at the top of a model, or raise TypeError."""
-    ddp = _torch.uncompiled(model)
+    ddp = _torch.unwrap_compiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             "this takes a DistributedDataParallel module, or the result of torch.compile on one; "

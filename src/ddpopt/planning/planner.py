@@ -20,13 +20,15 @@ def order_arrival(
     first_use: Mapping[int, int],
     later: Sequence[Parameter] = (),
     earlier: Sequence[Parameter] = (),
+    is_last: bool = False,
 ) -> tuple[Parameter, ...]:
     """Return all parameters of a Reducer in the order in which their gradients become final.
 
     A gradient is final when backward has passed the parameter's *first* use. Parameters of graphs
     that run later in forward come before the graph's own, those of `earlier` graphs after, each in
     the order given. What no known graph uses is taken to belong to graphs not seen yet, and comes
-    first. Ties go to the parameter registered last, which is what eager modules do.
+    first; if no graph can follow (`is_last`) it is not used, and the Reducer of a static graph
+    puts it last. Ties go to the parameter registered last, which is what eager modules do.
     """
     place_later = {parameter.index: place for place, parameter in enumerate(later)}
     place_earlier = {parameter.index: place for place, parameter in enumerate(earlier)}
@@ -39,7 +41,7 @@ def order_arrival(
             return (2, -first_use[index], -index)
         if index in place_later:
             return (1, place_later[index], 0)
-        return (0, 0, -index)
+        return (4, index, 0) if is_last else (0, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 

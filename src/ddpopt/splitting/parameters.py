@@ -57,22 +57,29 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
-def has_twin(root: torch.nn.Module, names: Mapping[fx.Node, str]) -> bool:
-    """Whether the module that this graph was traced for may share the graph with another one.
+def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
+    """Return the path of the module whose forward this graph was traced from, () for the root.
 
-    Dynamo makes parameters inputs, so that one compiled frame serves all modules of a class, such
-    as the blocks of a transformer whose outer loop is not compiled. `names` gives the parameter
-    behind each node.
+    `names` gives the parameter behind each node, by its path from the root. A frame that was given
+    several modules counts as the root's.
     """
-    frame_modules = set()
+    owners = set()
     for node, name in names.items():
         if node.op == "placeholder":
             path = name.split(".")[:-1]
-            frame_modules.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
-    own = max(frame_modules, key=len, default=())
-    if own == () or () in frame_modules:
+            owners.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
+    return owners.pop() if len(owners) == 1 else ()
+
+
+def has_twin(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
+    """Whether a module may share its graph with another one.
+
+    Dynamo makes parameters inputs, so that one compiled frame serves all modules of a class, such
+    as the blocks of a transformer whose outer loop is not compiled.
+    """
+    if not path:
         return False
-    module = root.get_submodule(".".join(own))
+    module = root.get_submodule(".".join(path))
     return any(
         other is not module and type(other) is type(module) and _shapes(other) == _shapes(module)
         for other in root.modules()
