@@ -15,4 +15,5 @@ ON_INDUCTOR = (
     "in-place operators",
     "mutated inputs",
     "autocast",
+    "backward twice (retain_graph)",
 )
