@@ -26,6 +26,10 @@ CompilerFn = Callable[..., Callable[..., Any]]
 
 _DYNAMO_DDP = "torch._dynamo.backends.distributed"
 
+# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
+# under dynamo, distributed and ddp alike.
+LOG_NAME = f"{_DYNAMO_DDP}.ddpopt"
+
 
 def _private(module: str, name: str) -> Any:
     """Return attribute `name` of a torch module.
@@ -36,10 +40,23 @@ def _private(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise TorchDriftError(
-            f"torch {torch.__version__} has no {module}.{name}, which ddpopt needs; "
-            "ddpopt was tested with torch 2.11 to 2.13"
-        ) from error
+        raise _drift(f"{module}.{name}") from error
+
+
+def _private_of(owner: Any, name: str) -> Any:
+    """Return attribute `name` of an object or a class of torch's; raises as `_private` does."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+        raise _drift(f"{kind}.{name}") from error
+
+
+def _drift(missing: str) -> TorchDriftError:
+    return TorchDriftError(
+        f"torch {torch.__version__} has no {missing}, which ddpopt needs; "
+        "ddpopt was tested with torch 2.11 to 2.13"
+    )
 
 
 # ---- Dynamo: who compiles a graph -------------------------------------------------------------
@@ -149,7 +166,7 @@ def control_flow_exceptions() -> tuple[type[BaseException], ...]:
         fallbacks = _private("torch._dynamo.output_graph", "exceptions_allowed_to_be_fallback")
         return (*(_private("torch._dynamo.exc", name) for name in names), *fallbacks)
     except TorchDriftError:
-        return ()  # called while an exception is handled, which must not be hidden by another
+        return ()  # an exception is being handled, and must not be hidden by another
 
 
 # ---- DDP and its Reducer ----------------------------------------------------------------------
@@ -159,17 +176,6 @@ def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP module whose forward is running."""
     ddp = _private_of(DistributedDataParallel, "_get_active_ddp_module")()
     return ddp if isinstance(ddp, DistributedDataParallel) else None
-
-
-def _private_of(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
-        raise TorchDriftError(
-            f"{kind} of torch {torch.__version__} has no attribute {name}, which ddpopt needs; "
-            "ddpopt was tested with torch 2.11 to 2.13"
-        ) from error
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
@@ -307,6 +313,11 @@ def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     return original
 
 
+def is_whole_forward(path: tuple[str, ...]) -> bool:
+    """Whether a path below DDP leads to its module, or to what `torch.compile` wrapped there."""
+    return path in ((), ("_orig_mod",))
+
+
 def depth_below_frame(placeholder: fx.Node) -> int:
     """Return how many modules lie between what a frame was given and a parameter.
 
@@ -396,10 +407,10 @@ class SectionTrace:
 def section_tracing() -> Iterator[SectionTrace]:
     """Give the section compiled in this block a TracingContext of its own.
 
-    AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and reads it there when
-    it compiles the backward, lazily: with one context for all sections it would find the last
-    one's. Guards and fake mode stay shared. The first call of what AOTAutograd compiled, made
-    inside this block, returns fake tensors with the strides that Inductor chose.
+    AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
+    whatever is compiled of that graph later: with one for all sections it would find the last
+    one's metadata. Guards and fake mode stay shared. The first call of what AOTAutograd compiled,
+    made inside this block, returns fake tensors with the strides that Inductor chose.
     """
     outer = _private("torch._guards", "TracingContext").try_get()
     if outer is None:

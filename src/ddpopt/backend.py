@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, logs, records
 from ddpopt.buckets import ReducerRules, known_buckets, predict_buckets
 from ddpopt.errors import (
-    DDPOptError,
     Fallback,
     SectionCompileError,
     TorchDriftError,
@@ -146,10 +145,6 @@ def _compile_under_ddp(
     return GraphRunner(draft.plan, compiled, order_first_arrival(compiled, draft.slots))
 
 
-# Where the frame of a DDP module's whole forward is: DDP's module, or what torch.compile wrapped.
-_WHOLE_FORWARD = ((), ("_orig_mod",))
-
-
 def _make_plan(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -166,7 +161,7 @@ def _make_plan(
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
     is_shared = has_twin(ddp.module, frame)
-    is_last = frame in _WHOLE_FORWARD and not _torch.ends_in_graph_break(gm)
+    is_last = _torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm)
     arrival = order_arrival(list(reduced.values()), facts.first_use, later, earlier, is_last)
     own = tuple(parameter for parameter in arrival if parameter.index in facts.first_use)
     actual = records.of(ddp).actual_buckets
@@ -249,13 +244,16 @@ def install() -> None:
     """Take graphs under DDP over from the in-tree optimizer, for this backend alone. Idempotent."""
     try:
         _torch.take_over(lambda candidate: candidate is backend)
-        _torch.watch_ddp_forward(_after_ddp_forward)
-    except DDPOptError as error:
+    except TorchDriftError as error:
         logs.warning(
             "ddpopt gets graphs that the in-tree DDPOptimizer has split already, and compiles "
             "each whole: %s",
             error,
         )
+    try:
+        _torch.watch_ddp_forward(_after_ddp_forward)
+    except TorchDriftError as error:
+        logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
 
 
 def uninstall() -> None:

@@ -14,13 +14,9 @@ from collections.abc import Callable
 
 from ddpopt import _torch
 
-# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
-# under dynamo, distributed and ddp alike.
-_TORCH_NAME = "torch._dynamo.backends.distributed.ddpopt"
-
-_torch_log = logging.getLogger(_TORCH_NAME)
+_torch_log = logging.getLogger(_torch.LOG_NAME)
 _own_log = logging.getLogger("ddpopt")
-_graph_log = _torch.artifact_logger(_TORCH_NAME, "ddp_graphs")
+_graph_log = _torch.artifact_logger(_torch.LOG_NAME, "ddp_graphs")
 
 
 def info(message: str, *args: object) -> None:

@@ -33,7 +33,7 @@ class GraphRunner:
     def __init__(self, plan: Plan, compiled: Compiled, ordered: Compiled | None = None) -> None:
         self._plan = plan
         self._compiled = compiled
-        self._ordered = ordered
+        self._ordered = ordered or compiled
         self._settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
@@ -43,7 +43,7 @@ class GraphRunner:
             return self._compiled(*args)
         records.keep(ddp, self._plan)
         if _torch.will_rebuild_buckets(ddp):
-            return (self._ordered or self._compiled)(*args)
+            return self._ordered(*args)
         if compare_buckets(ddp):
             self._settled_ddp = weakref.ref(ddp)
         return self._compiled(*args)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
+from ddpopt import _torch
 from ddpopt.plan import Plan
 from scenarios.rows import SCENARIOS
 from scenarios.scenario import Compile, Scenario, Trainer
@@ -63,7 +64,7 @@ def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
         is_synced=_is_synced(compiled.module),
         pieces=pieces.by_graph(),
         num_buckets=sum(_num_buckets(ddp) for ddp in ddps),
-        buckets=tuple(_reported_buckets(ddp) for ddp in ddps),
+        buckets=tuple(_torch.rebuilt_buckets(ddp) for ddp in ddps),
         plans=tuple(plan for ddp in ddps for plan in ddpopt.explain(ddp).plans),
     )
 
@@ -166,11 +167,3 @@ def _num_buckets(ddp: DistributedDataParallel) -> int:
     data = ddp._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
     return len(sizes.split(","))
-
-
-def _reported_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
-    """Return the Reducer's buckets by parameter index, None where it never rebuilds them."""
-    reported = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    if not reported:
-        return None
-    return tuple(tuple(int(i) for i in bucket.split()) for bucket in reported.split(","))

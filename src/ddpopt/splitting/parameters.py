@@ -10,8 +10,8 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.buckets import Parameter
-from ddpopt.splitting.nodes import call_nodes, leaves, storage_keys
-from ddpopt.splitting.writes import written_by
+from ddpopt.splitting.nodes import leaves
+from ddpopt.splitting.writes import find_written_memory
 
 
 def find_parameters(
@@ -27,18 +27,13 @@ def find_parameters(
     """
     owners: dict[fx.Node, list[int]] = {}
     slots: dict[int, int] = {}
-    written = {
-        key
-        for node in call_nodes(graph.graph)
-        for target in written_by(node)
-        for key in storage_keys(target)
-    }
+    written = {node for memory in find_written_memory(graph.graph) for node, _, _ in memory.values}
     for slot, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         value = example_inputs[slot]
         if isinstance(value, torch.Tensor) and value in reduced:
             index = reduced[value].index
             owners[node] = [index]
-            if not written.intersection(storage_keys(node)):
+            if node not in written:
                 slots[index] = slot
     for node in graph.graph.find_nodes(op="get_attr"):
         value = _attribute(graph, str(node.target))
