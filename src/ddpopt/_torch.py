@@ -300,6 +300,11 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
         node._dynamo_source = sources.get(node.name)
 
 
+def mark_as_new(placeholder: fx.Node) -> None:
+    """Tell AOTAutograd that Dynamo knows no source of this placeholder."""
+    placeholder._dynamo_source = None
+
+
 def is_mutable_op(target: object) -> bool:
     """Whether a call's target is an operator whose schema says that it writes to an argument."""
     if not isinstance(target, _private("torch._ops", "OpOverload")):
@@ -348,6 +353,36 @@ def free_symbols(value: object) -> frozenset[Any]:
     if isinstance(value, torch.Tensor) and not _has_symbolic_shape(value):
         return frozenset()
     return frozenset(_private("torch.fx.experimental.symbolic_shapes", "free_symbols")(value))
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size as it was in the first call; 1 where it depends on data."""
+    if isinstance(size, int):
+        return size
+    node = _private_of(size, "node")
+    return int(node.hint) if node.has_hint() else 1
+
+
+def own_memory(fake: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor like the given one, strides included, that shares no memory with it."""
+    with fake.fake_mode if hasattr(fake, "fake_mode") else contextlib.nullcontext():
+        return fake.clone()
+
+
+def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
+    """Return for each value that a backward graph returns which argument it is the gradient of.
+
+    The argument is counted among those of the graph that AOTAutograd was given; None where the
+    value is no gradient, or AOTAutograd does not tell.
+    """
+    (output,) = backward.graph.find_nodes(op="output")
+    grad = _private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+    plain = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
+    found: list[int | None] = []
+    for description in output.meta.get("desc", ()):
+        is_plain = isinstance(description, grad) and isinstance(description.grad_of, plain)
+        found.append(description.grad_of.idx if is_plain else None)
+    return found
 
 
 def constant_of(value: object) -> int | None:
@@ -451,6 +486,144 @@ def _no_donated_buffers() -> Iterator[None]:
         compiler_config.patch(cache_key_tag=tag),
     ):
         yield
+
+
+# A backward graph compiled so far: (graph, inputs, which of the whole graph's inputs each is,
+# None for others) -> a callable that takes a list and empties it.
+CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Callable[..., Any]]
+CutBackward = Callable[[fx.GraphModule, list[Any], CompileSection], Callable[..., Any]]
+# (graph, inputs, edit the forward graph, cut the backward graph) -> compiled forward
+AOTCompilerFn = Callable[
+    [fx.GraphModule, list[Any], Callable[[fx.GraphModule], None], CutBackward], Callable[..., Any]
+]
+
+
+def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
+    """Return what compiles as `inductor` does, which `inductor()` made, with a cut backward."""
+
+    def compile_graph(
+        gm: fx.GraphModule,
+        inputs: list[Any],
+        edit_forward: Callable[[fx.GraphModule], None],
+        cut_backward: CutBackward,
+    ) -> Callable[..., Any]:
+        compile_fx = _private("torch._inductor.compile_fx", "compile_fx")
+        compile_fx_inner = _private("torch._inductor.compile_fx", "compile_fx_inner")
+
+        def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
+            if not options.get("is_backward", False):
+                edit_forward(graph)
+                return compile_fx_inner(graph, graph_inputs, **options)
+            static = set(options.pop("static_input_idxs", ()))
+
+            def compile_section(
+                section: fx.GraphModule, section_inputs: list[Any], origins: list[int | None]
+            ) -> Any:
+                (output,) = section.graph.find_nodes(op="output")
+                values: Any = output.args[0]
+                # Inductor keeps the strides of these; the next section counts on them.
+                output.meta["user_visible_output_idxs"] = list(range(len(values)))
+                kept = [i for i, origin in enumerate(origins) if origin in static]
+                return compile_fx_inner(section, section_inputs, static_input_idxs=kept, **options)
+
+            return cut_backward(graph, list(graph_inputs), compile_section)
+
+        with _cut_backward_settings():
+            compiled: Callable[..., Any] = compile_fx(
+                gm,
+                inputs,
+                inner_compile=inner_compile,
+                config_patches=_private_of(inductor, "config"),
+            )
+        return compiled
+
+    return compile_graph
+
+
+def aot_eager(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    _edit_forward: Callable[[fx.GraphModule], None],
+    cut_backward: CutBackward,
+) -> Callable[..., Any]:
+    """Compile as the backend of this name does, with a cut backward."""
+    boxed = _private("torch._dynamo.backends.debugging", "boxed_nop")
+
+    def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
+        return cut_backward(
+            graph, list(graph_inputs), lambda section, values, _: boxed(section, values)
+        )
+
+    with _cut_backward_settings():
+        return lookup_backend("aot_eager")(gm, inputs, bw_compiler=compile_backward)
+
+
+@contextlib.contextmanager
+def _cut_backward_settings() -> Iterator[None]:
+    """Compile backward before the first forward, which needs its gates, and each time.
+
+    On a hit AOTAutograd's own cache would return a backward that nobody cut. The caches of what
+    the sections are compiled to stay on.
+    """
+    functorch_config = _private("torch._functorch", "config")
+    off = dict.fromkeys(
+        ("enable_autograd_cache", "enable_remote_autograd_cache", "bundled_autograd_cache"), False
+    )
+    with _no_donated_buffers(), functorch_config.patch(off):
+        yield
+    context = _private("torch._guards", "TracingContext").try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []  # AOTAutograd's spelling of "none"
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell AOTAutograd that a function takes its arguments as a list, which it empties."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def has_cuda_graphs(inductor: CompilerFn) -> bool:
+    """Whether what `inductor()` made records CUDA graphs."""
+    options = _private_of(inductor, "config")
+    default = _private("torch._inductor", "config").triton.cudagraphs
+    return bool(options.get("triton.cudagraphs", default))
+
+
+def is_subclass(value: object) -> bool:
+    """Whether AOTAutograd takes a tensor apart into others, as it does a DTensor."""
+    check = _private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+    return bool(check(value))
+
+
+def is_autocast_on() -> bool:
+    """Whether autocast is on for any device."""
+    return bool(_private("torch._C", "_is_any_autocast_enabled")())
+
+
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which autocast is off for all devices."""
+    context: contextlib.AbstractContextManager[None] = _private("torch._C", "_DisableAutocast")()
+    return context
+
+
+def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
+    """Bring the metadata of a backward graph in line with its inputs.
+
+    Inductor may have chosen other strides in the forward for what it saved than were traced.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if all(
+        _has_strides_of(n.meta.get("val"), v) for n, v in zip(placeholders, inputs, strict=True)
+    ):
+        return
+    propagate = _private("torch.fx.passes.fake_tensor_prop", "FakeTensorProp")
+    propagate(gm, mode=fake_mode_of(inputs)).propagate_dont_convert_inputs(*inputs)
+
+
+def _has_strides_of(value: object, other: object) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return True
+    return value.layout is not torch.strided or value.stride() == other.stride()
 
 
 def fake_mode_of(inputs: object) -> Any:

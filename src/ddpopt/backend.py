@@ -17,19 +17,26 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
-from ddpopt.buckets import ReducerRules, known_buckets, predict_buckets
+from ddpopt.buckets import Parameter, ReducerRules, known_buckets, predict_buckets
 from ddpopt.errors import (
+    CutRefusedError,
     Fallback,
+    ForwardInstead,
     SectionCompileError,
     TorchDriftError,
     UnsupportedModeError,
 )
+from ddpopt.gated import compile_gated
+from ddpopt.gates import GatedGraph
 from ddpopt.options import Options, resolve_options
-from ddpopt.plan import Plan
+from ddpopt.plan import BackwardCuts, Plan
+from ddpopt.planning.backward import final_positions, plan_backward
 from ddpopt.planning.planner import order_arrival, plan_sections
 from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
 from ddpopt.sections import compile_sections
-from ddpopt.splitting.analysis import read_facts
+from ddpopt.splitting.analysis import GraphFacts, read_facts
+from ddpopt.splitting.backward import SectionGraph
+from ddpopt.splitting.backward_analysis import BackwardFacts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
 from ddpopt.splitting.nodes import call_nodes
 from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
@@ -101,16 +108,42 @@ def _guard_on_rules(rules: ReducerRules | None) -> None:
     _torch.guard_on(lambda: records.rules_of(_torch.active_ddp()) == rules, "DDP's bucket rules")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A graph that may be split: a copy of its own, its plan, and the arguments to order.
+# Where a graph releases one bucket or none, no cut of its backward would help.
+_NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
 
-    `slots` are the positions of the parameters among the graph's arguments, in arrival order.
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Survey:
+    """What is known of a graph under DDP before it is planned.
+
+    `graph` is a copy that may be cut. `slots` gives the argument that brings each parameter in.
+    `is_shared` and `is_last` say whether modules of one class share the graph, and whether no
+    other graph can follow it in the DDP module's forward.
     """
 
     graph: fx.GraphModule
-    plan: Plan
-    slots: tuple[int, ...]
+    blank: Plan
+    reduced: Sequence[Parameter]
+    slots: Mapping[int, int]
+    facts: GraphFacts
+    later: Sequence[Parameter]
+    earlier: Sequence[Parameter]
+    rules: ReducerRules
+    actual: Sequence[Sequence[int]] | None
+    is_shared: bool
+    is_last: bool
+
+    def draft(self, place: Mapping[int, int]) -> Plan:
+        """Return a plan without sections, for gradients that are final at these places."""
+        arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
+        own = tuple(parameter for parameter in arrival if parameter.index in place)
+        if self.actual is not None:
+            buckets = known_buckets(arrival, self.actual, self.rules)
+        else:
+            buckets = predict_buckets(own if self.is_shared else arrival, self.rules)
+        return dataclasses.replace(
+            self.blank, buckets=buckets, arrival=own, is_shared=self.is_shared
+        )
 
 
 def _compile_under_ddp(
@@ -125,11 +158,21 @@ def _compile_under_ddp(
     )
     try:
         _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
-        draft = _make_plan(gm, example_inputs, ddp, options)
-        compiled = None
-        if draft.plan.fallback is None:
-            stitched = split_forward(draft.graph, draft.plan.sections)
-            _show_graphs(gm, stitched)
+        survey = _survey(gm, example_inputs, ddp, options)
+        plan = _plan_forward(survey)
+        compiled: Callable[..., Any] | None = None
+        if options.split == "backward" and plan.fallback not in _NOTHING_TO_RELEASE:
+            try:
+                plan, compiled = _split_backward(gm, example_inputs, survey, options)
+            except passing:
+                raise
+            except Exception as error:
+                instead, detail = _refusal(error)
+                plan = dataclasses.replace(plan, instead=instead, detail=detail)
+                survey = dataclasses.replace(survey, graph=copy_for_splitting(gm))
+        if compiled is None and plan.fallback is None:
+            stitched = split_forward(survey.graph, plan.sections)
+            _show_forward(gm, stitched)
             compiled = compile_sections(stitched, example_inputs, options.inner)
     except passing:
         raise
@@ -141,45 +184,92 @@ def _compile_under_ddp(
         return _compile_whole(gm, example_inputs, ddp, options, plan)
     if compiled is None:
         compiled = options.inner(gm, list(example_inputs))
-    _announce(ddp, draft.plan)
-    return GraphRunner(draft.plan, compiled, order_first_arrival(compiled, draft.slots))
+    _announce(ddp, plan)
+    slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
+    return GraphRunner(plan, compiled, order_first_arrival(compiled, slots))
 
 
-def _make_plan(
+def _survey(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     ddp: DistributedDataParallel,
     options: Options,
-) -> _Draft:
+) -> _Survey:
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     owners, slots = find_parameters(graph, example_inputs, reduced)
     rules = records.rules_of(ddp)
     assert rules is not None
     later, earlier = records.arrival_around(ddp, _name_of(gm))
-    facts = read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier})
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
     is_shared = has_twin(ddp.module, frame)
-    is_last = _torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm)
-    arrival = order_arrival(list(reduced.values()), facts.first_use, later, earlier, is_last)
-    own = tuple(parameter for parameter in arrival if parameter.index in facts.first_use)
-    actual = records.of(ddp).actual_buckets
-    if actual is not None and not is_shared:
-        buckets = known_buckets(arrival, actual, rules)
-    else:
-        buckets = predict_buckets(own if is_shared else arrival, rules)
-    outcome = plan_sections(facts, buckets)
-    fallback = outcome if isinstance(outcome, Fallback) else None
-    plan = dataclasses.replace(
-        _blank_plan(gm, options, fallback),
-        sections=() if isinstance(outcome, Fallback) else outcome,
-        buckets=buckets,
-        arrival=own,
+    return _Survey(
+        graph=graph,
+        blank=_blank_plan(gm, options, None),
+        reduced=list(reduced.values()),
+        slots=slots,
+        facts=read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier}),
+        later=later,
+        earlier=earlier,
+        rules=rules,
+        actual=None if is_shared else records.of(ddp).actual_buckets,
         is_shared=is_shared,
+        is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
     )
-    ordered = [slots[p.index] for p in plan.arrival if p.index in slots]
-    return _Draft(graph=graph, plan=plan, slots=tuple(ordered))
+
+
+def _plan_forward(survey: _Survey) -> Plan:
+    # Backward passes a parameter's first use last.
+    plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
+    outcome = plan_sections(survey.facts, plan.buckets)
+    if isinstance(outcome, Fallback):
+        return dataclasses.replace(plan, fallback=outcome)
+    return dataclasses.replace(plan, sections=outcome)
+
+
+def _split_backward(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
+) -> tuple[Plan, GatedGraph]:
+    """Compile a graph whole and its backward in sections.
+
+    Raises:
+        CutRefusedError: the graph's backward cannot be cut, or was not made.
+    """
+    if isinstance(options.aot, ForwardInstead):
+        raise CutRefusedError(options.aot)
+    arguments = survey.slots
+    missing = survey.facts.first_use.keys() - arguments.keys()
+    if missing:
+        raise CutRefusedError(ForwardInstead.ATTRIBUTES)
+    elsewhere = {parameter.index for parameter in survey.earlier}
+    plans: list[Plan] = []
+
+    def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
+        final = final_positions(facts, arguments, elsewhere)
+        plan = dataclasses.replace(survey.draft(final), split="backward")
+        outcome = plan_backward(facts, plan.buckets, arguments, final)
+        if isinstance(outcome, Fallback):
+            plans.append(dataclasses.replace(plan, fallback=outcome))
+            return None
+        plans.append(
+            dataclasses.replace(plan, sections=outcome.sections, num_nodes=len(outcome.order))
+        )
+        return outcome
+
+    compiled = compile_gated(
+        copy_for_splitting(gm), example_inputs, options.aot, plan_cuts, _show_backward
+    )
+    return plans[-1], compiled
+
+
+def _refusal(error: Exception) -> tuple[ForwardInstead, str]:
+    """Say why a backward was not cut."""
+    if isinstance(error, CutRefusedError):
+        return error.reason, error.detail
+    drifted = isinstance(error, TorchDriftError)
+    reason = ForwardInstead.TORCH_DRIFT if drifted else ForwardInstead.FAILED
+    return reason, f"{type(error).__name__}: {error}"
 
 
 def _name_of(gm: fx.GraphModule) -> str:
@@ -214,27 +304,39 @@ def _compile_whole(
 def _announce(ddp: DistributedDataParallel | None, plan: Plan) -> None:
     if ddp is not None:
         records.keep(ddp, plan)
-    if plan.fallback is None or plan.fallback.is_expected:
+    is_as_asked = plan.fallback is None or plan.fallback.is_expected
+    if is_as_asked and plan.instead is None:
         logs.info("%s", plan)
     else:
         logs.warning("%s", plan)
 
 
-def _show_graphs(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
-    """Write all graphs to the ddp_graphs log and the structured trace, each only if it is on."""
+# Graphs go to the ddp_graphs log and the structured trace, each only if it is on.
 
-    def code(gm: torch.nn.Module) -> Callable[[], str]:
-        assert isinstance(gm, fx.GraphModule)
-        return lambda: str(gm.print_readable(print_output=False))
 
-    logs.graph("original graph", code(original))
+def _show_forward(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
+    logs.graph("original graph", _code(original))
     for node in stitched.graph.find_nodes(op="call_module"):
         name = str(node.target)
-        section_code = code(stitched.get_submodule(name))
-        logs.graph(f"{name} graph", section_code)
-        _torch.trace_structured("optimize_ddp_split_child", {"name": name}, section_code)
-    logs.graph("stitched graph", code(stitched))
-    _torch.trace_structured("optimize_ddp_split_graph", {}, code(stitched))
+        _show_section(name, stitched.get_submodule(name))
+    logs.graph("stitched graph", _code(stitched))
+    _torch.trace_structured("optimize_ddp_split_graph", {}, _code(stitched))
+
+
+def _show_backward(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
+    logs.graph("original backward graph", _code(original))
+    for index, section in enumerate(sections):
+        _show_section(f"backward_{index}", section.graph)
+
+
+def _show_section(name: str, section: torch.nn.Module) -> None:
+    logs.graph(f"{name} graph", _code(section))
+    _torch.trace_structured("optimize_ddp_split_child", {"name": name}, _code(section))
+
+
+def _code(gm: torch.nn.Module) -> Callable[[], str]:
+    assert isinstance(gm, fx.GraphModule)
+    return lambda: str(gm.print_readable(print_output=False))
 
 
 # ---- registration -----------------------------------------------------------------------------

@@ -70,3 +70,45 @@ class Fallback(enum.Enum):
 
 
 _OVERLAP_LOST = frozenset({Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT})
+
+
+class ForwardInstead(enum.Enum):
+    """Why a graph was cut in forward although `split="backward"` was asked for."""
+
+    INNER = (
+        "the inner compiler hands out no backward graph of AOTAutograd's; use the inner compiler "
+        "'inductor' or 'aot_eager'"
+    )
+    CUDA_GRAPHS = (
+        "CUDA graphs are on, whose backward has to run as one graph; use a mode without them, such "
+        "as 'max-autotune-no-cudagraphs'"
+    )
+    SUBCLASSES = (
+        "an input is a tensor subclass, which AOTAutograd takes apart; use split='forward' for it"
+    )
+    DEVICES = (
+        "its gradients are on several devices, whose parts of backward run in threads of their "
+        "own; compile the part on each device by itself"
+    )
+    ATTRIBUTES = (
+        "its parameters are attributes of the graph; set "
+        "torch._dynamo.config.inline_inbuilt_nn_modules = True"
+    )
+    OTHER_OUTPUTS = (
+        "its backward graph returns more than gradients (effect tokens or random number state); "
+        "use split='forward' for it"
+    )
+    FAILED = "cutting its backward graph raised an error; please report the error below"
+    TORCH_DRIFT = (
+        "this torch release moved a private name that it needs; install a torch release that this "
+        "ddpopt supports, or upgrade ddpopt"
+    )
+
+
+class CutRefusedError(Exception):
+    """A backward graph cannot be cut; raised and caught inside of ddpopt."""
+
+    def __init__(self, reason: ForwardInstead, detail: str = "") -> None:
+        super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
+        self.reason = reason
+        self.detail = detail

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ddpopt import _torch, config
-from ddpopt.errors import OptionError
+from ddpopt.errors import ForwardInstead, OptionError
 
 OWN_OPTIONS = ("enabled", "inner", "split")
-SPLITS = ("forward",)
+SPLITS = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,15 @@ class Options:
     """What one `torch.compile` call asked for.
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
-    `(graph_module, example_inputs) -> callable`.
+    `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
+    backward graph that AOTAutograd makes, or why there is none.
     """
 
     inner: _torch.CompilerFn
     inner_name: str
     enabled: bool
+    split: str
+    aot: _torch.AOTCompilerFn | ForwardInstead
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -44,13 +47,24 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     if split not in SPLITS:
         raise OptionError(f"the option 'split' is {split!r}; valid values are {list(SPLITS)}")
     inner = given.pop("inner", "inductor")
+    compiler = _resolve_inner(inner, mode, given)
     return Options(
-        inner=_resolve_inner(inner, mode, given),
+        inner=compiler,
         inner_name=inner
         if isinstance(inner, str)
         else getattr(inner, "__name__", type(inner).__name__),
         enabled=enabled,
+        split=split,
+        aot=_aot_compiler(inner, compiler),
     )
+
+
+def _aot_compiler(inner: Any, compiler: _torch.CompilerFn) -> _torch.AOTCompilerFn | ForwardInstead:
+    if inner == "inductor":
+        if _torch.has_cuda_graphs(compiler):
+            return ForwardInstead.CUDA_GRAPHS
+        return _torch.aot_inductor(compiler)
+    return _torch.aot_eager if inner == "aot_eager" else ForwardInstead.INNER
 
 
 def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch.CompilerFn:

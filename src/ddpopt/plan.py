@@ -3,8 +3,9 @@
 [Note: sections and plans]
 A *section* is a piece of a graph that is compiled on its own. It starts where the first of a
 bucket's gradients would otherwise have to wait: once a section's backward has run, the buckets
-that it *completes* can be reduced while the sections before it are still in backward. Sections
-are numbered in forward order, so backward runs the last section first. A *plan* holds a graph's
+that it *completes* can be reduced while other sections are still in backward. Sections of a
+forward graph are numbered in forward order, so backward runs the last one first; sections of a
+backward graph are numbered in the order in which they run. A *plan* holds a graph's
 sections, the buckets that they follow, and, where the graph is compiled whole, the reason.
 Equal graphs under equal settings give equal plans.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddpopt.buckets import Bucket, Parameter
-from ddpopt.errors import Fallback
+from ddpopt.errors import Fallback, ForwardInstead
 
 _MIB = 1024 * 1024
 _COLUMN_WIDTH = 40
@@ -24,7 +25,7 @@ _COLUMN_WIDTH = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The nodes `[start, stop)` of a graph, counted over its calls, in forward order.
+    """The nodes `[start, stop)` of a graph, counted over its calls.
 
     `completes` are the indices of the buckets whose last gradient its backward produces, and
     `parameters` the parameters whose gradients become final in it, in arrival order.
@@ -41,6 +42,19 @@ class Section:
     def num_nodes(self) -> int:
         """Number of call nodes."""
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCuts:
+    """How a backward graph is cut: its sections, and the order in which its calls run.
+
+    `order` leaves out repeats (see [Note: calls and repeats] in splitting/backward_analysis.py).
+    `releases[k]` are the arguments of the forward whose gradients section k releases.
+    """
+
+    order: tuple[int, ...]
+    sections: tuple[Section, ...]
+    releases: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +77,8 @@ class Plan:
     `buckets` are the Reducer's as predicted, of which parameters of other graphs under the same
     DDP module are part. `fallback` is None for a graph that is split; `detail` completes the
     fallback's sentence. Where `is_shared`, the same compiled graph may run for several modules;
-    it is planned for its first module alone.
+    it is planned for its first module alone. `split` says of which graph the sections are; where
+    that is forward's although backward's was asked for, `instead` says why.
     """
 
     graph: str
@@ -75,6 +90,8 @@ class Plan:
     fallback: Fallback | None = None
     detail: str = ""
     is_shared: bool = False
+    split: str = "forward"
+    instead: ForwardInstead | None = None
 
     def __str__(self) -> str:
         lines = [self.headline()]
@@ -99,13 +116,17 @@ class Plan:
         graph = f"graph {self.graph} ({self.num_nodes} nodes, inner compiler {self.inner})"
         if self.is_shared:
             graph += ", planned alone because modules of one class share it"
-        if self.fallback is None:
-            return (
-                f"{graph}: {len(self.sections)} sections for {len(self.buckets)} DDP buckets of "
-                f"{format_bytes(sum(bucket.num_bytes for bucket in self.buckets))}"
-            )
         detail = f"\n  {self.detail}" if self.detail else ""
-        return f"{graph}: compiled whole, because {self.fallback.value}{detail}"
+        if self.fallback is not None:
+            return f"{graph}: compiled whole, because {self.fallback.value}{detail}"
+        total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
+        kind = "backward sections" if self.split == "backward" else "sections"
+        line = (
+            f"{graph}: {len(self.sections)} {kind} for {len(self.buckets)} DDP buckets of {total}"
+        )
+        if self.instead is None:
+            return line
+        return f"{line}; cut in forward, not in backward, because {self.instead.value}{detail}"
 
     def _bucket_rows(self) -> list[tuple[str, ...]]:
         completed_in = {k: section.index for section in self.sections for k in section.completes}

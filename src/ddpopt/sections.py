@@ -1,17 +1,21 @@
-"""Compile the sections of a stitched graph and join them into one callable.
+"""Compile sections: those of a stitched forward into one callable, those of a backward for gates.
 
-It cuts nothing and plans nothing: `splitting` made the graph.
+It cuts nothing and plans nothing: `splitting` made the graphs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from ddpopt import _torch, logs
 from ddpopt.errors import SectionCompileError
+from ddpopt.gates import CompiledSection
+from ddpopt.splitting.backward import SectionGraph
 
 
 def compile_sections(
@@ -71,15 +75,88 @@ class _SectionCompiler(fx.Interpreter):
 
     def _compile(self, name: str, section: fx.GraphModule, args: Any) -> Callable[..., Any]:
         where = f"section {self._names.index(name)} of {len(self._names)} ({name})"
-        try:
-            return self._inner(section, list(args))
-        except _torch.control_flow_exceptions():
-            raise
-        except Exception as error:
-            if _torch.suppresses_errors():
-                logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
-                uncompiled: Callable[..., Any] = section.forward
-                return uncompiled
-            raise SectionCompileError(
-                f"the inner compiler raised {type(error).__name__} on {where}: {error}"
-            ) from error
+        return _compile(where, lambda: self._inner(section, list(args)), lambda: section.forward)
+
+
+def compile_backward_sections(
+    sections: Sequence[SectionGraph],
+    inputs: Sequence[Any],
+    compile_section: _torch.CompileSection,
+) -> tuple[CompiledSection, ...]:
+    """Compile each section of a backward graph; equal ones once.
+
+    `inputs` are the fake values of the whole graph's inputs.
+
+    Raises:
+        SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
+    """
+    compiled: dict[object, Callable[..., Any]] = {}
+    result = []
+    for index, section in enumerate(sections):
+        placeholders = section.graph.graph.find_nodes(op="placeholder")
+        origins = [slot if slot < len(inputs) else None for slot in section.takes]
+        values = [
+            node.meta.get("val") if origin is None else inputs[origin]
+            for node, origin in zip(placeholders, origins, strict=True)
+        ]
+        call = functools.partial(compile_section, section.graph, values, origins)
+        key = _identity(section.graph, values) or index
+        if key not in compiled:
+            compiled[key] = _compile(
+                f"backward section {index} of {len(sections)}",
+                call,
+                functools.partial(_boxed, section.graph),
+            )
+        result.append(
+            CompiledSection(
+                call=compiled[key],
+                takes=section.takes,
+                keeps=section.keeps,
+                drops=section.drops,
+                releases=section.releases,
+            )
+        )
+    return tuple(result)
+
+
+def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
+    """Return what two sections have in common that one compiled callable can serve.
+
+    None where a section holds attributes, which the code does not show, or symbols.
+    """
+    if section.graph.find_nodes(op="get_attr"):
+        return None
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    if any(_torch.free_symbols(value) for value in values):
+        return None
+    kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
+    return (section.code, tuple(kinds))
+
+
+def _boxed(section: fx.GraphModule) -> Callable[..., Any]:
+    def run(values: list[Any]) -> Any:
+        arguments = tuple(values)
+        values.clear()
+        return section.forward(*arguments)
+
+    return run
+
+
+def _compile(
+    where: str,
+    compile_it: Callable[[], Callable[..., Any]],
+    uncompiled: Callable[[], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compile a section; say which one it was if that fails."""
+    try:
+        return compile_it()
+    except _torch.control_flow_exceptions():
+        raise
+    except Exception as error:
+        if _torch.suppresses_errors():
+            logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
+            return uncompiled()
+        raise SectionCompileError(
+            f"the inner compiler raised {type(error).__name__} on {where}: {error}"
+        ) from error

@@ -17,18 +17,19 @@ from ddpopt.splitting.analysis import GraphFacts
 
 def order_arrival(
     parameters: Sequence[Parameter],
-    first_use: Mapping[int, int],
+    place: Mapping[int, int],
     later: Sequence[Parameter] = (),
     earlier: Sequence[Parameter] = (),
     is_last: bool = False,
 ) -> tuple[Parameter, ...]:
     """Return all parameters of a Reducer in the order in which their gradients become final.
 
-    A gradient is final when backward has passed the parameter's *first* use. Parameters of graphs
-    that run later in forward come before the graph's own, those of `earlier` graphs after, each in
-    the order given. What no known graph uses is taken to belong to graphs not seen yet, and comes
-    first; if no graph can follow (`is_last`) it is not used, and the Reducer of a static graph
-    puts it last. Ties go to the parameter registered last, which is what eager modules do.
+    `place` tells for each of the graph's own parameters how late in backward its gradient is
+    final. Parameters of graphs that run later in forward come before the graph's own, those of
+    `earlier` graphs after, each in the order given. What no known graph uses is taken to belong to
+    graphs not seen yet, and comes first; if no graph can follow (`is_last`) it is not used, and
+    the Reducer of a static graph puts it last. Ties go to the parameter registered last, which is
+    what eager modules do.
     """
     place_later = {parameter.index: place for place, parameter in enumerate(later)}
     place_earlier = {parameter.index: place for place, parameter in enumerate(earlier)}
@@ -37,8 +38,8 @@ def order_arrival(
         index = parameter.index
         if index in place_earlier:
             return (3, place_earlier[index], 0)
-        if index in first_use:
-            return (2, -first_use[index], -index)
+        if index in place:
+            return (2, place[index], -index)
         if index in place_later:
             return (1, place_later[index], 0)
         return (4, index, 0) if is_last else (0, 0, -index)

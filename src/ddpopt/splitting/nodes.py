@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ _NOT_CALLS = ("placeholder", "get_attr", "output")
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that compute something, in order."""
     return [node for node in graph.nodes if node.op not in _NOT_CALLS]
+
+
+def output_values(gm: fx.GraphModule) -> Sequence[Any]:
+    """Return what a graph returns: nodes, None and constants."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values: Sequence[Any] = output.args[0]
+    return values
 
 
 def name_of(node: fx.Node) -> str:

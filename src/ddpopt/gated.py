@@ -1,0 +1,110 @@
+"""Compile a graph whole and its backward in sections: from AOTAutograd's graphs to a GatedGraph.
+
+AOTAutograd traces the graph with a token as one more input, which it returns as one more output.
+See [Note: tokens, gates and runs] in gates.py for what the token is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.gates import CompiledSection, GatedGraph, run_first_section
+from ddpopt.plan import BackwardCuts
+from ddpopt.sections import compile_backward_sections
+from ddpopt.splitting.backward import SectionGraph, cut_backward
+from ddpopt.splitting.backward_analysis import BackwardFacts, gradient_nodes, read_backward
+from ddpopt.splitting.nodes import output_values
+
+PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
+Show = Callable[[fx.GraphModule, Sequence[SectionGraph]], None]
+
+
+def compile_gated(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    aot: _torch.AOTCompilerFn,
+    plan_cuts: PlanCuts,
+    show: Show,
+) -> GatedGraph:
+    """Return the compiled graph, with Dynamo's signature, and gates where `plan_cuts` cuts it.
+
+    `gm` is a copy, which is used up. `plan_cuts` is given the backward graph's facts before the
+    first section is compiled; it returns None to have backward compiled whole.
+
+    Raises:
+        CutRefusedError: this graph's backward cannot be cut.
+        SectionCompileError: the inner compiler raised on a section.
+    """
+    device = _gradient_device(example_inputs)
+    num_inputs = len(example_inputs)
+    further: list[CompiledSection] = []
+
+    def cut(
+        graph: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
+    ) -> Callable[..., Any]:
+        _drop_token_gradient(graph, token_argument=num_inputs)
+        _torch.restride(graph, inputs)
+        devices = {node.meta["val"].device for node in gradient_nodes(graph).values()}
+        if devices != {device}:
+            raise CutRefusedError(
+                ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
+            )
+        cuts = plan_cuts(read_backward(graph))
+        if cuts is None:
+            return compile_section(graph, inputs, list(range(len(inputs))))
+        sections = cut_backward(graph, cuts)
+        show(graph, sections)
+        first, *rest = compile_backward_sections(sections, inputs, compile_section)
+        further.extend(rest)
+        num_kept = sum(len(section.keeps) for section in sections)
+        return run_first_section(
+            first, _torch.gradient_arguments(graph), num_inputs, num_kept, device
+        )
+
+    _add_token(gm)
+    token = torch.empty(1, device=device, requires_grad=True)
+    compiled = aot(gm, [*example_inputs, token], _return_token_itself, cut)
+    return GatedGraph(compiled, further, device)
+
+
+def _gradient_device(example_inputs: Sequence[Any]) -> torch.device:
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if any(_torch.is_subclass(tensor) for tensor in tensors):
+        raise CutRefusedError(ForwardInstead.SUBCLASSES)
+    return next(tensor.device for tensor in tensors if tensor.requires_grad)
+
+
+def _add_token(gm: fx.GraphModule) -> None:
+    """Add the token as the last input and, so that it has a gradient, a copy as the last output."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(list(placeholders)[-1]):
+        token = gm.graph.placeholder("ddpopt_token")
+    _torch.mark_as_new(token)
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        copied = gm.graph.call_method("clone", (token,))
+    output.args = ((*output_values(gm), copied),)
+    gm.recompile()
+
+
+def _drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> None:
+    """Have a backward graph return nothing for the token."""
+    (output,) = backward.graph.find_nodes(op="output")
+    values = zip(output_values(backward), _torch.gradient_arguments(backward), strict=True)
+    output.args = (tuple(None if p == token_argument else value for value, p in values),)
+
+
+def _return_token_itself(forward: fx.GraphModule) -> None:
+    """Take the copy out of the traced forward, where it would be a kernel of its own."""
+    token = list(forward.graph.find_nodes(op="placeholder"))[-1]
+    for user in list(token.users):
+        if user.target is torch.ops.aten.clone.default and user.args == (token,):
+            user.replace_all_uses_with(token)
+            forward.graph.erase_node(user)
+    forward.recompile()

@@ -1,0 +1,172 @@
+"""Run a cut backward: gates, the autograd nodes that release one section's gradients each.
+
+It compiles nothing and cuts nothing.
+
+[Note: tokens, gates and runs]
+A *gate* is an autograd node per backward section but the first, which runs in AOTAutograd's own
+node. It takes the arguments of the forward whose gradients its section makes, so that autograd
+knows where they go, and returns nothing but a *token*: a tensor of one element that ties gates in
+a chain, of which AOTAutograd's node is the end.
+
+    forward:    token -> gate 2 -> gate 1 -> compiled forward -> outputs
+                           ^          ^            ^
+                         w, b       u, v         s, t, and all other arguments
+
+    backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
+
+The first section puts a *handle* in the place of the token's gradient: a tensor that carries the
+*run*, the list of values on which the further sections of this one backward work. Autograd gives
+it to gate 1, that hands it on to gate 2, and so on. Accumulation comes before any gate, because
+autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before
+the next section starts. Who abandons a backward drops the handle, and all values with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpopt import _torch
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Run = list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledSection:
+    """A section as it is run; the numbers are those of `SectionGraph`.
+
+    `call` takes its values as a list, which it empties. The gradients it makes come in the order
+    of `releases`.
+    """
+
+    call: Boxed
+    takes: tuple[int, ...]
+    keeps: tuple[int, ...]
+    drops: tuple[int, ...]
+    releases: tuple[int, ...]
+
+    def run(self, run: Run) -> Sequence[Any]:
+        """Run this section of a backward; return its gradients."""
+        values = [run[slot] for slot in self.takes]
+        for slot in self.drops:
+            run[slot] = None
+        made = self.call(values)
+        num_kept = len(self.keeps)
+        for slot, value in zip(self.keeps, made, strict=False):
+            run[slot] = value
+        return made[num_kept:]
+
+
+def run_first_section(
+    section: CompiledSection,
+    arguments: Sequence[int | None],
+    token_argument: int,
+    num_kept: int,
+    device: torch.device,
+) -> Boxed:
+    """Return what AOTAutograd is to run as its backward: one section, and the start of a run.
+
+    `arguments` tells of each gradient that AOTAutograd expects which argument it belongs to;
+    `num_kept` is how many values all sections keep.
+    """
+    places = {argument: place for place, argument in enumerate(arguments)}
+    released = [places[argument] for argument in section.releases]
+    token_place = places[token_argument]
+
+    def backward(inputs: list[Any]) -> list[Any]:
+        run: Run = [*inputs, *[None] * num_kept]
+        inputs.clear()
+        gradients: list[Any] = [None] * len(arguments)
+        for place, gradient in zip(released, section.run(run), strict=True):
+            gradients[place] = gradient
+        gradients[token_place] = handle = torch.zeros(1, device=device)
+        handle.ddpopt_run = run  # type: ignore[attr-defined]
+        return gradients
+
+    return _torch.boxed(backward)
+
+
+class _Gate(torch.autograd.Function):
+    """See [Note: tokens, gates and runs]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.section, ctx.is_last = section, is_last
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
+        section: CompiledSection = ctx.section
+        if handle is None:
+            return (None, None, None, *[None] * len(section.releases))
+        run: Run = handle.ddpopt_run  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            gradients = _refuse_double_backward(section, run)
+        else:
+            gradients = _run_without_autocast(section, run)
+        return (None, None, None if ctx.is_last else handle, *gradients)
+
+
+def _run_without_autocast(section: CompiledSection, run: Run) -> Sequence[Any]:
+    """Run a section as AOTAutograd runs its backward: what was to be cast has been."""
+    if not _torch.is_autocast_on():
+        return section.run(run)
+    with _torch.no_autocast():
+        return section.run(run)
+
+
+def _refuse_double_backward(section: CompiledSection, run: Run) -> Sequence[Any]:
+    """Run a section so that its gradients raise when they are differentiated."""
+    made: Sequence[Any] = _once(
+        lambda: tuple(_run_without_autocast(section, run)), torch.empty(0, requires_grad=True)
+    )
+    return made
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, make: Callable[[], tuple[Any, ...]], _tie: torch.Tensor) -> Any:
+        return make()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
+        raise RuntimeError(
+            "torch.compile with aot_autograd does not currently support double backward"
+        )
+
+
+_gate: Callable[..., torch.Tensor] = _Gate.apply
+_once: Callable[..., Sequence[Any]] = _Once.apply
+
+
+class GatedGraph:
+    """The compiled forward of a graph, with a gate for each of the further backward sections.
+
+    It has the signature of Dynamo's graph. `compiled` takes the token as one more argument, and
+    returns one more output.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Sequence[Any]],
+        further: Sequence[CompiledSection],
+        device: torch.device,
+    ) -> None:
+        self._compiled = compiled
+        # The gate of the last section is made first: autograd runs later-made nodes first.
+        self._gates = [(section, section is further[-1]) for section in reversed(further)]
+        self._device = device
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the forward on Dynamo's arguments."""
+        token = torch.empty(1, device=self._device, requires_grad=True)
+        for section, is_last in self._gates:
+            token = _gate(section, is_last, token, *[args[i] for i in section.releases])
+        return self._compiled(*args, token)[:-1]
