@@ -76,8 +76,8 @@ def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, option
     ddp = DistributedDataParallel(MLP(depth=20), **options)
     train(ddp, batches(0, [(2, 64)] * 3))
     parameters = list(_torch.reducer_parameters(ddp).values())
-    uses = {p.index: p.index // 2 for p in parameters}
-    buckets = predict_buckets(order_arrival(parameters, uses), records.rules_of(ddp))
+    place = {p.index: -(p.index // 2) for p in parameters}
+    buckets = predict_buckets(order_arrival(parameters, place), records.rules_of(ddp))
     reported = ddp._get_ddp_logging_data()
     sizes = [int(size) for size in reported["rebuilt_bucket_sizes"].split(",")]
     assert [bucket.num_bytes for bucket in buckets] == sizes

@@ -26,7 +26,7 @@ ALLOWED = {
     "sections": {"_torch", "errors", "gates", "logs", "splitting"},
     "gated": {"_torch", "errors", "gates", "plan", "sections", "splitting"},
     "runner": {"_torch", "buckets", "errors", "logs", "plan", "records"},
-    "inspection": {"_torch", "buckets", "inspection", "plan", "records"},
+    "inspection": {"_torch", "buckets", "gates", "inspection", "plan", "records"},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.gates import CompiledSection
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -44,30 +46,60 @@ def _record_events(rank: int, inner: str, ddp_options: dict[str, Any]) -> tuple[
 
         return run
 
+    return _train(rank, events, {"inner": marking}, ddp_options, _launch_into(events))
+
+
+def _record_gated_events(
+    rank: int, inner: str, ddp_options: dict[str, Any]
+) -> tuple[list[str], Any]:
+    """As `_record_events`, with the backward split."""
+    events: list[str] = []
+    indices: dict[tuple[int, ...], int] = {}
+    run = CompiledSection.run
+
+    def marking(section: CompiledSection, values: list[Any]) -> Any:
+        events.append(f"section {indices.setdefault(section.releases, len(indices))}")
+        return run(section, values)
+
+    options = {"inner": inner, "split": "backward"}
+    with mock.patch.object(CompiledSection, "run", marking):
+        return _train(rank, events, options, ddp_options, _launch_into(events))
+
+
+def _launch_into(events: list[str]) -> Any:
     def launch(_, bucket):
         events.append(f"launch {bucket.index()}")
         work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
+    return launch
+
+
+def _train(
+    rank: int, events: list[str], options: dict[str, Any], ddp_options: dict[str, Any], launch: Any
+) -> tuple[list[str], Any]:
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03, **ddp_options)
     ddp.register_comm_hook(None, launch)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": marking})
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
     for x in batches(rank, [(2, WIDTH)] * 4):
         events.clear()
         compiled(x).sum().backward()
     return events, ddpopt.explain(ddp).plans
 
 
+@pytest.mark.parametrize("split", ["forward", "backward"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("ddp_options", OPTIONS, ids=str)
 def test_a_buckets_allreduce_is_launched_before_the_next_sections_backward(
-    ranks: Ranks, inner: str, ddp_options: dict[str, Any]
+    ranks: Ranks, inner: str, ddp_options: dict[str, Any], split: str
 ) -> None:
     """For every bucket but the last, on both ranks, in every mode of the Reducer."""
-    for events, (plan,) in ranks.run(_record_events, inner, ddp_options):
+    record = _record_events if split == "forward" else _record_gated_events
+    for events, (plan,) in ranks.run(record, inner, ddp_options):
+        assert plan.split == split
         assert len(plan.sections) >= 3
         expected = []
-        for section in reversed(plan.sections):
+        for section in plan.sections if split == "backward" else reversed(plan.sections):
             expected.append(f"section {section.index}")
             expected += [f"launch {bucket}" for bucket in section.completes]
         assert events == expected

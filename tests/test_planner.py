@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,27 +40,32 @@ def _sections(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, 
     return sections
 
 
+def _arrive(parameters: Any, first_use: dict[int, int], **around: Any) -> tuple[Parameter, ...]:
+    """Backward passes a parameter's first use last."""
+    return order_arrival(parameters, {i: -use for i, use in first_use.items()}, **around)
+
+
 def _starts(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> list[int]:
     return [section.start for section in _sections(facts, buckets)]
 
 
 def test_gradients_arrive_in_reverse_order_of_first_use() -> None:
     """A parameter used at 0 and again later arrives last; ties go to the last registered."""
-    arrival = order_arrival(_parameters(4), {0: 0, 1: 3, 2: 3, 3: 7})
+    arrival = _arrive(_parameters(4), {0: 0, 1: 3, 2: 3, 3: 7})
     assert [p.index for p in arrival] == [3, 2, 1, 0]
 
 
 def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
     """Not seen yet, of later graphs, its own, of earlier graphs; each in the order given."""
     p = _parameters(8)
-    arrival = order_arrival(p, {1: 0, 2: 5}, later=(p[4], p[5]), earlier=(p[0], p[3]))
+    arrival = _arrive(p, {1: 0, 2: 5}, later=(p[4], p[5]), earlier=(p[0], p[3]))
     assert [p.index for p in arrival] == [7, 6, 4, 5, 2, 1, 0, 3]
 
 
 def test_cuts_stand_in_front_of_the_use_that_completes_a_bucket() -> None:
     """Two parameters a bucket: the cut is at the first use of the second."""
     facts = _facts({0: 0, 1: 2, 2: 5, 3: 8})
-    buckets = _buckets(order_arrival(_parameters(4), facts.first_use), 20)
+    buckets = _buckets(_arrive(_parameters(4), facts.first_use), 20)
     sections = _sections(facts, buckets)
     assert [(s.start, s.stop) for s in sections] == [(0, 5), (5, 10)]
     assert [s.completes for s in sections] == [(1,), (0,)]
@@ -77,7 +84,7 @@ def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
 def test_an_illegal_cut_moves_towards_the_start() -> None:
     """So that the bucket is still complete; two cuts may become one."""
     uses = {0: 0, 1: 3, 2: 6}
-    buckets = _buckets(order_arrival(_parameters(3), uses), 10)
+    buckets = _buckets(_arrive(_parameters(3), uses), 10)
     assert _starts(_facts(uses), buckets) == [0, 3, 6]
     assert _starts(_facts(uses, illegal=(5, 6)), buckets) == [0, 3, 4]
     assert _starts(_facts(uses, illegal=(4, 5, 6)), buckets) == [0, 3]
@@ -98,20 +105,20 @@ def test_a_section_that_hands_nothing_on_is_merged() -> None:
         last_effect=last_effect,
         call_names=facts.call_names,
     )
-    assert _starts(facts, _buckets(order_arrival(_parameters(3), uses), 10)) == [0, 3]
+    assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3]
 
 
 def test_a_bucket_that_spans_graphs_is_not_cut_short() -> None:
     """Half of the bucket belongs to another graph, so this graph alone does not fill it."""
     uses = {0: 1, 1: 5}
-    arrival = order_arrival(_parameters(3), uses)
+    arrival = _arrive(_parameters(3), uses)
     assert _starts(_facts(uses), _buckets(arrival, 20)) == [0, 5]
     assert plan_sections(_facts(uses), _buckets(arrival, 30)) is Fallback.ONE_BUCKET
 
 
 def test_a_graph_without_parameters_stays_whole() -> None:
     """All belong to other graphs."""
-    arrival = order_arrival(_parameters(3), {})
+    arrival = _arrive(_parameters(3), {})
     assert plan_sections(_facts({}), _buckets(arrival, 10)) is Fallback.NO_PARAMETERS
 
 
@@ -119,7 +126,7 @@ def test_a_graph_without_parameters_stays_whole() -> None:
 def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], cap: int) -> None:
     """Whatever the uses and caps; and an equal input gives an equal plan."""
     facts = _facts(dict(enumerate(uses)), num_calls=50)
-    buckets = _buckets(order_arrival(_parameters(len(uses)), facts.first_use), cap)
+    buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
     sections = plan_sections(facts, buckets)
     assert sections == plan_sections(facts, buckets)
     if isinstance(sections, Fallback):

@@ -43,7 +43,7 @@ def test_training_equals_eager_ddp(ranks: Ranks, name: str, inner: str, split: s
         if split == "backward":
             expected = {reason for reason in expected if reason.is_expected}
         assert {plan.fallback for plan in outcome.plans} - {None} == expected
-        assert {plan.split for plan in outcome.plans if plan.sections} == {split}
+        assert {plan.split for plan in outcome.plans if plan.sections} <= {split}
         if len(outcome.plans) == 1 and outcome.buckets[0] is not None:
             planned = tuple(tuple(p.index for p in b.parameters) for b in outcome.plans[0].buckets)
             assert outcome.buckets[0] == planned

@@ -90,19 +90,21 @@ def run_first_section(
     return _torch.boxed(backward)
 
 
-class _Gate(torch.autograd.Function):
+class Gate(torch.autograd.Function):
     """See [Note: tokens, gates and runs]."""
 
     @staticmethod
     def forward(
         ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
     ) -> torch.Tensor:
+        """Return the token for the next gate. `is_last` says that no section runs after this."""
         ctx.set_materialize_grads(False)
         ctx.section, ctx.is_last = section, is_last
         return torch.empty_like(token)
 
     @staticmethod
     def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run the section, release its gradients, and hand the run on."""
         section: CompiledSection = ctx.section
         if handle is None:
             return (None, None, None, *[None] * len(section.releases))
@@ -142,7 +144,7 @@ class _Once(torch.autograd.Function):
         )
 
 
-_gate: Callable[..., torch.Tensor] = _Gate.apply
+_gate: Callable[..., torch.Tensor] = Gate.apply
 _once: Callable[..., Sequence[Any]] = _Once.apply
 
 

@@ -9,13 +9,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ddpopt import records
+from ddpopt.gates import Gate
 from ddpopt.inspection.report import ddp_of
 from ddpopt.plan import Observation
 
 # Names of the profiler's events: the dispatcher's allreduce, which the Reducer calls for each
-# bucket in launch order, and the autograd node of a graph that AOTAutograd compiled.
+# bucket in launch order, and the autograd nodes that run a section's backward: those of a graph
+# that AOTAutograd compiled, and gates.
 _ALLREDUCE = "c10d::allreduce_"
-_BACKWARD = "CompiledFunctionBackward"
+_BACKWARDS = ("CompiledFunctionBackward", f"{Gate.__name__}Backward")
 
 
 @contextlib.contextmanager
@@ -35,7 +37,7 @@ def observe(model: torch.nn.Module) -> Iterator[None]:
     num_backwards = 0
     launched_after = []
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        if event.name == _BACKWARD:
+        if event.name in _BACKWARDS:
             num_backwards += 1
         elif event.name == _ALLREDUCE and num_backwards:
             launched_after.append(num_backwards)

@@ -154,8 +154,9 @@ def _report_bucket(
 
 
 def _completing_section(plan: Plan, members: set[str]) -> str:
-    """Backward reaches a graph's first section last, so the first one with a member completes."""
-    for section in plan.sections:
+    """Return the section with a member that runs last."""
+    ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
+    for section in ran_last_first:
         if members & set(section.parameters):
             return f"{plan.graph} section {section.index}"
     return plan.graph

@@ -62,7 +62,8 @@ def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, 
     sections = []
     for k, nodes in enumerate(made):
         takes = sorted(taken[k], key=slots.__getitem__)
-        builder = _Builder(gm, takes)
+        freed = {node for node in takes if last_taken[node] == k and not _is_kept_alive(node)}
+        builder = _Builder(gm, takes, freed)
         for node in nodes:
             builder.value_of(node)
         outputs = [builder.value_of(node) for node in kept[k]]
@@ -103,6 +104,11 @@ def _taken(
     return outside
 
 
+def _is_kept_alive(node: fx.Node) -> bool:
+    """Whether somebody outside of the run holds this value: a parameter, an input, a tangent."""
+    return node.op == "placeholder" and node.name.startswith(("primals_", "tangents_"))
+
+
 def _memory(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
     """Return the node that made the memory which a node's value lives in."""
     while node in repeats and node.all_input_nodes:
@@ -113,15 +119,19 @@ def _memory(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
 class _Builder:
     """Builds one section's graph.
 
-    Nodes get new names, so that equal sections have equal code and are compiled once.
+    Nodes get new names, so that equal sections have equal code and are compiled once. Inductor
+    takes it from an input's name whether memory is free after the input's last use: an `arg` stays.
     """
 
-    def __init__(self, gm: fx.GraphModule, takes: Sequence[fx.Node]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, takes: Sequence[fx.Node], freed: AbstractSet[fx.Node]
+    ) -> None:
         self._gm = gm
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         for index, node in enumerate(takes):
-            self._values[node] = self._graph.placeholder(f"arg{index}")
+            name = "saved" if node in freed else "arg"
+            self._values[node] = self._graph.placeholder(f"{name}{index}")
             self._values[node].meta = dict(node.meta)
 
     def value_of(self, node: fx.Node) -> fx.Node:
