@@ -15,6 +15,8 @@ from scenarios.running import Outcome, run_row
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
+COLUMNS = ("forward", "backward", "in-tree")
+
 _INTRODUCTION = """\
 # What works
 
@@ -22,7 +24,7 @@ Each row trains a small model on two gloo processes, with different data on each
 three steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are
 clipped in every row that has no sparse ones. The inner compiler is `aot_eager`, or Inductor where
 a row says so. This file is written by `python tests/compatibility.py`, here with torch {torch};
-`tests/test_training.py` checks ddpopt's column.
+`tests/test_training.py` checks ddpopt's columns: *forward* and *backward* are its two splits.
 
 - *3 of 3*: the graph was split into three sections, for three buckets of the Reducer. With graph
   breaks and recompiles there is one number of sections for each graph. *whole* is a graph that was
@@ -33,8 +35,8 @@ a row says so. This file is written by `python tests/compatibility.py`, here wit
   arrive, and within one of its sections that is arbitrary, so it can have more of them.
 - *not possible in eager DDP*: eager DDP raises this, and so does the compiled model.
 
-| row | ddpopt | in-tree | note |
-|---|---|---|---|
+| row | forward | backward | in-tree | note |
+|---|---|---|---|---|
 """
 
 
@@ -47,7 +49,7 @@ def all_rows() -> list[tuple[str, str, str]]:
 def documented_rows() -> list[str]:
     """Return the titles in the document."""
     lines = DOCUMENT.read_text().splitlines()
-    table = lines[lines.index("|---|---|---|---|") + 1 :]
+    table = lines[lines.index("|---|---|---|---|---|") + 1 :]
     return [line.split("|")[1].strip() for line in table]
 
 
@@ -55,7 +57,7 @@ def _lines() -> Iterator[str]:
     ranks = Ranks()
     try:
         for title, name, inner in all_rows():
-            cells = [_run(ranks, name, optimizer, inner) for optimizer in ("ddpopt", "in-tree")]
+            cells = [_run(ranks, name, optimizer, inner) for optimizer in COLUMNS]
             yield f"| {' | '.join([title, *cells, SCENARIOS[name]().note])} |"
     finally:
         ranks.stop()

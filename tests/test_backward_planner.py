@@ -20,16 +20,17 @@ def _facts(
     gradients: dict[int, tuple[int, ...]],
     num_bytes: Sequence[int] | None = None,
     ordered: Sequence[int] = (),
-    repeats: Sequence[int] = (),
+    argument_reads: dict[int, tuple[int, ...]] | None = None,
 ) -> BackwardFacts:
     count = len(reads)
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
-        is_repeat=[i in repeats for i in range(count)],
+        is_repeat=[False] * count,
         is_ordered=[i in ordered for i in range(count)],
         reads=reads,
         num_bytes=num_bytes or [1] * count,
         gradients=gradients,
+        argument_reads=argument_reads or {},
     )
 
 
@@ -96,6 +97,13 @@ def test_calls_with_effects_keep_their_order() -> None:
     assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3]]
 
 
+def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
+    """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
+    reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
+    facts = _facts(reads, {0: (1,), 1: (4,)}, argument_reads={0: (2,)})
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+
+
 def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
     """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1."""
     facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
@@ -135,7 +143,11 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     ordered = draw(st.sets(st.integers(0, count - 1), max_size=3))
     ordered = {i for i in ordered if Tie.ONE not in reads[i].values()}
-    return _facts(reads, gradients, sizes, sorted(ordered)), [b for b in buckets if b]
+    read_by = st.dictionaries(
+        st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
+    )
+    facts = _facts(reads, gradients, sizes, sorted(ordered), draw(read_by))
+    return facts, [bucket for bucket in buckets if bucket]
 
 
 @given(_random_facts())
@@ -157,6 +169,8 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
         if Tie.ONE in reads.values() and len(reads) == 1:
             assert section_of[call] == section_of[next(iter(reads))]
     assert sorted(itertools.chain(*plan.releases)) == sorted(facts.gradients)
+    for k, arguments in enumerate(plan.releases):
+        assert all(section_of[c] <= k for a in arguments for c in facts.argument_reads.get(a, ()))
     for k, arguments in enumerate(plan.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
     completed = [bucket for section in plan.sections for bucket in section.completes]

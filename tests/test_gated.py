@@ -110,7 +110,7 @@ def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
         return inner_compile(*args, **kwargs)
 
     metrics.reset()
-    ddp, compiled = _compile(_stack(), cap, **options)
+    ddp, compiled = _compile(_stack(2), cap, **options)
     with mock.patch.object(torch._inductor.compile_fx, "compile_fx_inner", counting):
         compiled(torch.ones(8, 32))
     # The unsplit backward is compiled later, when it first runs.
@@ -199,13 +199,13 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch._dynamo.utils import counters
 from test_gated import _compile, _stack, _train, _plan
 {before}
-values, plan = _train(_stack(), split="backward")
-assert plan.split == "backward" and len(plan.sections) > 4, plan
+values, plan = _train(_stack(2), split="backward")
+assert plan.split == "backward" and len(plan.sections) > 2, plan
 digest = hash(tuple(v.double().sum().item() for v in values))
 print(digest, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 print(hash(str(plan)))
 """
-_UNSPLIT_FIRST = '_train(_stack(), enabled=False); _train(_stack(), split="forward")'
+_UNSPLIT_FIRST = '_train(_stack(2), enabled=False); _train(_stack(2), split="forward")'
 
 
 def _in_new_process(cache: Path, before: str = "", **env: str) -> tuple[str, str, int, int]:

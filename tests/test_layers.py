@@ -25,7 +25,7 @@ ALLOWED = {
     "gates": {"_torch"},
     "sections": {"_torch", "errors", "gates", "logs", "splitting"},
     "gated": {"_torch", "errors", "gates", "plan", "sections", "splitting"},
-    "runner": {"_torch", "buckets", "errors", "logs", "plan", "records"},
+    "runner": {"_torch", "buckets", "errors", "gates", "logs", "plan", "records"},
     "inspection": {"_torch", "buckets", "gates", "inspection", "plan", "records"},
 }
 

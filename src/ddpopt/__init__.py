@@ -8,6 +8,7 @@ from ddpopt import config
 from ddpopt.errors import (
     DDPOptError,
     Fallback,
+    ForwardInstead,
     OptionError,
     SectionCompileError,
     TorchDriftError,
@@ -20,6 +21,7 @@ __all__ = [
     "DDPOptError",
     "Explanation",
     "Fallback",
+    "ForwardInstead",
     "OptionError",
     "SectionCompileError",
     "TorchDriftError",

@@ -385,6 +385,15 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     return found
 
 
+def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
+    """Return which argument of the graph that AOTAutograd was given each input is."""
+    plain = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
+    descriptions = (
+        (node, node.meta.get("desc")) for node in forward.graph.find_nodes(op="placeholder")
+    )
+    return {node: text.idx for node, text in descriptions if isinstance(text, plain)}
+
+
 def constant_of(value: object) -> int | None:
     """Return the number that a symbolic integer is known to equal, None where it may vary."""
     if not isinstance(value, torch.SymInt):
@@ -543,11 +552,15 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
 def aot_eager(
     gm: fx.GraphModule,
     inputs: list[Any],
-    _edit_forward: Callable[[fx.GraphModule], None],
+    edit_forward: Callable[[fx.GraphModule], None],
     cut_backward: CutBackward,
 ) -> Callable[..., Any]:
     """Compile as the backend of this name does, with a cut backward."""
     boxed = _private("torch._dynamo.backends.debugging", "boxed_nop")
+
+    def compile_forward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
+        edit_forward(graph)
+        return boxed(graph, graph_inputs)
 
     def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
         return cut_backward(
@@ -555,7 +568,9 @@ def aot_eager(
         )
 
     with _cut_backward_settings():
-        return lookup_backend("aot_eager")(gm, inputs, bw_compiler=compile_backward)
+        return lookup_backend("aot_eager")(
+            gm, inputs, fw_compiler=compile_forward, bw_compiler=compile_backward
+        )
 
 
 @contextlib.contextmanager

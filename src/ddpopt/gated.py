@@ -6,6 +6,7 @@ See [Note: tokens, gates and runs] in gates.py for what the token is for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,16 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.gates import CompiledSection, GatedGraph, run_first_section
+from ddpopt.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.plan import BackwardCuts
 from ddpopt.sections import compile_backward_sections
 from ddpopt.splitting.backward import SectionGraph, cut_backward
-from ddpopt.splitting.backward_analysis import BackwardFacts, gradient_nodes, read_backward
+from ddpopt.splitting.backward_analysis import (
+    BackwardFacts,
+    gradient_nodes,
+    read_backward,
+    saved_arguments,
+)
 from ddpopt.splitting.nodes import output_values
 
 PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
@@ -43,7 +49,13 @@ def compile_gated(
     """
     device = _gradient_device(example_inputs)
     num_inputs = len(example_inputs)
+    was_autocast_on = _torch.is_autocast_on()
     further: list[CompiledSection] = []
+    saved: dict[str, int] = {}
+
+    def edit_forward(graph: fx.GraphModule) -> None:
+        saved.update(saved_arguments(graph))
+        _return_token_itself(graph)
 
     def cut(
         graph: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
@@ -51,25 +63,26 @@ def compile_gated(
         _drop_token_gradient(graph, token_argument=num_inputs)
         _torch.restride(graph, inputs)
         devices = {node.meta["val"].device for node in gradient_nodes(graph).values()}
-        if devices != {device}:
+        if devices - {device}:
             raise CutRefusedError(
                 ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
             )
-        cuts = plan_cuts(read_backward(graph))
+        cuts = plan_cuts(read_backward(graph, saved))
         if cuts is None:
             return compile_section(graph, inputs, list(range(len(inputs))))
         sections = cut_backward(graph, cuts)
         show(graph, sections)
         first, *rest = compile_backward_sections(sections, inputs, compile_section)
-        further.extend(rest)
+        # AOTAutograd's own node does it for the first section.
+        further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)
         return run_first_section(
             first, _torch.gradient_arguments(graph), num_inputs, num_kept, device
         )
 
     _add_token(gm)
-    token = torch.empty(1, device=device, requires_grad=True)
-    compiled = aot(gm, [*example_inputs, token], _return_token_itself, cut)
+    token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
+    compiled = aot(gm, [*example_inputs, token], edit_forward, cut)
     return GatedGraph(compiled, further, device)
 
 

@@ -31,6 +31,7 @@ import torch
 
 from ddpopt import _torch
 
+TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = list[Any]
 
@@ -40,7 +41,8 @@ class CompiledSection:
     """A section as it is run; the numbers are those of `SectionGraph`.
 
     `call` takes its values as a list, which it empties. The gradients it makes come in the order
-    of `releases`.
+    of `releases`. Where autocast was on in forward, `call` is `without_autocast`: what was to be
+    cast has been.
     """
 
     call: Boxed
@@ -48,6 +50,7 @@ class CompiledSection:
     keeps: tuple[int, ...]
     drops: tuple[int, ...]
     releases: tuple[int, ...]
+    without_autocast: bool = False
 
     def run(self, run: Run) -> Sequence[Any]:
         """Run this section of a backward; return its gradients."""
@@ -83,7 +86,7 @@ def run_first_section(
         gradients: list[Any] = [None] * len(arguments)
         for place, gradient in zip(released, section.run(run), strict=True):
             gradients[place] = gradient
-        gradients[token_place] = handle = torch.zeros(1, device=device)
+        gradients[token_place] = handle = torch.zeros(1, device=device, dtype=TOKEN_DTYPE)
         handle.ddpopt_run = run  # type: ignore[attr-defined]
         return gradients
 
@@ -110,32 +113,34 @@ class Gate(torch.autograd.Function):
             return (None, None, None, *[None] * len(section.releases))
         run: Run = handle.ddpopt_run  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
-            gradients = _refuse_double_backward(section, run)
+            gradients = refuse_double_backward(lambda: _run(section, run), handle)
         else:
-            gradients = _run_without_autocast(section, run)
+            gradients = _run(section, run)
         return (None, None, None if ctx.is_last else handle, *gradients)
 
 
-def _run_without_autocast(section: CompiledSection, run: Run) -> Sequence[Any]:
-    """Run a section as AOTAutograd runs its backward: what was to be cast has been."""
-    if not _torch.is_autocast_on():
+def _run(section: CompiledSection, run: Run) -> Sequence[Any]:
+    if not section.without_autocast:
         return section.run(run)
     with _torch.no_autocast():
         return section.run(run)
 
 
-def _refuse_double_backward(section: CompiledSection, run: Run) -> Sequence[Any]:
-    """Run a section so that its gradients raise when they are differentiated."""
-    made: Sequence[Any] = _once(
-        lambda: tuple(_run_without_autocast(section, run)), torch.empty(0, requires_grad=True)
-    )
-    return made
+def refuse_double_backward(
+    make: Callable[[], Sequence[Any]], *sources: torch.Tensor
+) -> Sequence[Any]:
+    """Return the gradients that `make` returns, so that differentiating them raises.
+
+    As AOTAutograd's do. Autograd finds out when it is asked for gradients of `sources`, or of what
+    they were made from.
+    """
+    return _once(make, *sources)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, make: Callable[[], tuple[Any, ...]], _tie: torch.Tensor) -> Any:
-        return make()
+    def forward(_ctx: Any, make: Callable[[], Sequence[Any]], *_sources: torch.Tensor) -> Any:
+        return tuple(make())
 
     @staticmethod
     def backward(_ctx: Any, *_gradients: Any) -> Any:
@@ -168,7 +173,7 @@ class GatedGraph:
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the forward on Dynamo's arguments."""
-        token = torch.empty(1, device=self._device, requires_grad=True)
+        token = torch.empty(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
         for section, is_last in self._gates:
             token = _gate(section, is_last, token, *[args[i] for i in section.releases])
         return self._compiled(*args, token)[:-1]

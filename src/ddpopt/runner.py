@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, logs, records
 from ddpopt.buckets import find_misplaced
 from ddpopt.errors import TorchDriftError
+from ddpopt.gates import refuse_double_backward
 from ddpopt.plan import Plan
 
 Compiled = Callable[..., Any]
@@ -106,12 +107,20 @@ class _Alias(torch.autograd.Function):
     """The identity. `view_as` alone would not do: its backward cannot take a sparse gradient."""
 
     @staticmethod
-    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value)
         return value.view_as(value)
 
     @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return gradient
+        # AOTAutograd saves no autograd history of the alias, from which it would find out.
+        (alone,) = refuse_double_backward(
+            lambda: (gradient.detach(),), gradient, *ctx.saved_tensors
+        )
+        released: torch.Tensor = alone
+        return released
 
 
 _alias: Callable[[torch.Tensor], torch.Tensor] = _Alias.apply

@@ -34,7 +34,7 @@ class Outcome:
 
     `eager_error` and `error` start with the exception's type. `difference` is the first value that
     is not eager DDP's. `pieces` are the graphs that the inner compiler got, counted for each of
-    Dynamo's graphs (none where it is called by its name). `buckets` are the Reducer's, for each
+    Dynamo's graphs, or the sections of the backward split. `buckets` are the Reducer's, for each
     DDP module, by parameter index where it tells; `plans` are ddpopt's.
     """
 
@@ -61,13 +61,14 @@ def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
     if expected is None or compiled is None:
         return Outcome(eager_error=eager_error, error=error, pieces=pieces.by_graph())
     ddps = _find_ddps(compiled.module)
+    plans = tuple(plan for ddp in ddps for plan in ddpopt.explain(ddp).plans)
     return Outcome(
         difference=_difference(compiled.state(), expected.state()),
         is_synced=_is_synced(compiled.module),
-        pieces=pieces.by_graph(),
+        pieces=pieces.by_graph() or tuple(max(1, len(plan.sections)) for plan in plans),
         num_buckets=sum(_num_buckets(ddp) for ddp in ddps),
         buckets=tuple(_torch.rebuilt_buckets(ddp) for ddp in ddps),
-        plans=tuple(plan for ddp in ddps for plan in ddpopt.explain(ddp).plans),
+        plans=plans,
     )
 
 

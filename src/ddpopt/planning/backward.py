@@ -5,7 +5,9 @@ an order of the calls and to sections.
 
 [Note: stages and cuts]
 The calls that bucket k waits for, and no earlier bucket does, are *stage* k; a call that no bucket
-waits for belongs to the stage in which it stands, or to the last one. Running the stages in order
+waits for belongs to the stage in which it stands, or to the last one. Whoever is given a gradient
+may update the parameter (an optimizer in a hook does), so a bucket also waits for the calls that
+read its parameters. Running the stages in order
 completes each bucket as soon as that is possible without changing any arithmetic. The cut after
 stage k may move further on, up to the first gradient of the next stage, to where the fewest bytes
 have to be kept for later sections. Everything is linear in the graph's size.
@@ -107,7 +109,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
 
 
 def _gradient_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
-    """Return the stages of the calls that make gradients; the last stage for all others."""
+    """Return the stages of the calls that buckets wait for directly; the last one for others."""
     last = len(released) - 1
     stage = [last] * facts.num_calls
     reached = -1  # where, in graph order, the last gradient of the buckets so far is made
@@ -116,6 +118,10 @@ def _gradient_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) ->
         for call in itertools.chain.from_iterable(facts.gradients[a] for a in arguments):
             stage[call] = min(stage[call], k)
             reached = max(reached, call)
+        for call in itertools.chain.from_iterable(
+            facts.argument_reads.get(a, ()) for a in arguments
+        ):
+            stage[call] = min(stage[call], k)
         reached_by.append(reached)
     in_bucket = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
@@ -245,7 +251,8 @@ def _releases(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the arguments whose gradients each section releases.
 
-    A bucket's are released together. Any other gradient is as soon as it is there.
+    A bucket's are released together. Any other gradient is when it is there and its argument is
+    not read any more.
     """
     place = {call: index for index, call in enumerate(order)}
     section_of = {
@@ -255,6 +262,7 @@ def _releases(
     }
     result: list[list[int]] = [[] for _ in bounds[1:]]
     for argument, calls in facts.gradients.items():
-        made = max((place[call] for call in calls), default=0)
+        reads = facts.argument_reads.get(argument, ())
+        made = max((place[call] for call in (*calls, *reads)), default=0)
         result[section_of.get(argument, bisect.bisect_right(bounds, made) - 1)].append(argument)
     return tuple(tuple(sorted(arguments)) for arguments in result)

@@ -23,7 +23,7 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.plan import BackwardCuts
-from ddpopt.splitting.backward_analysis import gradient_nodes, repeats_of
+from ddpopt.splitting.backward_analysis import gradient_nodes, memory_of, repeats_of
 from ddpopt.splitting.nodes import call_nodes
 
 
@@ -70,7 +70,7 @@ def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, 
         for gradient in released[k]:
             value = builder.value_of(gradient)
             # A hook may write to a gradient, so memory that is still needed is not given away.
-            is_needed = last_taken.get(_memory(gradient, repeats), k) > k
+            is_needed = last_taken.get(memory_of(gradient, repeats), k) > k
             outputs.append(builder.clone_of(value) if is_needed else value)
         sections.append(
             SectionGraph(
@@ -107,13 +107,6 @@ def _taken(
 def _is_kept_alive(node: fx.Node) -> bool:
     """Whether somebody outside of the run holds this value: a parameter, an input, a tangent."""
     return node.op == "placeholder" and node.name.startswith(("primals_", "tangents_"))
-
-
-def _memory(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
-    """Return the node that made the memory which a node's value lives in."""
-    while node in repeats and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 class _Builder:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class BackwardFacts:
 
     `reads[i]` maps each call whose value call i uses to their tie; it is empty for a repeat.
     `gradients` maps an argument of the forward to the calls that its gradient is made of, which
-    are none if it is an input handed through. `num_bytes[i]` is the size of what call i returns,
-    `is_ordered[i]` whether call i has effects and must keep its place among such calls.
+    are none if it is an input handed through; `argument_reads` maps it to the calls that read its
+    memory. `num_bytes[i]` is the size of what call i returns, `is_ordered[i]` whether call i has
+    effects and must keep its place among such calls.
     """
 
     call_names: Sequence[str]
@@ -51,6 +53,7 @@ class BackwardFacts:
     reads: Sequence[Mapping[int, Tie]]
     num_bytes: Sequence[int]
     gradients: Mapping[int, tuple[int, ...]]
+    argument_reads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def num_calls(self) -> int:
@@ -73,8 +76,29 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
     return found
 
 
-def read_backward(gm: fx.GraphModule) -> BackwardFacts:
-    """Return the facts about a backward graph.
+def saved_arguments(forward: fx.GraphModule) -> dict[str, int]:
+    """Return which of the values that a forward graph saves are memory of its arguments.
+
+    By name, which is that of the backward graph's input; views of an argument included.
+    """
+    repeats = repeats_of(forward)
+    arguments = _torch.argument_placeholders(forward)
+    found = {}
+    for node in output_values(forward):
+        if isinstance(node, fx.Node) and (memory := memory_of(node, repeats)) in arguments:
+            found[node.name] = arguments[memory]
+    return found
+
+
+def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
+    """Return the node that made the memory which a node's value lives in."""
+    while node in repeats and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts:
+    """Return the facts about a backward graph; `saved` is what `saved_arguments` returned.
 
     Raises:
         CutRefusedError: the graph returns something besides gradients.
@@ -104,7 +128,30 @@ def read_backward(gm: fx.GraphModule) -> BackwardFacts:
         reads=reads,
         num_bytes=[_num_bytes(node.meta.get("val")) for node in calls],
         gradients={a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()},
+        argument_reads=_find_argument_reads(gm, saved, position, repeated),
     )
+
+
+def _find_argument_reads(
+    gm: fx.GraphModule,
+    saved: Mapping[str, int],
+    position: Mapping[fx.Node, int],
+    repeated: AbstractSet[fx.Node],
+) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in saved:
+            readers: set[int] = set()
+            pending = [node]
+            while pending:
+                for user in pending.pop().users:
+                    if user in repeated:
+                        pending.append(user)
+                    elif user in position:
+                        readers.add(position[user])
+            argument = saved[node.name]
+            found[argument] = (*found.get(argument, ()), *sorted(readers))
+    return found
 
 
 def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
