@@ -60,9 +60,8 @@ def plan_backward(
     released = [[arguments[p.index] for p in parameters] for _, parameters in own]
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
-    calls = [call for call in range(facts.num_calls) if not facts.is_repeat[call]]
-    order = _keep_tuples_together(sorted(calls, key=lambda call: (stage[call], call)), facts)
-    num_calls = collections.Counter(stage[call] for call in calls)
+    order = _order_calls(facts, stage)
+    num_calls = collections.Counter(stage[call] for call in order)
     ends = list(itertools.accumulate(num_calls[k] for k in range(len(own))))
     cuts = _choose_cuts(facts, order, ends)
     if not cuts:
@@ -101,10 +100,6 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
             ordered = stage[call] = min(stage[call], ordered)
         for source in facts.reads[call]:
             stage[source] = min(stage[source], stage[call])
-    for call, reads in enumerate(facts.reads):
-        for source, tie in reads.items():
-            if tie is Tie.ONE and len(reads) == 1:
-                stage[call] = stage[source]
     return stage
 
 
@@ -172,23 +167,24 @@ def _fused_calls_of(
     return own
 
 
-def _keep_tuples_together(order: Sequence[int], facts: BackwardFacts) -> list[int]:
-    """Move each call that takes a tuple apart right behind the call that made the tuple."""
-    attached: dict[int, list[int]] = {}
-    moved: set[int] = set()
-    for call in sorted(order):
-        makers = [source for source, tie in facts.reads[call].items() if tie is Tie.ONE]
-        if len(makers) == len(facts.reads[call]) == 1:
-            attached.setdefault(makers[0], []).append(call)
-            moved.add(call)
-    result: list[int] = []
-    for call in order:
-        if call not in moved:
-            pending = [call]
-            while pending:
-                result.append(pending.pop())
-                pending.extend(reversed(attached.get(result[-1], ())))
-    return result
+def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
+    """Return the calls stage by stage, and each tuple taken apart right behind its maker."""
+    elements: dict[int, list[int]] = {}
+    roots = []
+    for call, reads in enumerate(facts.reads):
+        (maker, tie), *others = reads.items() or [(call, Tie.NONE)]
+        if tie is Tie.ONE and not others:
+            stage[call] = stage[maker]
+            elements.setdefault(maker, []).append(call)
+        elif not facts.is_repeat[call]:
+            roots.append(call)
+    order: list[int] = []
+    for call in sorted(roots, key=lambda call: (stage[call], call)):
+        pending = [call]
+        while pending:
+            order.append(pending.pop())
+            pending.extend(reversed(elements.get(order[-1], ())))
+    return order
 
 
 def _choose_cuts(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]) -> list[int]:
