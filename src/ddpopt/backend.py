@@ -159,21 +159,7 @@ def _compile_under_ddp(
     try:
         _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
         survey = _survey(gm, example_inputs, ddp, options)
-        plan = _plan_forward(survey)
-        compiled: Callable[..., Any] | None = None
-        if options.split == "backward" and plan.fallback not in _NOTHING_TO_RELEASE:
-            try:
-                plan, compiled = _split_backward(gm, example_inputs, survey, options)
-            except passing:
-                raise
-            except Exception as error:
-                instead, detail = _refusal(error)
-                plan = dataclasses.replace(plan, instead=instead, detail=detail)
-                survey = dataclasses.replace(survey, graph=copy_for_splitting(gm))
-        if compiled is None and plan.fallback is None:
-            stitched = split_forward(survey.graph, plan.sections)
-            _show_forward(gm, stitched)
-            compiled = compile_sections(stitched, example_inputs, options.inner)
+        plan, compiled = _split(gm, example_inputs, survey, options, passing)
     except passing:
         raise
     except Exception as error:
@@ -217,6 +203,30 @@ def _survey(
         is_shared=is_shared,
         is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
     )
+
+
+def _split(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    survey: _Survey,
+    options: Options,
+    passing: tuple[type[BaseException], ...],
+) -> tuple[Plan, Callable[..., Any] | None]:
+    """Return the plan and the compiled graph, None where the plan is to compile it whole."""
+    plan = _plan_forward(survey)
+    if options.split == "backward" and plan.fallback not in _NOTHING_TO_RELEASE:
+        try:
+            return _split_backward(gm, example_inputs, survey, options)
+        except passing:
+            raise
+        except Exception as error:
+            instead, detail = _refusal(error)
+            plan = dataclasses.replace(plan, instead=instead, detail=detail)
+    if plan.fallback is not None:
+        return plan, None
+    stitched = split_forward(survey.graph, plan.sections)
+    _show_forward(gm, stitched)
+    return plan, compile_sections(stitched, example_inputs, options.inner)
 
 
 def _plan_forward(survey: _Survey) -> Plan:
