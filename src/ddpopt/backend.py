@@ -116,7 +116,8 @@ _NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
 class _Survey:
     """What is known of a graph under DDP before it is planned.
 
-    `graph` is a copy that may be cut. `slots` gives the argument that brings each parameter in.
+    `graph` is a copy that may be cut. `arguments` gives the argument that brings each parameter
+    in, `slots` only those that the graph does not write to.
     `is_shared` and `is_last` say whether modules of one class share the graph, and whether no
     other graph can follow it in the DDP module's forward.
     """
@@ -124,6 +125,7 @@ class _Survey:
     graph: fx.GraphModule
     blank: Plan
     reduced: Sequence[Parameter]
+    arguments: Mapping[int, int]
     slots: Mapping[int, int]
     facts: GraphFacts
     later: Sequence[Parameter]
@@ -194,6 +196,11 @@ def _survey(
         graph=graph,
         blank=_blank_plan(gm, options, None),
         reduced=list(reduced.values()),
+        arguments={
+            index: argument
+            for argument, node in enumerate(graph.graph.find_nodes(op="placeholder"))
+            for index in owners.get(node, ())
+        },
         slots=slots,
         facts=read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier}),
         later=later,
@@ -248,9 +255,8 @@ def _split_backward(
     """
     if isinstance(options.aot, ForwardInstead):
         raise CutRefusedError(options.aot)
-    arguments = survey.slots
-    missing = survey.facts.first_use.keys() - arguments.keys()
-    if missing:
+    arguments = survey.arguments
+    if survey.facts.first_use.keys() - arguments.keys():
         raise CutRefusedError(ForwardInstead.ATTRIBUTES)
     elsewhere = {parameter.index for parameter in survey.earlier}
     plans: list[Plan] = []
