@@ -12,8 +12,8 @@ test: .venv/installed
 	$(BIN)/python -m pytest tests
 
 lint: .venv/installed
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
 
 # The wheel is built and installed, so that the tests run what users get. torch comes first, so

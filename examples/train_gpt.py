@@ -93,7 +93,7 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
     """Return the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
     device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
     ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
-    options = {"inner": args.inner} if backend == "ddpopt" else None
+    options = {"inner": args.inner, "split": args.split} if backend == "ddpopt" else None
     compiled = ddp if backend == EAGER else torch.compile(ddp, backend=backend, options=options)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
@@ -149,6 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--bucket-cap-mb", type=float, help="DDP's bucket size; its own default if not given")
     add("--backend", default="ddpopt", help=f"a torch.compile backend, or {EAGER}: uncompiled")
     add("--inner", default="inductor", help="what ddpopt compiles its sections with")
+    add("--split", default="forward", choices=["forward", "backward"], help="what ddpopt splits")
     add("--seed", type=int, default=0)
     add("--compare", choices=["eager"], help="train an uncompiled twin too, compare the losses")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
