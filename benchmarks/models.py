@@ -98,13 +98,16 @@ class ConvLayer(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A product, then some twenty pointwise operations, which a compiler makes one loop of."""
+    """A product, then thirty pointwise operations, which a compiler makes one loop of.
 
-    def __init__(self, width: int) -> None:
+    Their parameters are as large as a sequence, so that buckets end between them.
+    """
+
+    def __init__(self, length: int, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.scales = nn.ParameterList(torch.ones(width) for _ in range(6))
-        self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(6))
+        self.scales = nn.ParameterList(torch.ones(length, width) for _ in range(6))
+        self.shifts = nn.ParameterList(torch.zeros(length, width) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the same shape."""
@@ -138,8 +141,14 @@ def _convnet() -> nn.Module:
     return Chain(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
 
 
-def _fused(num_layers: int, width: int) -> nn.Module:
-    return Chain(*(FusedLayer(width) for _ in range(num_layers)), nn.Linear(width, 100))
+def _fused(num_layers: int, length: int, width: int) -> nn.Module:
+    layers = [FusedLayer(length, width) for _ in range(num_layers)]
+    return Chain(*layers, nn.Flatten(0, 1), nn.Linear(width, 100))
+
+
+def _fused_batch(num_sequences: int, length: int, width: int) -> dict[str, Tensor]:
+    targets = torch.randint(100, (num_sequences * length,))
+    return {"x": torch.randn(num_sequences, length, width), "targets": targets}
 
 
 def _mlp(num_layers: int, width: int) -> nn.Module:
@@ -221,9 +230,9 @@ _ALL = (
     ),
     Model(
         name="fused",
-        description="40 x a product of width 512 and 30 pointwise operations; 256 rows",
-        build=_partial(_fused, 40, 512),
-        batch=_partial(_classify, 256, 512),
+        description="12 x a product of width 512 and 30 pointwise operations; 4 x 128 rows",
+        build=_partial(_fused, 12, 128, 512),
+        batch=_partial(_fused_batch, 4, 128, 512),
     ),
     Model(
         name="mlp",
