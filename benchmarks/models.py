@@ -98,7 +98,7 @@ class ConvLayer(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A product, then thirty pointwise operations, which a compiler makes one loop of.
+    """A product, then some twenty pointwise operations, which a compiler makes one loop of.
 
     Their parameters are as large as a sequence, so that buckets end between them.
     """
@@ -106,8 +106,8 @@ class FusedLayer(nn.Module):
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.scales = nn.ParameterList(torch.ones(length, width) for _ in range(6))
-        self.shifts = nn.ParameterList(torch.zeros(length, width) for _ in range(6))
+        self.scales = nn.ParameterList(torch.ones(length, width) for _ in range(5))
+        self.shifts = nn.ParameterList(torch.zeros(length, width) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the same shape."""
@@ -230,8 +230,8 @@ _ALL = (
     ),
     Model(
         name="fused",
-        description="12 x a product of width 512 and 30 pointwise operations; 4 x 128 rows",
-        build=_partial(_fused, 12, 128, 512),
+        description="14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
+        build=_partial(_fused, 14, 128, 512),
         batch=_partial(_fused_batch, 4, 128, 512),
     ),
     Model(
