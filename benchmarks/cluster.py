@@ -30,7 +30,7 @@ _SUBNET = "10.77.0"  # seen inside of the namespaces only
 _SHAPE = ("burst", "256kb", "latency", "200ms")
 _OWN_NAME = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{6}}-\w+")
 _REMOVE = 'read -r _; for name in "$@"; do ip netns del "$name"; done 2>/dev/null'
-_DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class ClusterError(RuntimeError):
@@ -202,9 +202,12 @@ def _ending_by_exception() -> Iterator[None]:
     """Have signals that end a process end this one as an exception does, so that it cleans up."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
+        print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in _DEFAULT_SIGNALS}
+    # Whoever has one ignored (nohup) wants it so.
+    numbers = [n for n in _ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
