@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import re
@@ -56,6 +57,9 @@ class Worker:
         self._batch = self._model.batch()
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
         self._ddp = DistributedDataParallel(module, **cap)
+        with contextlib.suppress(ImportError):
+            # Half a second to a second, which some peers would pay here and some in the first step.
+            importlib.import_module("torch._inductor.compile_fx")
         self._compiled = self._peer.compile(self._ddp, task.inner, options)
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=_LEARNING_RATE, fused=True)
         self._loss = 0.0
@@ -102,7 +106,11 @@ class Worker:
 
     def facts(self) -> Facts:
         """Count; runs two steps under profilers."""
-        frames = {str(m.compile_id) for m in get_compilation_metrics() if m.compile_id is not None}
+        frames = {
+            str(m.compile_id)
+            for m in get_compilation_metrics()
+            if m.compile_id is not None and m.graph_op_count
+        }
         return Facts(
             num_graphs=counters["stats"]["unique_graphs"],
             num_sections=self._count_sections(),
