@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.backend import backend
 from ddpopt.buckets import Parameter, ReducerRules, predict_buckets
 from ddpopt.errors import SectionCompileError
-from ddpopt.plan import BackwardCuts
 from ddpopt.planning.backward import final_positions, plan_backward
 from ddpopt.planning.planner import order_arrival
+from ddpopt.plans import BackwardCuts
 from ddpopt.splitting.backward import cut_backward
 from ddpopt.splitting.backward_analysis import read_backward
 

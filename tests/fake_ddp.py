@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.plan import Plan
+from ddpopt.plans import Plan
 
 _MIB = 1024 * 1024
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ddpopt.buckets import Bucket, Parameter
 from ddpopt.errors import Fallback
-from ddpopt.plan import BackwardCuts
 from ddpopt.planning.backward import plan_backward
+from ddpopt.plans import BackwardCuts
 from ddpopt.splitting.backward_analysis import BackwardFacts, Tie
 
 

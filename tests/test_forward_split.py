@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_analysis import Capture, forward_of
 from torch import nn
 
-from ddpopt.plan import Section
+from ddpopt.plans import Section
 from ddpopt.splitting.analysis import read_facts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
 from ddpopt.splitting.nodes import call_nodes

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import ddpopt
 from ddpopt import Fallback, _torch
 from ddpopt.errors import ForwardInstead, TorchDriftError
-from ddpopt.plan import Plan
+from ddpopt.plans import Plan
 
 
 class Block(nn.Module):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ddpopt.buckets import Bucket, Parameter, ReducerRules, predict_buckets
 from ddpopt.errors import Fallback
-from ddpopt.plan import Section
 from ddpopt.planning.planner import order_arrival, plan_sections
+from ddpopt.plans import Section
 from ddpopt.splitting.analysis import GraphFacts
 
 

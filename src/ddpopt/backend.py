@@ -29,9 +29,9 @@ from ddpopt.errors import (
 from ddpopt.gated import compile_gated
 from ddpopt.gates import GatedGraph
 from ddpopt.options import Options, resolve_options
-from ddpopt.plan import BackwardCuts, Plan
 from ddpopt.planning.backward import final_positions, plan_backward
 from ddpopt.planning.planner import order_arrival, plan_sections
+from ddpopt.plans import BackwardCuts, Plan
 from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
 from ddpopt.sections import compile_sections
 from ddpopt.splitting.analysis import GraphFacts, read_facts

@@ -24,6 +24,10 @@ class SectionCompileError(DDPOptError, RuntimeError):
     """The inner compiler raised on one section; the message names it."""
 
 
+class PlanError(DDPOptError, ValueError):
+    """Costs, a profile or a plan are not valid, or do not fit the model or the other ranks."""
+
+
 class TorchDriftError(DDPOptError, ImportError):
     """A private name of torch that ddpopt needs is not where the supported releases have it."""
 

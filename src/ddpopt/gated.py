@@ -16,7 +16,7 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
-from ddpopt.plan import BackwardCuts
+from ddpopt.plans import BackwardCuts
 from ddpopt.sections import compile_backward_sections
 from ddpopt.splitting.backward import SectionGraph, cut_backward
 from ddpopt.splitting.backward_analysis import (

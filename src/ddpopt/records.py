@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.buckets import Parameter, ReducerRules
-from ddpopt.plan import Observation, Plan
+from ddpopt.plans import Observation, Plan
 
 
 @dataclass(slots=True)

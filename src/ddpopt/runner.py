@@ -17,7 +17,7 @@ from ddpopt import _torch, logs, records
 from ddpopt.buckets import find_misplaced
 from ddpopt.errors import TorchDriftError
 from ddpopt.gates import refuse_double_backward
-from ddpopt.plan import Plan
+from ddpopt.plans import Plan
 
 Compiled = Callable[..., Any]
 

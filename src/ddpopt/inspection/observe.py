@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from ddpopt import records
 from ddpopt.gates import Gate
 from ddpopt.inspection.report import ddp_of
-from ddpopt.plan import Observation
+from ddpopt.plans import Observation
 
 # Names of the profiler's events: the dispatcher's allreduce, which the Reducer calls for each
 # bucket in launch order, and the autograd nodes that run a section's backward: those of a graph

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, records
 from ddpopt.buckets import Parameter
-from ddpopt.plan import Observation, Plan, format_bytes, shorten, table
+from ddpopt.plans import Observation, Plan, format_bytes, shorten, table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

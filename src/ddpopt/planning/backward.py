@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ddpopt.buckets import Bucket
 from ddpopt.errors import Fallback
-from ddpopt.plan import BackwardCuts, Section
+from ddpopt.plans import BackwardCuts, Section
 from ddpopt.splitting.backward_analysis import BackwardFacts, Tie
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ddpopt.buckets import Bucket, Parameter
 from ddpopt.errors import Fallback
-from ddpopt.plan import Section
+from ddpopt.plans import Section
 from ddpopt.splitting.analysis import GraphFacts
 
 

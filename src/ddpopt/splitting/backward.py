@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.plan import BackwardCuts
+from ddpopt.plans import BackwardCuts
 from ddpopt.splitting.backward_analysis import gradient_nodes, memory_of, repeats_of
 from ddpopt.splitting.nodes import call_nodes
 

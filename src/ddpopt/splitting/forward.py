@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
-from ddpopt.plan import Section
+from ddpopt.plans import Section
 from ddpopt.splitting.nodes import call_nodes
 from ddpopt.splitting.writes import find_overwritten
 
