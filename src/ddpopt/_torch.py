@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,12 +235,116 @@ def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Param
     return found
 
 
+def cannot_rebucket(ddp: DistributedDataParallel) -> str:
+    """Say why this module's Reducer cannot be replaced, "" if it can."""
+    if not follows_arrival_order(ddp):
+        return (
+            "it looks for unused parameters in each iteration (find_unused_parameters=True), and "
+            "then forms buckets by the order of registration; set static_graph=True if the same "
+            "parameters are used in all iterations"
+        )
+    if ddp.mixed_precision is not None:
+        return "it has DDP's mixed_precision; use autocast or a comm hook instead"
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        return "an optimizer runs in its backward (apply_optimizer_in_backward)"
+    if _private_of(ddp, "_join_config").enable:
+        return "it is in its join() context, whose bookkeeping lies in the Reducer"
+    return ""
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(_private("torch._C", "_current_graph_task_id")() != -1)
+
+
+def replace_reducer(
+    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+) -> None:
+    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
+
+    As DDP's constructor makes it, with the same options and comm hooks. It rebuilds its buckets
+    after its first iteration as any Reducer, by the limits `caps_bytes`.
+    """
+    build_parameters = _private_of(ddp, "_build_params_for_reducer")
+    build_names = _private_of(ddp, "_build_debug_param_to_name_mapping")
+    make = _private_of(ddp, "_ddp_init_helper")
+    hooks = list(_private_of(ddp, "_comm_hooks"))
+    builtin_hook = _builtin_hook(ddp)
+    ddp.bucket_bytes_cap_list = list(caps_bytes)
+    config = getattr(ddp, "_bucket_config", None)  # from 2.12 on
+    if config is not None:
+        ddp._bucket_config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
+    _private_of(ddp, "_remove_autograd_hooks")()
+    parameters, expect_sparse_gradient = build_parameters()
+    with _assigned_buckets(buckets, caps_bytes):
+        make(parameters, expect_sparse_gradient, build_names(parameters), ddp.static_graph)
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        _private_of(ddp.reducer, "_set_static_graph")()
+        _private_of(ddp.logger, "_set_static_graph")()
+    for hook, state in hooks:
+        _private_of(ddp.logger, "_set_comm_hook_name")(hook.__qualname__)
+        _private("torch.distributed", "_register_comm_hook")(ddp.reducer, state, hook)
+    if builtin_hook is not None:
+        _private_of(ddp.logger, "_set_comm_hook_name")(str(builtin_hook))
+        _private("torch.distributed", "_register_builtin_comm_hook")(ddp.reducer, builtin_hook)
+    ddp._has_rebuilt_buckets = False
+
+
+def _builtin_hook(ddp: DistributedDataParallel) -> Any:
+    """Return the comm hook of DDP's own in C++, of which only the log keeps the name."""
+    name = str(_private_of(ddp, "_get_ddp_logging_data")().get("comm_hook", ""))
+    kinds = _private("torch.distributed", "BuiltinCommHookType")
+    return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
+
+
+@contextlib.contextmanager
+def _assigned_buckets(
+    buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+) -> Iterator[None]:
+    """Let DDP form these buckets in this block; it reverses what it is given."""
+    original = _private("torch.distributed", "_compute_bucket_assignment_by_size")
+    limits = [caps_bytes[min(k, len(caps_bytes) - 1)] for k in range(len(buckets))]
+    assigned = ([list(bucket) for bucket in reversed(buckets)], limits[::-1])
+    distributed: Any = torch.distributed
+    distributed._compute_bucket_assignment_by_size = lambda *_args, **_kwargs: assigned
+    try:
+        yield
+    finally:
+        distributed._compute_bucket_assignment_by_size = original
+
+
+def prepare_reducer(ddp: DistributedDataParallel) -> None:
+    """Tell a Reducer that was made inside of DDP's forward that this forward has begun."""
+    _private_of(ddp, "reducer").prepare_for_forward()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call when the backward that is running has ended, DDP's own work in it included.
+
+    Autograd calls what was queued in that order, and DDP queues its end with the last gradient;
+    so this queues itself once more.
+    """
+    queue = _private_of(_private("torch.autograd", "Variable"), "_execution_engine").queue_callback
+    queue(lambda: queue(call))
+
+
+def store_of(group: torch.distributed.ProcessGroup) -> Any:
+    """Return the store by which the ranks of a group found each other."""
+    return _private("torch.distributed.distributed_c10d", "_get_process_group_store")(group)
+
+
 def _produces_sparse_gradient(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
 
 
-def watch_ddp_forward(after: Callable[[DistributedDataParallel, Any], None]) -> None:
-    """Call `after` when a DDP forward is done, with the DDP module and the backend it ran under.
+def watch_ddp_forward(
+    before: Callable[[DistributedDataParallel], None],
+    after: Callable[[DistributedDataParallel, Any], None],
+) -> None:
+    """Call `before` and `after` around each DDP forward, with the DDP module.
+
+    `after` also gets the backend that the forward ran under.
 
     The backend is that of the innermost `torch.compile` around the forward, or None. DDP has no
     hook there, so the context that it opens around its forward is replaced by one that opens it
@@ -257,9 +362,10 @@ def watch_ddp_forward(after: Callable[[DistributedDataParallel, Any], None]) -> 
     def report(ddp: DistributedDataParallel, callback: Any) -> None:
         after(ddp, innermost_backend(callback) if callable(callback) else None)
 
-    uncompiled_report = disable(report)
+    uncompiled_report, uncompiled_before = disable(report), disable(before)
 
     def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
+        uncompiled_before(self)
         with original(self):
             yield
         uncompiled_report(self, current_callback())  # asked here: `disable` takes it away

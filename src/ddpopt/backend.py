@@ -16,8 +16,15 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, logs, records
-from ddpopt.buckets import Parameter, ReducerRules, known_buckets, predict_buckets
+from ddpopt import _torch, logs, rebucketing, records, tuning
+from ddpopt.buckets import (
+    Bucket,
+    Parameter,
+    ReducerRules,
+    fine_buckets,
+    known_buckets,
+    predict_buckets,
+)
 from ddpopt.errors import (
     CutRefusedError,
     Fallback,
@@ -64,6 +71,8 @@ def backend(
         ddp = _torch.active_ddp()
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
+        if reason is None and ddp is not None and resolved.buckets == "auto":
+            tuning.start(ddp, resolved.split)
         if reason in (None, Fallback.NO_DDP):
             _guard_on_rules(records.rules_of(ddp))
     except TorchDriftError as error:
@@ -134,6 +143,15 @@ class _Survey:
     actual: Sequence[Sequence[int]] | None
     is_shared: bool
     is_last: bool
+    is_cut_finely: bool
+
+    def cut_at(self, plan: Plan) -> tuple[Bucket, ...]:
+        """Return the buckets to cut at: the plan's, or finer ones while better are looked for."""
+        if not self.is_cut_finely:
+            return plan.buckets
+        if self.is_shared:
+            return fine_buckets(plan.arrival)
+        return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
     def draft(self, place: Mapping[int, int]) -> Plan:
         """Return a plan without sections, for gradients that are final at these places."""
@@ -186,7 +204,7 @@ def _survey(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     owners, slots = find_parameters(graph, example_inputs, reduced)
-    rules = records.rules_of(ddp)
+    record, rules = records.of(ddp), records.rules_of(ddp)
     assert rules is not None
     later, earlier = records.arrival_around(ddp, _name_of(gm))
     names = {parameter.index: parameter.name for parameter in reduced.values()}
@@ -206,9 +224,10 @@ def _survey(
         later=later,
         earlier=earlier,
         rules=rules,
-        actual=None if is_shared else records.of(ddp).actual_buckets,
+        actual=None if is_shared else record.known_buckets,
         is_shared=is_shared,
         is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
+        is_cut_finely=record.tuner is not None and not record.tuner.is_done,
     )
 
 
@@ -239,10 +258,10 @@ def _split(
 def _plan_forward(survey: _Survey) -> Plan:
     # Backward passes a parameter's first use last.
     plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
-    outcome = plan_sections(survey.facts, plan.buckets)
+    outcome = plan_sections(survey.facts, survey.cut_at(plan))
     if isinstance(outcome, Fallback):
         return dataclasses.replace(plan, fallback=outcome)
-    return dataclasses.replace(plan, sections=outcome)
+    return dataclasses.replace(plan, sections=outcome).with_buckets(plan.buckets)
 
 
 def _split_backward(
@@ -264,13 +283,12 @@ def _split_backward(
     def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
         final = final_positions(facts, arguments, elsewhere)
         plan = dataclasses.replace(survey.draft(final), split="backward")
-        outcome = plan_backward(facts, plan.buckets, arguments, final)
+        outcome = plan_backward(facts, survey.cut_at(plan), arguments, final)
         if isinstance(outcome, Fallback):
             plans.append(dataclasses.replace(plan, fallback=outcome))
             return None
-        plans.append(
-            dataclasses.replace(plan, sections=outcome.sections, num_nodes=len(outcome.order))
-        )
+        plan = dataclasses.replace(plan, sections=outcome.sections, num_nodes=len(outcome.order))
+        plans.append(plan.with_buckets(plan.buckets))
         return outcome
 
     compiled = compile_gated(
@@ -369,7 +387,7 @@ def install() -> None:
             error,
         )
     try:
-        _torch.watch_ddp_forward(_after_ddp_forward)
+        _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
     except TorchDriftError as error:
         logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
 
@@ -380,7 +398,13 @@ def uninstall() -> None:
     _torch.unwatch_ddp_forward()
 
 
+def _before_ddp_forward(ddp: DistributedDataParallel) -> None:
+    rebucketing.allow_backward(ddp)
+    tuning.before_forward(ddp)
+
+
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
+    tuning.after_forward(ddp)
     if ran_under is backend:
         warn_if_nothing_compiled(ddp)
 

@@ -43,11 +43,12 @@ class ReducerRules:
 
     `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
     further ones. `is_rebuilt` tells whether buckets follow the arrival order (see
-    [Note: buckets]).
+    [Note: buckets]). `is_trial` says that they are about to be replaced by better ones.
     """
 
     caps_bytes: tuple[int, ...]
     is_rebuilt: bool
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,32 @@ def known_buckets(
     by_index = {parameter.index: parameter for parameter in parameters}
     members = ([by_index[index] for index in bucket] for bucket in actual)
     return _number([(m, _cap(rules.caps_bytes, k)) for k, m in enumerate(members)])
+
+
+# Where fine buckets end, as parts of all bytes: finer at both ends, because the first bucket and
+# the last one are what cannot be hidden.
+_FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
+
+
+def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
+    """Return small buckets at whose ends a graph is cut when the best buckets are yet to be found.
+
+    Some twenty at most, so that cuts stay cheap.
+    """
+    total = sum(parameter.num_bytes for parameter in arrival)
+    ends = iter([*(end * total for end in _FINE_ENDS), float("inf")])
+    end = next(ends)
+    closed: list[tuple[list[Parameter], int]] = []
+    members: list[Parameter] = []
+    num_bytes = 0
+    for parameter in arrival:
+        members.append(parameter)
+        num_bytes += parameter.num_bytes
+        if num_bytes >= end:
+            closed.append((members, 0))
+            members = []
+            end = next(e for e in ends if e > num_bytes)
+    return _number([*closed, (members, 0)] if members else closed)
 
 
 class Misplaced(NamedTuple):

@@ -12,10 +12,11 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ddpopt.errors import OptionError
 
+BUCKETS = ("ddp", "auto")
 _BOOLEANS = {"0": False, "1": True}
 
 
@@ -41,10 +42,28 @@ def check_enabled(value: object) -> bool:
     return value
 
 
+def check_buckets(value: object) -> str:
+    """Return `value` if it is one of `BUCKETS`.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if not isinstance(value, str) or value not in BUCKETS:
+        raise OptionError(f"'buckets' is {value!r}; valid values are {list(BUCKETS)}")
+    return value
+
+
 enabled: bool = _read_boolean("DDPOPT_ENABLED", default=True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
-_CHECKS = {"enabled": check_enabled}
+buckets: str = check_buckets(os.environ.get("DDPOPT_BUCKETS", "ddp"))
+"""Whose buckets DDP reduces: its own (`"ddp"`), or the best that are found in the first iterations
+(`"auto"`). Read when a graph is compiled. Environment: `DDPOPT_BUCKETS`."""
+
+_CHECKS: dict[str, Callable[[object], object]] = {
+    "enabled": check_enabled,
+    "buckets": check_buckets,
+}
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The per-compile options: `torch.compile(..., mode=..., options={...})`, checked and resolved.
 
-`inner`, `split` and `enabled` are ours; every other key goes to Inductor as its own options do.
+`buckets`, `enabled`, `inner` and `split` are ours; every other key goes to Inductor as its own
+options do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ddpopt import _torch, config
 from ddpopt.errors import ForwardInstead, OptionError
 
-OWN_OPTIONS = ("enabled", "inner", "split")
+OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
 SPLITS = ("forward", "backward")
 
 
@@ -32,6 +33,7 @@ class Options:
     inner_name: str
     enabled: bool
     split: str
+    buckets: str
     aot: _torch.AOTCompilerFn | ForwardInstead
 
 
@@ -43,6 +45,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     """
     given = dict(options or {})
     enabled = config.check_enabled(given.pop("enabled", config.enabled))
+    buckets = config.check_buckets(given.pop("buckets", config.buckets))
     split = given.pop("split", SPLITS[0])
     if split not in SPLITS:
         raise OptionError(f"the option 'split' is {split!r}; valid values are {list(SPLITS)}")
@@ -55,6 +58,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         else getattr(inner, "__name__", type(inner).__name__),
         enabled=enabled,
         split=split,
+        buckets=buckets,
         aot=_aot_compiler(inner, compiler),
     )
 

@@ -12,6 +12,7 @@ Equal graphs under equal settings give equal plans.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,16 @@ class Plan:
     split: str = "forward"
     instead: ForwardInstead | None = None
 
+    @property
+    def frame(self) -> str:
+        """The frame that the graph is of: `4` for `4/0`, its first compile."""
+        return self.graph.partition("/")[0]
+
+    def with_buckets(self, buckets: Sequence[Bucket]) -> Plan:
+        """Return the plan with other buckets, for the same sections."""
+        sections = complete(self.sections, buckets, is_last_first=self.split == "forward")
+        return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
+
     def __str__(self) -> str:
         lines = [self.headline()]
         if self.buckets:
@@ -140,6 +151,29 @@ class Plan:
             )
             for bucket in self.buckets
         ]
+
+
+def complete(
+    sections: Sequence[Section], buckets: Sequence[Bucket], *, is_last_first: bool
+) -> tuple[Section, ...]:
+    """Return the sections with the buckets that each completes; see [Note: sections and plans].
+
+    `is_last_first` says that the last section runs first. Buckets are launched in order, so one
+    is complete no earlier than those before it.
+    """
+    order = list(reversed(sections)) if is_last_first else list(sections)
+    turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
+    completed: list[list[int]] = [[] for _ in order]
+    reached = -1
+    for bucket in buckets:
+        turns = [turn_of[p.name] for p in bucket.parameters if p.name in turn_of]
+        if turns:
+            reached = max(reached, *turns)
+            completed[reached].append(bucket.index)
+    by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
+    return tuple(
+        dataclasses.replace(section, completes=by_index[section.index]) for section in sections
+    )
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""What is known of each DDP module: the plans in force, the buckets it formed, what was observed.
+"""What is known of each DDP module: plans in force, buckets formed or assigned, what was observed.
 
 The backend and the runner write it; the backend and `explain` read it. Entries live as long as
 their DDP module, and until `torch._dynamo.reset()`.
@@ -9,25 +9,61 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.buckets import Parameter, ReducerRules
+from ddpopt.bucket_plan import BucketPlan
+from ddpopt.buckets import Parameter, ReducerRules, known_buckets
 from ddpopt.plans import Observation, Plan
+
+
+class Tuner(Protocol):
+    """What looks for better buckets; see `tuning.py`."""
+
+    is_done: bool
+    outcome: str
+
+    def before_forward(self) -> None:
+        """Run before each forward of its DDP module."""
+
+    def after_forward(self) -> None:
+        """Run after it."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """`actual_buckets` are the Reducer's after its rebuild, by parameter index, in launch order."""
+    """`actual_buckets` are the Reducer's after its rebuild, by parameter index, in launch order.
+
+    `assigned_buckets` are those that `rebucket` gave it, of `bucket_plan`. `caps_bytes` are the
+    Reducer's limits when graphs were cut for it, and `is_trial` says that code compiled now is to
+    be replaced when the tuner is done.
+    """
 
     caps_bytes: tuple[int, ...] = ()
     plans: dict[str, Plan] = field(default_factory=dict)
     actual_buckets: Sequence[Sequence[int]] | None = None
     num_comparisons: int = 0
     observation: Observation | None = None
+    assigned_buckets: Sequence[Sequence[int]] | None = None
+    bucket_plan: BucketPlan | None = None
+    tuner: Tuner | None = None
+    is_trial: bool = False
+
+    @property
+    def has_forward_sections(self) -> bool:
+        """Whether a graph is cut in forward, which is to be cut anew for other buckets."""
+        return any(plan.sections and plan.split == "forward" for plan in self.plans.values())
+
+    @property
+    def known_buckets(self) -> Sequence[Sequence[int]] | None:
+        """The Reducer's buckets: as it told them, or as it was given them."""
+        return self.actual_buckets or self.assigned_buckets
 
 
+epoch = 0  # how often a module was given other buckets
 _records: weakref.WeakKeyDictionary[DistributedDataParallel, _Record] = weakref.WeakKeyDictionary()
 
 
@@ -36,18 +72,52 @@ def of(ddp: DistributedDataParallel) -> _Record:
     return _records.setdefault(ddp, _Record())
 
 
+def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
+    """Return the DDP module at the top of a model, or raise TypeError."""
+    ddp = _torch.unwrap_compiled(model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            "this takes a DistributedDataParallel module, or the result of torch.compile on one; "
+            f"this is a {type(ddp).__name__}"
+        )
+    return ddp
+
+
 def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
     """Return how a module's Reducer forms buckets, None without a module."""
     if ddp is None:
         return None
     record = of(ddp)
     record.caps_bytes = record.caps_bytes or _torch.reducer_caps(ddp)
-    return ReducerRules(caps_bytes=record.caps_bytes, is_rebuilt=_torch.follows_arrival_order(ddp))
+    return ReducerRules(
+        caps_bytes=record.caps_bytes,
+        is_rebuilt=_torch.follows_arrival_order(ddp),
+        is_trial=record.is_trial,
+    )
 
 
 def keep(ddp: DistributedDataParallel, plan: Plan) -> None:
     """Note that `plan` is in force for `ddp`, in place of an earlier one of the same graph."""
-    of(ddp).plans[plan.graph] = plan
+    record = of(ddp)
+    if record.assigned_buckets is not None and plan.buckets and not plan.is_shared:
+        parameters = list(_torch.reducer_parameters(ddp).values())
+        rules = rules_of(ddp)
+        assert rules is not None
+        plan = plan.with_buckets(known_buckets(parameters, record.assigned_buckets, rules))
+    record.plans[plan.graph] = plan
+
+
+def assign(
+    ddp: DistributedDataParallel, bucket_plan: BucketPlan, buckets: Sequence[Sequence[int]]
+) -> None:
+    """Note that `ddp` was given these buckets, by parameter index, and will form them again."""
+    global epoch  # noqa: PLW0603  # a counter of all modules: runners compare it at each call
+    epoch += 1
+    record = of(ddp)
+    record.bucket_plan, record.assigned_buckets = bucket_plan, buckets
+    record.actual_buckets, record.num_comparisons = None, 0
+    for plan in record.plans.values():
+        keep(ddp, plan)
 
 
 def plans_of(ddp: DistributedDataParallel) -> tuple[Plan, ...]:
@@ -65,16 +135,12 @@ def arrival_around(
     compile, as in `4/0`; frames are first compiled in forward order.
     """
     # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
-    by_frame = {_frame(plan.graph): plan.arrival for plan in plans_of(ddp) if plan.arrival}
-    frames = list(by_frame)
-    own = frames.index(_frame(graph)) if _frame(graph) in by_frame else len(frames)
+    by_frame = {plan.frame: plan.arrival for plan in plans_of(ddp) if plan.arrival}
+    frames, frame = list(by_frame), graph.partition("/")[0]
+    own = frames.index(frame) if frame in by_frame else len(frames)
     later = [p for frame in reversed(frames[own + 1 :]) for p in by_frame[frame]]
     earlier = [p for frame in reversed(frames[:own]) for p in by_frame[frame]]
     return tuple(later), tuple(earlier)
-
-
-def _frame(graph: str) -> str:
-    return graph.partition("/")[0]
 
 
 def clear() -> None:

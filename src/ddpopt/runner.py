@@ -36,17 +36,18 @@ class GraphRunner:
         self._compiled = compiled
         self._ordered = ordered or compiled
         self._settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._epoch = -1
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on Dynamo's arguments."""
         ddp = _torch.active_ddp()
-        if ddp is None or ddp is self._settled_ddp():
+        if ddp is None or (ddp is self._settled_ddp() and self._epoch == records.epoch):
             return self._compiled(*args)
         records.keep(ddp, self._plan)
         if _torch.will_rebuild_buckets(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
-            self._settled_ddp = weakref.ref(ddp)
+            self._settled_ddp, self._epoch = weakref.ref(ddp), records.epoch
         return self._compiled(*args)
 
 

@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpopt import records
 from ddpopt.gates import Gate
-from ddpopt.inspection.report import ddp_of
 from ddpopt.plans import Observation
 
 # Names of the profiler's events: the dispatcher's allreduce, which the Reducer calls for each
@@ -31,7 +30,7 @@ def observe(model: torch.nn.Module) -> Iterator[None]:
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
-    ddp = ddp_of(model)
+    ddp = records.ddp_of(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         yield
     num_backwards = 0

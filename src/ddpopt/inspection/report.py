@@ -87,7 +87,7 @@ def explain(model: torch.nn.Module) -> Explanation:
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
-    ddp = ddp_of(model)
+    ddp = records.ddp_of(model)
     record = records.of(ddp)
     plans = records.plans_of(ddp)
     return Explanation(
@@ -96,17 +96,6 @@ def explain(model: torch.nn.Module) -> Explanation:
         buckets=tuple(_report_buckets(ddp, plans, record.actual_buckets, record.observation)),
         observation=record.observation,
     )
-
-
-def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
-    """Return the DDP module at the top of a model, or raise TypeError."""
-    ddp = _torch.unwrap_compiled(model)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            "this takes a DistributedDataParallel module, or the result of torch.compile on one; "
-            f"this is a {type(ddp).__name__}"
-        )
-    return ddp
 
 
 def _report_buckets(
@@ -141,7 +130,8 @@ def _report_bucket(
     launched_after: int | None,
 ) -> BucketReport:
     members = {parameter.name for parameter in planned or actual}
-    graphs = [plan for plan in plans if members & {p.name for p in plan.arrival}]
+    newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
+    graphs = [plan for plan in newest if members & {p.name for p in plan.arrival}]
     return BucketReport(
         index=index,
         num_bytes=sum(parameter.num_bytes for parameter in planned or actual),

@@ -133,7 +133,7 @@ def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, .
 
     The k-th cap is for the k-th bucket, the last one for all further ones.
     """
-    sizes = []
+    sizes: list[int] = []
     count = num_bytes = 0
     for gradient in profile.gradients:
         count, num_bytes = count + 1, num_bytes + gradient.num_bytes

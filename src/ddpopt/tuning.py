@@ -1,0 +1,369 @@
+"""Find better buckets while training runs: measure, decide once for all ranks, switch together.
+
+[Note: tuning]
+With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs that are cut more
+finely. The steps of a DDP module's life that communicate are counted alike on all ranks. In some
+of them each rank notes when its gradients arrive. Then, before the forward of one and the same
+step, ranks meet by the process group's store, with a time limit: a rank that does not come, or
+cannot go on, makes all ranks stay. From there on they are at the same place, and use collectives:
+measure the network, gather the times, rank 0 plans and broadcasts, each says whether the plan fits
+it, and all apply it, or none does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch, logs, rebucketing, records
+from ddpopt.bucket_plan import BucketPlan, plan_buckets
+from ddpopt.calibration import calibrate
+from ddpopt.errors import PlanError
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
+from ddpopt.planning.timeline import Timeline, predict, without_interference
+
+_FIRST_MEASURED = 4  # step, counted from 1; buckets are rebuilt in the second, and caches fill
+_NUM_MEASURED = 5
+_LEAST_COMPLETE = 2  # of those, steps of one forward and one backward
+_LEAST_GAIN = 0.03  # of an iteration
+_MEETING_S = 60.0  # that ranks wait for each other
+
+
+def start(ddp: DistributedDataParallel, split: str) -> None:
+    """Look for better buckets of `ddp`, unless that was done before."""
+    record = records.of(ddp)
+    if record.tuner is None:
+        record.tuner = _Tuner(ddp)
+        # Forward sections cost time where they are not needed, backward sections hardly any.
+        record.is_trial = split == "forward"
+
+
+def before_forward(ddp: DistributedDataParallel) -> None:
+    """Tell the tuner, if there is one."""
+    tuner = records.of(ddp).tuner
+    if tuner is not None and not tuner.is_done:
+        tuner.before_forward()
+
+
+def after_forward(ddp: DistributedDataParallel) -> None:
+    """Tell the tuner, if there is one."""
+    tuner = records.of(ddp).tuner
+    if tuner is not None and not tuner.is_done:
+        tuner.after_forward()
+
+
+@dataclass(slots=True)
+class _Step:
+    """What was noted of one step; see `_Stopwatch` for times."""
+
+    began: float
+    forward_ended: float = 0.0
+    backward_ended: float = 0.0
+    num_forwards: int = 1
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
+
+    `problem` says why there are none.
+    """
+
+    problem: str = ""
+    arrival: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    ready_s: tuple[float, ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    between_s: float = 0.0
+
+
+class _Tuner:
+    """See [Note: tuning]."""
+
+    _num_started = 0
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.is_done = False
+        self.outcome = "not decided yet"
+        self._ddp = weakref.ref(ddp)  # the record that holds this must not hold its module
+        self._count = 1  # it is made in the first step's forward
+        self._stopwatch: _Stopwatch | None = None
+        self._name = f"ddpopt/buckets/{_Tuner._num_started}"
+        _Tuner._num_started += 1
+
+    def before_forward(self) -> None:
+        """Count, measure, or decide."""
+        ddp = self._ddp()
+        if ddp is None or not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
+            return
+        self._count += 1
+        if self._count < _FIRST_MEASURED:
+            return
+        if self._stopwatch is None:
+            self._stopwatch = _Stopwatch(ddp)
+        is_last = self._count == _FIRST_MEASURED + _NUM_MEASURED
+        self._stopwatch.begin_step()
+        if is_last:
+            self._finish(ddp, self._stopwatch)
+
+    def after_forward(self) -> None:
+        """Note the time."""
+        if self._stopwatch is not None:
+            self._stopwatch.end_forward()
+
+    def _finish(self, ddp: DistributedDataParallel, stopwatch: _Stopwatch) -> None:
+        stopwatch.remove()
+        self._stopwatch = None
+        self.is_done = True
+        record = records.of(ddp)
+        record.is_trial = False
+        problem = _meet(ddp.process_group, self._name, rebucketing.find_obstacle(ddp))
+        if problem:
+            self.outcome = f"buckets stay DDP's own: {problem}"
+        else:
+            self.outcome = _decide(ddp, stopwatch.measured())
+        logs.info("%s", self.outcome)
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+class _Stopwatch:
+    """Notes when gradients arrive, by hooks on autograd's nodes that accumulate them."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        parameters = _torch.reducer_parameters(ddp)
+        self._device = next(iter(parameters)).device
+        self._steps: list[_Step] = []
+        self._ready: list[dict[int, float]] = []
+        self._events: list[torch.Event] = []
+        self._hooks = []
+        for tensor, parameter in parameters.items():
+            (node, _), *_ = tensor.view_as(tensor).grad_fn.next_functions  # type: ignore[union-attr]
+            assert node is not None
+            self._hooks.append((node, node.register_prehook(self._note_arrival(parameter.index))))
+
+    def begin_step(self) -> None:
+        """A forward begins, and with it the end of the step before."""
+        now = self._now()
+        if self._steps and not self._steps[-1].backward_ended:
+            self._steps[-1].num_forwards += 1
+            return
+        if self._steps:
+            self._steps[-1].ended = now
+        self._steps.append(_Step(began=now))
+        self._ready.append({})
+
+    def end_forward(self) -> None:
+        """A forward has ended."""
+        if self._steps:
+            self._steps[-1].forward_ended = self._now()
+
+    def remove(self) -> None:
+        """Measure no more."""
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def measured(self) -> _Measured:
+        """Return the medians over the complete steps."""
+        ddp = self._ddp()
+        assert ddp is not None
+        buckets = records.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp)
+        if not buckets:
+            return _Measured(problem="DDP did not tell its buckets")
+        arrival = tuple(itertools.chain.from_iterable(buckets))
+        complete = [
+            (step, ready)
+            for step, ready in zip(self._steps, self._ready, strict=True)
+            if step.ended and step.num_forwards == 1 and ready.keys() >= set(arrival)
+        ]
+        if len(complete) < _LEAST_COMPLETE:
+            return _Measured(
+                problem="too few steps of one forward and one backward that used all parameters "
+                "could be measured"
+            )
+        seconds = self._seconds
+        median = statistics.median
+        return _Measured(
+            arrival=arrival,
+            sizes=tuple(len(bucket) for bucket in buckets),
+            ready_s=tuple(
+                median(seconds(step.forward_ended, ready[index]) for step, ready in complete)
+                for index in arrival
+            ),
+            forward_s=median(seconds(step.began, step.forward_ended) for step, _ in complete),
+            backward_s=median(
+                seconds(step.forward_ended, step.backward_ended) for step, _ in complete
+            ),
+            between_s=median(seconds(step.backward_ended, step.ended) for step, _ in complete),
+        )
+
+    def _note_arrival(self, index: int):  # type: ignore[no-untyped-def]  # hooks have no one type
+        def note(_gradients: object) -> None:
+            if not self._steps:
+                return
+            ready = self._ready[-1]
+            if not ready:
+                _torch.at_end_of_backward(self._end_backward)
+            ready[index] = self._now()
+
+        return note
+
+    def _end_backward(self) -> None:
+        self._steps[-1].backward_ended = self._now()
+
+    def _now(self) -> float:
+        """Return the time in seconds, or the number of an event on the device's stream plus 1."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._events.append(event)
+        return float(len(self._events))
+
+    def _seconds(self, start: float, stop: float) -> float:
+        if self._device.type == "cpu":
+            return stop - start
+        first, last = self._events[int(start) - 1], self._events[int(stop) - 1]
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+
+# ---- deciding ---------------------------------------------------------------------------------
+
+
+def _meet(group: dist.ProcessGroup, name: str, problem: str) -> str:
+    """Wait until all ranks are here; return why they cannot go on together, "" if they can.
+
+    Rank 0 takes each rank's word, once, and tells what follows. A rank that waited too long takes
+    its word back, unless rank 0 has taken it: then rank 0 lives, and its answer comes.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    store = _torch.store_of(group)
+    limit = datetime.timedelta(seconds=_MEETING_S)
+    word = f"no: on rank {rank}, {problem}" if problem else "here"
+    store.set(f"{name}/{rank}", word)
+    if rank:
+        try:
+            store.wait([f"{name}/answer"], limit)
+        except RuntimeError:
+            own = store.compare_set(f"{name}/{rank}", word, "left").decode()
+            if own == "left":
+                return f"rank 0 did not come within {_MEETING_S:.0f} s"
+            store.wait([f"{name}/answer"])
+        return str(store.get(f"{name}/answer").decode())
+    answer = ""
+    for other in range(size):
+        try:
+            store.wait([f"{name}/{other}"], limit)
+            said = store.compare_set(f"{name}/{other}", "here", "taken").decode()
+        except RuntimeError:
+            said = f"no: rank {other} did not come within {_MEETING_S:.0f} s"
+        if said != "taken" and not answer:
+            answer = "no: a rank left" if said == "left" else said
+    answer = answer.removeprefix("no: ")
+    store.set(f"{name}/answer", answer)
+    return answer
+
+
+def _decide(ddp: DistributedDataParallel, measured: _Measured) -> str:
+    """Measure the network, plan on rank 0, and apply the plan if it fits all ranks. Collective."""
+    group = ddp.process_group
+    device = next(iter(_torch.reducer_parameters(ddp))).device
+    cost = calibrate(group, device)
+    gathered: list[_Measured] = [measured] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, measured, group=group)
+    decision: list[tuple[str, str]] = [("", "")]
+    if dist.get_rank(group) == 0:
+        try:
+            plan, reason = choose(ddp, gathered, cost)
+            decision = [(plan.to_json() if plan else "", reason)]
+        except Exception as error:  # the others wait for a word
+            decision = [("", f"buckets stay DDP's own: planning raised {error!r}")]
+    dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
+    ((text, reason),) = decision
+    if not text:
+        return reason
+    plan = BucketPlan.from_json(text)
+    try:
+        rebucketing.agree(ddp, plan.hash, rebucketing.find_problem(ddp, plan))
+    except PlanError as error:
+        return str(error)
+    rebucketing.apply(ddp, plan)
+    _torch.prepare_reducer(ddp)
+    if records.of(ddp).has_forward_sections:
+        records.of(ddp).caps_bytes = ()
+    return reason
+
+
+def choose(
+    ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
+) -> tuple[BucketPlan | None, str]:
+    """Return the plan to switch to, None to stay; and the reason."""
+    for rank, measured in enumerate(gathered):
+        if measured.problem:
+            return None, f"buckets stay DDP's own: on rank {rank}, {measured.problem}"
+        if measured.arrival != gathered[0].arrival or measured.sizes != gathered[0].sizes:
+            return None, f"buckets stay DDP's own: rank {rank} has others than rank 0"
+    profile = profile_of(ddp, gathered, cost)
+    plan = plan_buckets(profile, cost, len(gathered))
+    before, after = predict(profile, gathered[0].sizes, cost), plan.timeline()
+    gain = 1 - after.iteration_s / before.iteration_s
+    measured_s = max(measured.backward_s for measured in gathered)
+    numbers = (
+        f"backward {_ms(before)} ms with DDP's own {len(gathered[0].sizes)} buckets (measured "
+        f"{measured_s * 1e3:.0f}), {_ms(after)} ms with the best {len(plan.buckets)}; an allreduce "
+        f"costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
+    )
+    if gain < _LEAST_GAIN:
+        return None, f"buckets stay DDP's own, nothing to win: predicted {numbers}"
+    return plan, f"buckets change, iterations get {gain:.0%} shorter: predicted {numbers}"
+
+
+def _ms(timeline: Timeline) -> str:
+    return f"{timeline.backward_s * 1e3:.0f}"
+
+
+def profile_of(
+    ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
+) -> Profile:
+    """Return the computation of the slowest rank without communication."""
+    first = gathered[0]
+    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+    slowest = [max(times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
+    ready_s = list(itertools.accumulate(slowest, max))
+    ends = list(itertools.accumulate(first.sizes))
+    num_bytes = [parameters[index].num_bytes for index in first.arrival]
+    busy: list[tuple[float, float]] = []
+    for start_, stop in itertools.pairwise([0, *ends]):
+        launched_s = max(ready_s[stop - 1], busy[-1][1] if busy else 0.0)
+        busy.append((launched_s, launched_s + cost.seconds(sum(num_bytes[start_:stop]))))
+    undisturbed, _ = without_interference(ready_s, ready_s[-1], busy, cost.interference)
+    return Profile(
+        gradients=tuple(
+            Gradient(
+                name=parameters[index].name,
+                num_bytes=size,
+                ready_s=at_s,
+                group=parameters[index].group,
+            )
+            for index, size, at_s in zip(first.arrival, num_bytes, undisturbed, strict=True)
+        ),
+        backward_s=undisturbed[-1],
+        forward_s=max(measured.forward_s for measured in gathered),
+        between_s=max(measured.between_s for measured in gathered),
+        source="measured",
+    )
