@@ -62,11 +62,11 @@ def _compile_plainly(ddp: DistributedDataParallel, inner: str, options: dict[str
     return compiled
 
 
-def _compile_split(split: str) -> Compile:
+def _compile_split(split: str, **more: Any) -> Compile:
     def compile_split(
         ddp: DistributedDataParallel, inner: str, options: dict[str, Any]
     ) -> Compiled:
-        given = {"inner": inner, "split": split, **options}
+        given = {"inner": inner, "split": split, **more, **options}
         compiled: Compiled = torch.compile(ddp, backend="ddpopt", options=given)
         return compiled
 
@@ -118,6 +118,11 @@ _ALL = (
         name="backward",
         description="ddpopt, `split: backward`",
         compile=_compile_split("backward"),
+    ),
+    Peer(
+        name="auto",
+        description="ddpopt, `split: backward, buckets: auto`",
+        compile=_compile_split("backward", buckets="auto"),
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

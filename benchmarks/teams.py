@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,6 +71,16 @@ class Team:
     def reduce_alone(self, num_times: int) -> list[float]:
         """Communicate without computing."""
         answer: list[float] = self._ask("reduce_alone", num_times)
+        return answer
+
+    def tune(self, num_steps: int) -> str:
+        """Find the best buckets; see `Worker.tune`."""
+        answer: str = self._ask("tune", num_steps)
+        return answer
+
+    def use_caps(self, caps_bytes: Sequence[int]) -> str:
+        """Change buckets; see `Worker.use_caps`."""
+        answer: str = self._ask("use_caps", caps_bytes)
         return answer
 
     def facts(self) -> Facts:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.models import find_model
 from benchmarks.peers import find_peer
 from benchmarks.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
+from ddpopt import rebucketing, records, tuning
+from ddpopt.bucket_plan import DDP_DEFAULT_CAPS
+from ddpopt.planning.merging import buckets_of_caps
 
 _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4
@@ -91,6 +94,38 @@ class Worker:
             return ()
         buffers = [bucket.buffer() for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()]
         return tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def tune(self, num_steps: int) -> str:
+        """Find the best buckets anew while training; return the plan as JSON, with `outcome`."""
+        record = records.of(self._ddp)
+        if record.tuner is not None and record.tuner.is_done:
+            self.use_caps(DDP_DEFAULT_CAPS)
+            record.tuner = None
+            tuning.start(self._ddp, "backward")
+        for _ in range(num_steps):
+            self._step()
+        tuner = record.tuner
+        assert tuner is not None
+        assert tuner.is_done, f"tuning was not done after {num_steps} steps"
+        if tuner.best is None:
+            return json.dumps({"outcome": tuner.outcome})
+        return json.dumps({"outcome": tuner.outcome, "plan": tuner.best.to_json()})
+
+    def use_caps(self, caps_bytes: Sequence[int]) -> str:
+        """Give DDP the buckets of these caps, of the best plan if there are none; return the plan.
+
+        What is compiled stays as it is: it was cut finely. Then trains until DDP has rebuilt them.
+        """
+        tuner = records.of(self._ddp).tuner
+        assert tuner is not None
+        assert tuner.best is not None, tuner.outcome
+        plan = tuner.best
+        if caps_bytes:
+            plan = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
+        rebucketing.apply(self._ddp, plan)
+        for _ in range(3):
+            self._step()
+        return plan.to_json()
 
     def reduce_alone(self, num_times: int) -> list[float]:
         """Reduce buckets of the same sizes, all launched at once, with nothing to compute."""

@@ -37,7 +37,7 @@ def test_a_wrong_type_is_refused_and_nothing_is_set(value: object) -> None:
 
 def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
     """A typo does not pass for a setting."""
-    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['enabled'\]"):
+    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', 'enabled'\]"):
         config.enable = False
 
 

@@ -25,6 +25,7 @@ ALLOWED = {
     "simulator": {"bucket_plan", "errors", "planning", "plans"},
     "sweep": {"bucket_plan", "errors", "planning", "plans", "simulator"},
     "__main__": {"bucket_plan", "errors", "planning", "simulator", "sweep"},
+    "planning_ahead": {"bucket_plan", "errors", "estimate", "planning"},
     "calibration": {"errors", "planning"},
     "estimate": {"errors", "planning"},
     "records": {"_torch", "bucket_plan", "buckets", "plans"},
@@ -43,7 +44,7 @@ ALLOWED = {
     "sections": {"_torch", "errors", "gates", "logs", "splitting"},
     "gated": {"_torch", "errors", "gates", "plans", "sections", "splitting"},
     "runner": {"_torch", "buckets", "errors", "gates", "logs", "plans", "records"},
-    "inspection": {"_torch", "buckets", "gates", "inspection", "plans", "records"},
+    "inspection": {"_torch", "bucket_plan", "buckets", "gates", "inspection", "plans", "records"},
 }
 
 

@@ -23,7 +23,11 @@ def test_the_most_specific_setting_wins() -> None:
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        (None, {"innner": "eager"}, r"'innner'; did you mean 'inner'\?.*\['enabled', 'inner'"),
+        (
+            None,
+            {"innner": "eager"},
+            r"'innner'; did you mean 'inner'\?.*\['buckets', 'enabled', 'inner'",
+        ),
         (None, {"max_autotun": True}, "did you mean 'max_autotune'"),
         (None, {"zzz": 1}, "these are Inductor's: .*max_autotune"),
         (None, {"max_autotune": "yes"}, "max_autotune.*str should be bool"),

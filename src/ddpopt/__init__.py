@@ -1,7 +1,7 @@
 """ddpopt: overlap DDP's gradient communication with a compiled backward.
 
 `torch.compile(ddp_model, backend="ddpopt")` needs no import of this package; import it to inspect
-(`explain`) or to switch it off (`config`).
+(`explain`), to find better buckets (`plan`, `rebucket`, `simulate`) or to switch it off (`config`).
 """
 
 from ddpopt import config
@@ -17,16 +17,21 @@ from ddpopt.errors import (
     TorchDriftError,
     UnsupportedModeError,
 )
+from ddpopt.estimate import estimate
 from ddpopt.inspection.observe import observe
 from ddpopt.inspection.report import Explanation, explain
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.planning.device import Device, measure_device
 from ddpopt.planning.timeline import Timeline
+from ddpopt.planning_ahead import plan
 from ddpopt.rebucketing import rebucket
+from ddpopt.simulator import Simulation, Stragglers, simulate
 
 __all__ = [
     "AllreduceCost",
     "BucketPlan",
     "DDPOptError",
+    "Device",
     "Explanation",
     "Fallback",
     "ForwardInstead",
@@ -37,12 +42,18 @@ __all__ = [
     "PlannedBucket",
     "Profile",
     "SectionCompileError",
+    "Simulation",
+    "Stragglers",
     "Timeline",
     "TorchDriftError",
     "UnsupportedModeError",
     "calibrate",
     "config",
+    "estimate",
     "explain",
+    "measure_device",
     "observe",
+    "plan",
     "rebucket",
+    "simulate",
 ]

@@ -159,6 +159,8 @@ class _Survey:
         own = tuple(parameter for parameter in arrival if parameter.index in place)
         if self.actual is not None:
             buckets = known_buckets(arrival, self.actual, self.rules)
+            turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
+            own = tuple(sorted(own, key=lambda parameter: turn[parameter.index]))
         else:
             buckets = predict_buckets(own if self.is_shared else arrival, self.rules)
         return dataclasses.replace(

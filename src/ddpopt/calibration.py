@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ddpopt.planning.costs import AllreduceCost, fit_cost
 
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take
-_LARGEST_BYTES = (256 * 1024, 32 * _MIB)  # at least and at most
+_LARGEST_BYTES = (_MIB, 32 * _MIB)  # at least and at most
 _NUM_SIZES = 5
 _NUM_ROUNDS = 3
 _SIDE = 256  # of the matrices that are multiplied meanwhile
@@ -28,8 +29,8 @@ def calibrate(
     A collective call: every rank of the group must make it, at a time when nothing else
     communicates, and all get the same result. Times are the slowest rank's; sizes are chosen so
     that it takes about one second, up to three on slow networks. `device` is that of the
-    gradients: by default the GPU where the group's backend needs one. Interference is measured
-    with products of matrices beside an allreduce.
+    gradients: by default the GPU where the group's backend needs one. How far computation and
+    allreduces slow each other down is measured with products of matrices beside an allreduce.
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
@@ -39,13 +40,18 @@ def calibrate(
         raise PlanError("a process group of one rank communicates nothing; there is no cost")
     bench = _Bench(group, torch.device(device) if device else _device_of(group))
     bench.seconds(1024)  # connects, and fills caches
-    probe_s = min(bench.seconds(_MIB) for _ in range(2))
+    probe_s = statistics.median(bench.seconds(_MIB) for _ in range(_NUM_ROUNDS))
     largest = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
     largest = min(max(largest, _LARGEST_BYTES[0]), _LARGEST_BYTES[1])
-    sizes = [max(1024, largest // 4**k) for k in range(_NUM_SIZES)]
+    # All of a bucket's size: tiny ones mostly measure how the system schedules threads.
+    sizes = [largest // 2**k for k in range(_NUM_SIZES)]
     times = [statistics.median(bench.seconds(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
-    interference = statistics.median(bench.interference(largest) for _ in range(_NUM_ROUNDS))
-    return fit_cost(sizes, times, interference)
+    beside = [bench.beside(largest) for _ in range(_NUM_ROUNDS)]
+    return dataclasses.replace(
+        fit_cost(sizes, times),
+        interference=statistics.median(lost for lost, _ in beside),
+        contention=max(1.0, statistics.median(taken_s for _, taken_s in beside) / times[0]),
+    )
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -71,8 +77,11 @@ class _Bench:
         self._synchronize()
         return self._slowest(time.perf_counter() - start_s)
 
-    def interference(self, num_bytes: int) -> float:
-        """Return the part of its speed that computation loses while an allreduce runs."""
+    def beside(self, num_bytes: int) -> tuple[float, float]:
+        """Compute while an allreduce runs.
+
+        Return the part of its speed that computation loses, and how long the allreduce takes.
+        """
         values = torch.ones(num_bytes // 4, device=self._device)
         self._meet()
         work = dist.all_reduce(values, group=self._group, async_op=True)
@@ -83,7 +92,7 @@ class _Bench:
         stop_s = time.perf_counter() + beside_s
         alone, alone_s = self._multiply(lambda: time.perf_counter() < stop_s)
         lost = 1 - (beside / beside_s) / (alone / alone_s)
-        return min(max(self._slowest(lost), 0.0), 0.95)
+        return min(max(self._slowest(lost), 0.0), 0.95), self._slowest(beside_s)
 
     def _multiply(self, is_on: Callable[[], bool]) -> tuple[int, float]:
         start_s = time.perf_counter()

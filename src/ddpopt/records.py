@@ -25,6 +25,7 @@ class Tuner(Protocol):
 
     is_done: bool
     outcome: str
+    best: BucketPlan | None
 
     def before_forward(self) -> None:
         """Run before each forward of its DDP module."""

@@ -12,13 +12,17 @@ it, and all apply it, or none does.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import datetime
+import hashlib
 import itertools
 import statistics
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +33,7 @@ from ddpopt.bucket_plan import BucketPlan, plan_buckets
 from ddpopt.calibration import calibrate
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
-from ddpopt.planning.timeline import Timeline, predict, without_interference
+from ddpopt.planning.timeline import Timeline, predict, undisturbed
 
 _FIRST_MEASURED = 4  # step, counted from 1; buckets are rebuilt in the second, and caches fill
 _NUM_MEASURED = 5
@@ -88,19 +92,28 @@ class _Measured:
     between_s: float = 0.0
 
 
+_num_tuners: collections.Counter[str] = collections.Counter()
+
+
+def _name(ddp: DistributedDataParallel) -> str:
+    """Return a name that the tuners of one DDP module have on all ranks."""
+    parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
+    digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
+    _num_tuners[digest] += 1
+    return f"ddpopt/buckets/{digest}/{_num_tuners[digest]}"
+
+
 class _Tuner:
     """See [Note: tuning]."""
-
-    _num_started = 0
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.is_done = False
         self.outcome = "not decided yet"
+        self.best: BucketPlan | None = None
         self._ddp = weakref.ref(ddp)  # the record that holds this must not hold its module
         self._count = 1  # it is made in the first step's forward
         self._stopwatch: _Stopwatch | None = None
-        self._name = f"ddpopt/buckets/{_Tuner._num_started}"
-        _Tuner._num_started += 1
+        self._name = _name(ddp)
 
     def before_forward(self) -> None:
         """Count, measure, or decide."""
@@ -132,7 +145,7 @@ class _Tuner:
         if problem:
             self.outcome = f"buckets stay DDP's own: {problem}"
         else:
-            self.outcome = _decide(ddp, stopwatch.measured())
+            self.outcome, self.best = _decide(ddp, stopwatch.measured())
         logs.info("%s", self.outcome)
 
 
@@ -273,64 +286,74 @@ def _meet(group: dist.ProcessGroup, name: str, problem: str) -> str:
         except RuntimeError:
             said = f"no: rank {other} did not come within {_MEETING_S:.0f} s"
         if said != "taken" and not answer:
-            answer = "no: a rank left" if said == "left" else said
+            answer = f"no: rank {other} had left" if said == "left" else said
     answer = answer.removeprefix("no: ")
     store.set(f"{name}/answer", answer)
     return answer
 
 
-def _decide(ddp: DistributedDataParallel, measured: _Measured) -> str:
-    """Measure the network, plan on rank 0, and apply the plan if it fits all ranks. Collective."""
+def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, BucketPlan | None]:
+    """Measure the network, plan on rank 0, and apply the plan if it fits all ranks.
+
+    A collective call. Returns what was decided and why, and the best plan that was found.
+    """
     group = ddp.process_group
     device = next(iter(_torch.reducer_parameters(ddp))).device
     cost = calibrate(group, device)
     gathered: list[_Measured] = [measured] * dist.get_world_size(group)
     dist.all_gather_object(gathered, measured, group=group)
-    decision: list[tuple[str, str]] = [("", "")]
+    decision: list[_Decision] = [_Decision("planning raised an error")]
     if dist.get_rank(group) == 0:
         try:
-            plan, reason = choose(ddp, gathered, cost)
-            decision = [(plan.to_json() if plan else "", reason)]
+            decision = [choose(ddp, gathered, cost)]
         except Exception as error:  # the others wait for a word
-            decision = [("", f"buckets stay DDP's own: planning raised {error!r}")]
+            decision = [_Decision(f"planning raised {error!r}")]
     dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
-    ((text, reason),) = decision
-    if not text:
-        return reason
-    plan = BucketPlan.from_json(text)
+    ((reason, text, is_better),) = decision
+    plan = BucketPlan.from_json(text) if text else None
+    if plan is None or not is_better:
+        return f"buckets stay DDP's own: {reason}", plan
     try:
         rebucketing.agree(ddp, plan.hash, rebucketing.find_problem(ddp, plan))
     except PlanError as error:
-        return str(error)
+        return str(error), plan
     rebucketing.apply(ddp, plan)
     _torch.prepare_reducer(ddp)
     if records.of(ddp).has_forward_sections:
         records.of(ddp).caps_bytes = ()
-    return reason
+    return f"buckets change: {reason}", plan
+
+
+class _Decision(NamedTuple):
+    """Why to change buckets or not, the best plan as JSON, and whether it is worth the change."""
+
+    reason: str
+    plan: str = ""
+    is_better: bool = False
 
 
 def choose(
     ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
-) -> tuple[BucketPlan | None, str]:
-    """Return the plan to switch to, None to stay; and the reason."""
+) -> _Decision:
+    """Decide from what all ranks measured."""
     for rank, measured in enumerate(gathered):
         if measured.problem:
-            return None, f"buckets stay DDP's own: on rank {rank}, {measured.problem}"
+            return _Decision(f"on rank {rank}, {measured.problem}")
         if measured.arrival != gathered[0].arrival or measured.sizes != gathered[0].sizes:
-            return None, f"buckets stay DDP's own: rank {rank} has others than rank 0"
+            return _Decision(f"rank {rank} has others than rank 0")
     profile = profile_of(ddp, gathered, cost)
     plan = plan_buckets(profile, cost, len(gathered))
     before, after = predict(profile, gathered[0].sizes, cost), plan.timeline()
     gain = 1 - after.iteration_s / before.iteration_s
-    measured_s = max(measured.backward_s for measured in gathered)
-    numbers = (
-        f"backward {_ms(before)} ms with DDP's own {len(gathered[0].sizes)} buckets (measured "
-        f"{measured_s * 1e3:.0f}), {_ms(after)} ms with the best {len(plan.buckets)}; an allreduce "
-        f"costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB"
+    reason = (
+        f"iterations would get {gain:.0%} shorter; predicted is a backward of {_ms(before)} ms "
+        f"with DDP's own {len(gathered[0].sizes)} buckets (of it {profile.after_s * 1e3:.0f} after "
+        f"the last allreduce) and {_ms(after)} ms with the best {len(plan.buckets)}, as an "
+        f"allreduce costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_byte * 2**20 * 1e3:.2f} ms "
+        f"a MiB, {cost.contention:.2f} times that beside computation, which it slows down by "
+        f"{cost.interference:.0%}"
     )
-    if gain < _LEAST_GAIN:
-        return None, f"buckets stay DDP's own, nothing to win: predicted {numbers}"
-    return plan, f"buckets change, iterations get {gain:.0%} shorter: predicted {numbers}"
+    return _Decision(reason, plan.to_json(), is_better=gain >= _LEAST_GAIN)
 
 
 def _ms(timeline: Timeline) -> str:
@@ -340,19 +363,19 @@ def _ms(timeline: Timeline) -> str:
 def profile_of(
     ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
 ) -> Profile:
-    """Return the computation of the slowest rank without communication."""
+    """Return the computation of the slowest rank without communication.
+
+    What the model does not explain of the measured backward is taken to come after all allreduces.
+    """
     first = gathered[0]
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
     slowest = [max(times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
     ready_s = list(itertools.accumulate(slowest, max))
-    ends = list(itertools.accumulate(first.sizes))
     num_bytes = [parameters[index].num_bytes for index in first.arrival]
-    busy: list[tuple[float, float]] = []
-    for start_, stop in itertools.pairwise([0, *ends]):
-        launched_s = max(ready_s[stop - 1], busy[-1][1] if busy else 0.0)
-        busy.append((launched_s, launched_s + cost.seconds(sum(num_bytes[start_:stop]))))
-    undisturbed, _ = without_interference(ready_s, ready_s[-1], busy, cost.interference)
-    return Profile(
+    ends = [0, *itertools.accumulate(first.sizes)]
+    buckets = [(stop - 1, sum(num_bytes[begin:stop])) for begin, stop in itertools.pairwise(ends)]
+    alone_s = undisturbed(ready_s, buckets, cost)
+    profile = Profile(
         gradients=tuple(
             Gradient(
                 name=parameters[index].name,
@@ -360,10 +383,12 @@ def profile_of(
                 ready_s=at_s,
                 group=parameters[index].group,
             )
-            for index, size, at_s in zip(first.arrival, num_bytes, undisturbed, strict=True)
+            for index, size, at_s in zip(first.arrival, num_bytes, alone_s, strict=True)
         ),
-        backward_s=undisturbed[-1],
+        backward_s=alone_s[-1],
         forward_s=max(measured.forward_s for measured in gathered),
         between_s=max(measured.between_s for measured in gathered),
         source="measured",
     )
+    left_s = max(m.backward_s for m in gathered) - predict(profile, first.sizes, cost).backward_s
+    return dataclasses.replace(profile, after_s=max(0.0, left_s))

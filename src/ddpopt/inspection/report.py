@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, records
+from ddpopt.bucket_plan import BucketPlan
 from ddpopt.buckets import Parameter
 from ddpopt.plans import Observation, Plan, format_bytes, shorten, table
 
@@ -39,12 +40,17 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known of one model: its buckets, and a plan for each compiled graph."""
+    """What is known of one model: its buckets, and a plan for each compiled graph.
+
+    `bucket_plan` is what its buckets were assigned by, `tuning` what `buckets="auto"` decided.
+    """
 
     model: str
     plans: tuple[Plan, ...]
     buckets: tuple[BucketReport, ...]
     observation: Observation | None
+    bucket_plan: BucketPlan | None = None
+    tuning: str = ""
 
     def __str__(self) -> str:
         if not self.plans:
@@ -54,6 +60,8 @@ class Explanation:
                 "Dynamo skips it (as it skips a torch.nn container right under DDP)."
             )
         parts = [self._bucket_table()] if self.buckets else []
+        parts += [self.tuning] if self.tuning else []
+        parts += [f"planned: {self.bucket_plan}"] if self.bucket_plan else []
         parts += ["\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans]
         return "\n\n".join(parts)
 
@@ -95,6 +103,8 @@ def explain(model: torch.nn.Module) -> Explanation:
         plans=plans,
         buckets=tuple(_report_buckets(ddp, plans, record.actual_buckets, record.observation)),
         observation=record.observation,
+        bucket_plan=record.bucket_plan,
+        tuning=record.tuner.outcome if record.tuner else "",
     )
 
 

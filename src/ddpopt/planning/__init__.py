@@ -1,1 +1,1 @@
-"""From what a graph and a Reducer are like to a plan. Pure: no graph and no process group here."""
+"""From what a graph, a Reducer and a network are like to plans. No process group here."""

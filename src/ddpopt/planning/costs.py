@@ -37,8 +37,9 @@ class Profile:
     """The computation of one iteration, as it is without any communication.
 
     `gradients` are in the order in which they become ready. `cut_s` is what each further section
-    of backward costs, where `ready_s` does not contain it; `between_s` what lies between backward
-    and the next forward (the optimizer). `source` says where the times are from.
+    of backward costs, where `ready_s` does not contain it; `after_s` what backward does after the
+    last allreduce (DDP copies reduced gradients back); `between_s` what lies between backward and
+    the next forward (the optimizer). `source` says where the times are from.
 
     Raises:
         PlanError: a time is negative or not finite, or gradients are not in order.
@@ -49,10 +50,11 @@ class Profile:
     forward_s: float = 0.0
     between_s: float = 0.0
     cut_s: float = 0.0
+    after_s: float = 0.0
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in ("backward_s", "forward_s", "between_s", "cut_s"):
+        for name in ("backward_s", "forward_s", "between_s", "cut_s", "after_s"):
             _check(self, name)
         ready = [gradient.ready_s for gradient in self.gradients]
         if not ready:
@@ -75,20 +77,24 @@ class AllreduceCost:
     """An allreduce of n bytes takes `startup_s + n * s_per_byte`.
 
     While one runs, computation loses the part `interference` of its speed: on a CPU the reduction
-    needs the same cores, on a GPU some of the multiprocessors.
+    needs the same cores, on a GPU some of the multiprocessors. While computation runs, an
+    allreduce takes `contention` times as long.
 
     Raises:
-        PlanError: a number is negative or not finite, or `interference` is not below 1.
+        PlanError: a number is negative or not finite, `interference` is not below 1, or
+            `contention` is below 1.
     """
 
     startup_s: float
     s_per_byte: float
     interference: float = 0.0
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self, "startup_s")
         _check(self, "s_per_byte")
         _check(self, "interference", below=1)
+        _check(self, "contention", at_least=1)
 
     def seconds(self, num_bytes: float) -> float:
         """Return how long an allreduce of `num_bytes` takes."""
@@ -101,6 +107,7 @@ class Network:
 
     `latency_s` is that of a message between nodes, `bytes_per_s` the rate of a node's link in each
     direction; `node_latency_s` and `node_bytes_per_s` are those between the ranks of one node.
+    `interference` and `contention` are as in `AllreduceCost`.
 
     Raises:
         PlanError: a number is out of range, or `algorithm` is none of `ALGORITHMS`.
@@ -113,11 +120,13 @@ class Network:
     node_latency_s: float = 0.0
     node_bytes_per_s: float = math.inf
     interference: float = 0.0
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self, "latency_s")
         _check(self, "node_latency_s")
         _check(self, "interference", below=1)
+        _check(self, "contention", at_least=1)
         _check(self, "ranks_per_node", at_least=1)
         for name in ("bytes_per_s", "node_bytes_per_s"):
             if not getattr(self, name) > 0:
@@ -141,6 +150,7 @@ class Network:
             latency_s=cost.startup_s / steps,
             bytes_per_s=steps / world_size / cost.s_per_byte,
             interference=cost.interference,
+            contention=cost.contention,
         )
 
     def allreduce(self, world_size: int) -> AllreduceCost:
@@ -172,12 +182,20 @@ class Network:
         else:
             slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
             if self.algorithm == "ring":
-                latency, per_byte = ring.steps * self.latency_s, ring.part / slowest
+                between_nodes = math.ceil(ring.steps / inside)  # of the messages in a row
+                within_nodes = ring.steps - between_nodes
+                latency = between_nodes * self.latency_s + within_nodes * self.node_latency_s
+                per_byte = ring.part / slowest
             else:
                 depth = math.ceil(math.log2(nodes))
                 within_s = math.ceil(math.log2(inside)) * self.node_latency_s
                 latency, per_byte = 2 * (depth * self.latency_s + within_s), 2 / slowest
-        return AllreduceCost(startup_s=latency, s_per_byte=per_byte, interference=self.interference)
+        return AllreduceCost(
+            startup_s=latency,
+            s_per_byte=per_byte,
+            interference=self.interference,
+            contention=self.contention,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +218,7 @@ def _check(owner: Any, name: str, at_least: float = 0, below: float = math.inf) 
         raise PlanError(f"{type(owner).__name__}.{name} is {value!r}; it must be {limit}")
 
 
-def fit_cost(
-    num_bytes: Sequence[float], seconds: Sequence[float], interference: float = 0.0
-) -> AllreduceCost:
+def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:
     """Fit the cost of an allreduce to measured times by the method of Theil and Sen.
 
     The rate is the median of the slopes between all pairs of sizes, the start-up the median of
@@ -219,9 +235,7 @@ def fit_cost(
         raise PlanError("a fit needs allreduces of two different sizes or more")
     slope = max(0.0, _median(slopes))
     rest = sorted(s - slope * n for n, s in points)
-    return AllreduceCost(
-        startup_s=max(0.0, _median(rest)), s_per_byte=slope, interference=interference
-    )
+    return AllreduceCost(startup_s=max(0.0, _median(rest)), s_per_byte=slope)
 
 
 def _median(ordered: Sequence[float]) -> float:

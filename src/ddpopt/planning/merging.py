@@ -18,6 +18,7 @@ end when no prefix gains by one more bucket, or the cuts alone cost more than th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,20 +34,22 @@ _REAL_GAIN = 1e-9  # seconds; less is rounding
 def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     """Return how many gradients each bucket holds, in the order of the profile.
 
-    The buckets are optimal (see [Note: merging]) where allreduces do not slow computation down.
-    Where they do, plans are made for the times at which gradients are ready under the plan before,
-    and the best by prediction is taken, uniform ones included.
+    The buckets are optimal (see [Note: merging]) where computation and allreduces do not slow each
+    other down. Where they do, plans are made for the times at which gradients are ready under the
+    plan before, and the best by prediction is taken, uniform ones included.
     """
-    candidates = []
-    ready_s = [gradient.ready_s for gradient in profile.gradients]
-    for _ in range(_ROUNDS if cost.interference else 1):
-        sizes = merge(profile, ready_s, cost)
-        if sizes in candidates:
-            break
-        candidates.append(sizes)
-        ready_s = ready_times(profile, sizes, cost)
-    if cost.interference:
-        candidates.extend(uniform_buckets(profile))
+    if not cost.interference and cost.contention == 1:
+        return merge(profile, [gradient.ready_s for gradient in profile.gradients], cost)
+    beside = dataclasses.replace(cost, s_per_byte=cost.s_per_byte * cost.contention)
+    candidates = list(uniform_buckets(profile))
+    for slowed in (cost, beside):
+        ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]
+        for _ in range(_ROUNDS):
+            sizes = merge(profile, ready_s, slowed)
+            if sizes in candidates:
+                break
+            candidates.append(sizes)
+            ready_s = ready_times(profile, sizes, cost)
     return min(candidates, key=lambda sizes: (predict(profile, sizes, cost).backward_s, len(sizes)))
 
 

@@ -1,13 +1,12 @@
 """One iteration on a time line: when each bucket is ready, and when its allreduce runs.
 
 The model: backward computes; a bucket is ready when its last gradient is; allreduces run one
-after another, in the buckets' order, while computation goes on (at a lower speed where it
-interferes).
+after another, in the buckets' order, while computation goes on. Each may slow the other down.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,8 +27,8 @@ class BucketTimes(NamedTuple):
 class Timeline:
     """The predicted times of one iteration.
 
-    Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (the end
-    of the last allreduce, if that is later) count from the start of backward. `alone_s` is the
+    Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
+    with what comes after the last allreduce) count from the start of backward. `alone_s` is the
     iteration without communication, `communication_s` the sum of all allreduces.
     """
 
@@ -63,100 +62,114 @@ def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) 
     `bucket_sizes` tells how many gradients, in the profile's order, each bucket holds; where
     gradients of several groups meet in one, each group is an allreduce of its own.
     """
-    clock = _Clock(cost)
-    buckets = []
-    stop = 0
-    for index, size in enumerate(bucket_sizes):
-        members = profile.gradients[stop : stop + size]
-        stop += size
-        work_s = members[-1].ready_s + index * profile.cut_s
-        ready_s = clock.compute(work_s)
-        groups: dict[str, int] = {}
-        for gradient in members:
-            groups[gradient.group] = groups.get(gradient.group, 0) + gradient.num_bytes
-        buckets += [clock.communicate(num_bytes, ready_s) for num_bytes in groups.values()]
-    computed_s = clock.compute(profile.backward_s + (len(bucket_sizes) - 1) * profile.cut_s)
+    allreduces = _allreduces(profile, bucket_sizes)
+    run = _run(profile, bucket_sizes, cost)
+    buckets = tuple(
+        BucketTimes(allreduce.num_bytes, run.ready_s[allreduce.last], *times)
+        for allreduce, times in zip(allreduces, run.allreduces, strict=True)
+    )
     around_s = profile.forward_s + profile.between_s
     return Timeline(
         forward_s=profile.forward_s,
-        computed_s=computed_s,
-        backward_s=max(computed_s, buckets[-1].finished_s),
+        computed_s=run.computed_s,
+        backward_s=max(run.computed_s, buckets[-1].finished_s) + profile.after_s,
         between_s=profile.between_s,
         alone_s=around_s + profile.backward_s,
         communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in buckets),
-        buckets=tuple(buckets),
+        buckets=buckets,
     )
 
 
-def ready_times(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
+def ready_times(
+    profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
+) -> tuple[float, ...]:
     """Return when each gradient is ready while allreduces of these buckets run beside."""
-    clock = _Clock(cost)
-    for bucket in predict(profile, bucket_sizes, cost).buckets:
-        clock.communicate(bucket.num_bytes, bucket.ready_s)
-    return [clock.compute(gradient.ready_s) for gradient in profile.gradients]
+    return _run(profile, bucket_sizes, cost).ready_s
 
 
-class _Clock:
-    """Computation and communication side by side; both only move forward."""
+class _Allreduce(NamedTuple):
+    """One of them, which waits for the gradient at the place `last`."""
 
-    def __init__(self, cost: AllreduceCost) -> None:
-        self._cost = cost
-        self._speed = 1 - cost.interference
-        self._now_s = 0.0  # up to where computation has been followed
-        self._work_s = 0.0  # how much of it is done then
-        self._busy: list[tuple[float, float]] = []  # allreduces not yet passed
-
-    def compute(self, work_s: float) -> float:
-        """Return when `work_s` of undisturbed computation are done."""
-        while self._work_s < work_s:
-            rest_s = work_s - self._work_s
-            start_s, stop_s = self._busy[0] if self._busy else (float("inf"), float("inf"))
-            if self._now_s < start_s:
-                step_s = min(rest_s, start_s - self._now_s)
-                self._now_s, self._work_s = self._now_s + step_s, self._work_s + step_s
-                if step_s == rest_s:
-                    break
-                continue
-            step_s = min(rest_s / self._speed, stop_s - self._now_s)
-            if step_s == rest_s / self._speed:
-                self._now_s, self._work_s = self._now_s + step_s, work_s
-                break
-            self._now_s, self._work_s = stop_s, self._work_s + step_s * self._speed
-            del self._busy[0]
-        return self._now_s
-
-    def communicate(self, num_bytes: int, ready_s: float) -> BucketTimes:
-        """Run an allreduce as soon as it is ready and those before it are done."""
-        last_s = self._busy[-1][1] if self._busy else 0.0
-        launched_s = max(ready_s, last_s)
-        finished_s = launched_s + self._cost.seconds(num_bytes)
-        self._busy.append((launched_s, finished_s))
-        return BucketTimes(num_bytes, ready_s, launched_s, finished_s)
+    num_bytes: int
+    last: int
 
 
-def without_interference(
-    ready_s: Sequence[float],
-    backward_s: float,
-    busy: Sequence[tuple[float, float]],
-    interference: float,
-) -> tuple[list[float], float]:
-    """Return measured times as they would be if no allreduce had slowed computation down.
+def _allreduces(profile: Profile, bucket_sizes: Sequence[int]) -> list[_Allreduce]:
+    allreduces = []
+    stop = 0
+    for size in bucket_sizes:
+        members = profile.gradients[stop : stop + size]
+        stop += size
+        groups: dict[str, int] = {}
+        for gradient in members:
+            groups[gradient.group] = groups.get(gradient.group, 0) + gradient.num_bytes
+        allreduces += [_Allreduce(num_bytes, stop - 1) for num_bytes in groups.values()]
+    return allreduces
 
-    `busy` are the times in which an allreduce ran, in order, apart from each other. The inverse
-    of what `predict` does with interference.
+
+class _Run(NamedTuple):
+    ready_s: tuple[float, ...]
+    computed_s: float
+    allreduces: list[tuple[float, float]]  # launched, finished
+
+
+def _run(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> _Run:
+    """Follow computation and communication side by side, from event to event."""
+    cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
+    # Each gradient, and the end of backward, as the computation that is done by then.
+    goals = [g.ready_s + k * profile.cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
+    goals.append(profile.backward_s + cuts[-1] * profile.cut_s)
+    queue = _allreduces(profile, bucket_sizes)
+    now_s = done_s = left_s = 0.0
+    launched_s: float | None = None
+    reached: list[float] = []
+    finished: list[tuple[float, float]] = []
+    while len(reached) < len(goals) or len(finished) < len(queue):
+        waiting = queue[len(finished)] if len(finished) < len(queue) else None
+        if launched_s is None and waiting is not None and len(reached) > waiting.last:
+            launched_s, left_s = now_s, cost.seconds(waiting.num_bytes)
+        is_computing = len(reached) < len(goals)
+        speed = 1 - cost.interference if launched_s is not None else 1.0
+        slowness = cost.contention if is_computing else 1.0
+        compute_s = (goals[len(reached)] - done_s) / speed if is_computing else math.inf
+        reduce_s = left_s * slowness if launched_s is not None else math.inf
+        step_s = min(compute_s, reduce_s)
+        now_s += step_s
+        left_s -= step_s / slowness
+        if compute_s <= reduce_s:
+            done_s = goals[len(reached)]
+            reached.append(now_s)
+        else:
+            done_s += step_s * speed
+        if reduce_s <= compute_s and launched_s is not None:
+            finished.append((launched_s, now_s))
+            launched_s = None
+    return _Run(tuple(reached[:-1]), reached[-1], finished)
+
+
+def undisturbed(
+    ready_s: Sequence[float], bucket_bytes: Sequence[tuple[int, int]], cost: AllreduceCost
+) -> list[float]:
+    """Return measured times of gradients as they would be if no allreduce had run beside.
+
+    `bucket_bytes` are the buckets of the measured run: for each the place of its last gradient,
+    and its bytes. The inverse of what `predict` does.
     """
-    marks = sorted({0.0, *itertools.chain.from_iterable(busy)})
-    work_s = [0.0]
-    for start_s, stop_s in itertools.pairwise(marks):
-        middle_s = (start_s + stop_s) / 2
-        is_busy = any(first <= middle_s < last for first, last in busy)
-        speed = 1 - interference if is_busy else 1.0
-        work_s.append(work_s[-1] + (stop_s - start_s) * speed)
-
-    def undisturbed(at_s: float) -> float:
-        index = max(i for i, mark in enumerate(marks) if mark <= max(at_s, 0.0))
-        middle_s = (marks[index] + at_s) / 2
-        is_busy = any(first <= middle_s < last for first, last in busy)
-        return work_s[index] + (at_s - marks[index]) * (1 - interference if is_busy else 1.0)
-
-    return [undisturbed(at_s) for at_s in ready_s], undisturbed(backward_s)
+    end_s = ready_s[-1]
+    busy: list[tuple[float, float]] = []
+    for last, num_bytes in bucket_bytes:
+        launched_s = max(ready_s[last], busy[-1][1] if busy else 0.0)
+        left_s = cost.seconds(num_bytes)
+        beside_s = min(left_s, max(0.0, end_s - launched_s) / cost.contention)
+        finished_s = launched_s + beside_s * cost.contention + left_s - beside_s
+        busy.append((launched_s, finished_s))
+    result = []
+    lost_s = 0.0  # by the allreduces that were over
+    passed = 0
+    for at_s in ready_s:
+        while passed < len(busy) and busy[passed][1] <= at_s:
+            lost_s += (busy[passed][1] - busy[passed][0]) * cost.interference
+            passed += 1
+        running_s = max(0.0, at_s - busy[passed][0]) if passed < len(busy) else 0.0
+        result.append(at_s - lost_s - running_s * cost.interference)
+    return result

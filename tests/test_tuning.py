@@ -1,0 +1,196 @@
+"""`buckets="auto"` on two ranks: all switch at the same step or none does, and gradients are right.
+
+The network is given (a slow one), since what it costs here says nothing; computation is measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_ddp import real_buckets
+from models import MLP, assert_equal_states, batches, train
+from ranks import Ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import AllreduceCost, rebucketing, records, tuning
+
+SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
+FREE = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
+DECIDED = 9  # the step in which buckets change
+SHAPE = (2048, 64)
+
+
+def _train(rank: int, split: str, cost: AllreduceCost, patches: dict[str, Any]) -> dict[str, Any]:
+    """Train beside eager DDP, step by step; return what was decided."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module))
+    ddp = DistributedDataParallel(module)
+    options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    buckets = []
+    with mock.patch.multiple(tuning, calibrate=lambda *_: cost, **patches):
+        for x in batches(rank, [SHAPE] * (DECIDED + 4)):
+            assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
+            buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
+    record = records.of(ddp)
+    tuner = record.tuner
+    return {
+        "buckets": buckets,
+        "outcome": tuner.outcome if tuner else "",
+        "hash": record.bucket_plan.hash if record.bucket_plan else None,
+        "planned": [b.parameters for b in record.bucket_plan.buckets]
+        if record.bucket_plan
+        else None,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "explained": str(ddpopt.explain(ddp)),
+        "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
+        "names": [name for name, _ in module.named_parameters()],
+        "sections": [len(plan.sections) for plan in records.plans_of(ddp)],
+    }
+
+
+@pytest.mark.parametrize(("split", "graphs"), [("backward", 1), ("forward", 2)])
+def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
+    ranks: Ranks, split: str, graphs: int
+) -> None:
+    """Backward sections are used again as they are; forward ones are compiled once more."""
+    first, second = ranks.run(_train, split, SLOW, {})
+    assert first["outcome"].startswith("buckets change")
+    assert first["hash"] == second["hash"] is not None
+    assert first["buckets"] == second["buckets"]
+    before, after = first["buckets"][: DECIDED - 1], first["buckets"][DECIDED - 1 :]
+    assert all(len(step) == 1 for step in before)  # DDP's own: all is below its first cap
+    names = first["names"]
+    for step in after:
+        assert [{names[i] for i in bucket} for bucket in step] == [
+            set(bucket) for bucket in first["planned"]
+        ]
+    assert len(after[-1]) > 1
+    assert first["graphs"] == graphs
+    assert first["as_planned"] == [True] * len(after[-1])
+    assert first["outcome"] in first["explained"]
+
+
+def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
+    for told in ranks.run(_train, "backward", FREE, {}):
+        assert told["outcome"].startswith("buckets stay DDP's own: iterations would get 0% shorter")
+        assert told["hash"] is None
+        assert told["buckets"][2] == told["buckets"][-1]
+
+
+def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Ranks) -> None:
+    """DDP's one bucket needs no cut; the graph that was cut is replaced by one that is whole."""
+    told, _ = ranks.run(_train, "forward", FREE, {})
+    assert told["graphs"] == 2
+    assert told["sections"][0] > 1
+    assert told["sections"][-1] == 0
+
+
+def _train_unevenly(rank: int) -> dict[str, Any]:
+    """Rank 1 measures ten times the times."""
+    clock = time.perf_counter
+    fast = mock.Mock(wraps=time)
+    fast.perf_counter = lambda: clock() * (10 if rank else 1)
+    return _train(rank, "backward", SLOW, {"time": fast})
+
+
+def test_ranks_that_measure_different_times_get_one_plan(ranks: Ranks) -> None:
+    first, second = ranks.run(_train_unevenly)
+    assert first["outcome"] == second["outcome"]
+    assert first["hash"] == second["hash"] is not None
+
+
+def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
+    with mock.patch.object(rebucketing, where, return_value="the test says so" if rank else ""):
+        return _train(rank, "backward", SLOW, {})
+
+
+@pytest.mark.parametrize("where", ["find_obstacle", "find_problem"])
+def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
+    first, second = ranks.run(_train_with_an_obstacle, where)
+    for told in (first, second):
+        assert "on rank 1, the test says so" in told["outcome"]
+        assert told["hash"] is None
+        assert told["buckets"][2] == told["buckets"][-1]
+
+
+def _train_apart(rank: int, absent: int) -> dict[str, Any]:
+    """One rank looks for no better buckets, so that it never comes to meet the other."""
+    buckets = "ddp" if rank == absent else "auto"
+    return _train(rank, "backward", SLOW, {"buckets": buckets, "_MEETING_S": 1.0})
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_makes_all_stay_and_none_hang(ranks: Ranks, absent: int) -> None:
+    told = ranks.run(_train_apart, absent)
+    present = told[1 - absent]
+    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} ")
+    assert present["hash"] is None
+    assert told[0]["buckets"] == told[1]["buckets"]
+
+
+def _fail_to_plan(rank: int) -> dict[str, Any]:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("the test says so")
+
+    return _train(rank, "backward", SLOW, {"plan_buckets": fail})
+
+
+def test_a_failure_to_plan_reaches_all_ranks(ranks: Ranks) -> None:
+    for told in ranks.run(_fail_to_plan):
+        assert "planning raised ArithmeticError('the test says so')" in told["outcome"]
+        assert told["hash"] is None
+
+
+def _train_oddly(rank: int, kind: str) -> str:
+    """Two forwards before each backward, or steps that do not communicate between others."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module))
+    ddp = DistributedDataParallel(module)
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with mock.patch.object(tuning, "calibrate", return_value=SLOW):
+        for x in batches(rank, [SHAPE] * (DECIDED + 4)):
+            for model, call in ((ddp, compiled), (expected, expected)):
+                if kind == "two forwards":
+                    (call(x).sum() + call(x + 1).sum()).backward()
+                else:
+                    with model.no_sync():
+                        call(x).sum().backward()
+                    call(x).sum().backward()
+            for p, q in zip(module.parameters(), expected.module.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+    assert records.of(ddp).tuner is not None
+    return records.of(ddp).tuner.outcome
+
+
+def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
+    for outcome in ranks.run(_train_oddly, "no_sync"):
+        assert outcome.startswith("buckets change")
+
+
+def test_where_no_step_can_be_measured_buckets_stay(ranks: Ranks) -> None:
+    for outcome in ranks.run(_train_oddly, "two forwards"):
+        assert "too few steps of one forward and one backward" in outcome
+
+
+def test_the_choice_is_logged_once(ranks: Ranks) -> None:
+    assert ranks.run(_count_log_lines) == [1, 1]
+
+
+def _count_log_lines(rank: int) -> int:
+    lines: list[str] = []
+    with mock.patch.object(tuning.logs, "info", lambda text, *args: lines.append(text % args)):
+        outcome = _train(rank, "backward", SLOW, {})["outcome"]
+    return lines.count(outcome)
