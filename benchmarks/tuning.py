@@ -23,7 +23,7 @@ from benchmarks.teams import Setting, Team, TeamError, open_team
 from ddpopt.bucket_plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
-_CAPS_MB = (0.5, 1, 2, 4, 8, 16, 1000)
+_CAPS_MB = (0.5, 1, 4, 8, 16, 1000)
 _TUNING_STEPS = 12
 _NUM_STEPS = 2
 _AUTO, _DEFAULT = "auto", "default"

@@ -123,7 +123,7 @@ class Worker:
         if caps_bytes:
             plan = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
         rebucketing.apply(self._ddp, plan)
-        for _ in range(3):
+        for _ in range(2):
             self._step()
         return plan.to_json()
 

@@ -45,17 +45,17 @@ def test_each_cut_delays_what_comes_after_it() -> None:
 
 
 def test_an_allreduce_slows_computation_down_while_it_runs() -> None:
-    """From 1 to 5 at half the speed: 2 of the remaining 3 are done; the last takes until 6."""
+    """It starts at 1 and moves bytes from 2 to 5, at half the speed: 4 is reached at 5.5."""
     cost = AllreduceCost(startup_s=1, s_per_byte=1, interference=0.5)
     timeline = predict(_profile([1, 4], [3, 1]), (1, 1), cost)
-    assert timeline.computed_s == pytest.approx(6)
+    assert timeline.computed_s == pytest.approx(5.5)
 
 
 def test_computation_slows_an_allreduce_down_while_it_runs() -> None:
-    """Of 4 seconds of work 1.5 are done in the 3 that computation runs beside; 2.5 remain."""
+    """Of its 3 seconds 1 is done in those from 2 to 4, and 2 after computation has ended."""
     cost = AllreduceCost(startup_s=1, s_per_byte=1, contention=2)
     timeline = predict(_profile([1, 4], [3, 1]), (1, 1), cost)
-    assert timeline.buckets[0].finished_s == pytest.approx(6.5)
+    assert timeline.buckets[0].finished_s == pytest.approx(6)
 
 
 def test_gradients_of_two_groups_need_two_allreduces() -> None:

@@ -43,7 +43,7 @@ class BucketPlan:
     groups, they make a bucket for each.
 
     Raises:
-        PlanError: `sizes` does not add up to the number of gradients.
+        PlanError: `sizes` does not add up to the number of gradients, or `world_size` is below 1.
     """
 
     profile: Profile
@@ -52,6 +52,8 @@ class BucketPlan:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise PlanError(f"world_size is {self.world_size!r}; it must be 1 or more")
         total = len(self.profile.gradients)
         if sum(self.sizes) != total or min(self.sizes) < 1:
             raise PlanError(

@@ -76,9 +76,9 @@ class Profile:
 class AllreduceCost:
     """An allreduce of n bytes takes `startup_s + n * s_per_byte`.
 
-    While one runs, computation loses the part `interference` of its speed: on a CPU the reduction
-    needs the same cores, on a GPU some of the multiprocessors. While computation runs, an
-    allreduce takes `contention` times as long.
+    While bytes move, computation loses the part `interference` of its speed: on a CPU the
+    reduction needs the same cores, on a GPU some of the multiprocessors. While computation runs,
+    bytes take `contention` times as long.
 
     Raises:
         PlanError: a number is negative or not finite, `interference` is not below 1, or

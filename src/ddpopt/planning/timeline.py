@@ -120,28 +120,33 @@ def _run(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> 
     goals = [g.ready_s + k * profile.cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
     goals.append(profile.backward_s + cuts[-1] * profile.cut_s)
     queue = _allreduces(profile, bucket_sizes)
-    now_s = done_s = left_s = 0.0
+    now_s = done_s = 0.0
     launched_s: float | None = None
+    phases: list[float] = []  # what is left of an allreduce: its transfer, its start-up
     reached: list[float] = []
     finished: list[tuple[float, float]] = []
     while len(reached) < len(goals) or len(finished) < len(queue):
         waiting = queue[len(finished)] if len(finished) < len(queue) else None
         if launched_s is None and waiting is not None and len(reached) > waiting.last:
-            launched_s, left_s = now_s, cost.seconds(waiting.num_bytes)
+            launched_s, phases = now_s, [cost.s_per_byte * waiting.num_bytes, cost.startup_s]
         is_computing = len(reached) < len(goals)
-        speed = 1 - cost.interference if launched_s is not None else 1.0
-        slowness = cost.contention if is_computing else 1.0
+        is_moving = len(phases) == 1
+        speed = 1 - cost.interference if is_moving else 1.0
+        slowness = cost.contention if is_moving and is_computing else 1.0
         compute_s = (goals[len(reached)] - done_s) / speed if is_computing else math.inf
-        reduce_s = left_s * slowness if launched_s is not None else math.inf
+        reduce_s = phases[-1] * slowness if phases else math.inf
         step_s = min(compute_s, reduce_s)
         now_s += step_s
-        left_s -= step_s / slowness
+        if phases:
+            phases[-1] -= step_s / slowness
         if compute_s <= reduce_s:
             done_s = goals[len(reached)]
             reached.append(now_s)
         else:
             done_s += step_s * speed
-        if reduce_s <= compute_s and launched_s is not None:
+        if reduce_s <= compute_s:
+            phases.pop()
+        if launched_s is not None and not phases:
             finished.append((launched_s, now_s))
             launched_s = None
     return _Run(tuple(reached[:-1]), reached[-1], finished)
@@ -158,11 +163,10 @@ def undisturbed(
     end_s = ready_s[-1]
     busy: list[tuple[float, float]] = []
     for last, num_bytes in bucket_bytes:
-        launched_s = max(ready_s[last], busy[-1][1] if busy else 0.0)
-        left_s = cost.seconds(num_bytes)
-        beside_s = min(left_s, max(0.0, end_s - launched_s) / cost.contention)
-        finished_s = launched_s + beside_s * cost.contention + left_s - beside_s
-        busy.append((launched_s, finished_s))
+        moving_s = max(ready_s[last], busy[-1][1] if busy else 0.0) + cost.startup_s
+        left_s = cost.s_per_byte * num_bytes
+        beside_s = min(left_s, max(0.0, end_s - moving_s) / cost.contention)
+        busy.append((moving_s, moving_s + beside_s * cost.contention + left_s - beside_s))
     result = []
     lost_s = 0.0  # by the allreduces that were over
     passed = 0
