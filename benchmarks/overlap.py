@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import json
 import os
 import platform
 import shlex
@@ -40,6 +41,7 @@ _QUICK: dict[str, Any] = {
     "inner": "aot_eager",
 }
 _LOSS_TOLERANCE = 1e-3
+_TUNING_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,11 @@ def _measure_cell(
 ) -> Cell | None:
     session.cluster.set_rate(rate)
     args = session.args
+    for name, team in list(teams.items()):
+        if find_peer(name)[0].is_tuned:
+            with _failing(session, model, cap, name, teams):
+                outcome = json.loads(team.tune(_TUNING_STEPS))["outcome"]
+                session.say(f"{model}, cap {cap}, {rate}, {name}: {outcome}")
     times = rounds.take_turns(
         teams,
         args.budget_s,

@@ -25,7 +25,8 @@ class Peer:
     """One of them.
 
     `compile` takes the DDP module, the inner compiler and further options; Dynamo's
-    `optimize_ddp` is set before the module is made, and backward runs in `around_backward`.
+    `optimize_ddp` is set before the module is made, and backward runs in `around_backward`. One
+    that `is_tuned` finds its buckets anew for each rate.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Peer:
     optimize_ddp: bool | str = True
     around_backward: Around = lambda _inner: contextlib.nullcontext()
     has_buckets: bool = True
+    is_tuned: bool = False
 
 
 def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
@@ -123,6 +125,7 @@ _ALL = (
         name="auto",
         description="ddpopt, `split: backward, buckets: auto`",
         compile=_compile_split("backward", buckets="auto"),
+        is_tuned=True,
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

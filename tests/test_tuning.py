@@ -185,6 +185,49 @@ def test_where_no_step_can_be_measured_buckets_stay(ranks: Ranks) -> None:
         assert "too few steps of one forward and one backward" in outcome
 
 
+def _train_with_evaluation(rank: int) -> dict[str, Any]:
+    """A forward without gradients between steps, of other times; the step is measured as it is."""
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with mock.patch.object(tuning, "calibrate", return_value=SLOW):
+        for x in batches(rank, [SHAPE] * (DECIDED + 1)):
+            train(ddp, [x], compiled)
+            time.sleep(0.05)
+            with torch.no_grad():
+                compiled(x)
+    best = records.of(ddp).tuner.best
+    return {"ready": best.profile.gradients[0].ready_s, "between": best.profile.between_s}
+
+
+def test_a_forward_of_an_evaluation_is_no_part_of_a_step(ranks: Ranks) -> None:
+    """The pause before it lies between steps; gradients are ready before, not after it."""
+    for told in ranks.run(_train_with_evaluation):
+        assert told["ready"] < 0.05 <= told["between"]
+
+
+def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
+    assert "one rank communicates nothing" in str(ddpopt.explain(ddp))
+
+
+def test_where_torch_has_moved_a_name_training_goes_on(
+    one_rank: None,
+) -> None:
+    error = ddpopt.TorchDriftError("torch 9 has no such name")
+    ddp = DistributedDataParallel(MLP())
+    compiled = torch.compile(
+        ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
+    )
+    with mock.patch.object(tuning._torch, "check_names_for_tuning", side_effect=error):
+        train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
+    assert "buckets stay DDP's own: torch 9 has no such name" in str(ddpopt.explain(ddp))
+
+
 def test_the_choice_is_logged_once(ranks: Ranks) -> None:
     assert ranks.run(_count_log_lines) == [1, 1]
 

@@ -252,6 +252,27 @@ def cannot_rebucket(ddp: DistributedDataParallel) -> str:
     return ""
 
 
+def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
+    """Find out, before a step depends on it, whether buckets can be changed while training.
+
+    Raises:
+        TorchDriftError: a name that is needed for it has moved.
+    """
+    for name in (
+        "_build_params_for_reducer",
+        "_build_debug_param_to_name_mapping",
+        "_ddp_init_helper",
+        "_comm_hooks",
+        "_get_ddp_logging_data",
+        "_join_config",
+        "_remove_autograd_hooks",
+    ):
+        _private_of(ddp, name)
+    _private("torch.distributed", "_compute_bucket_assignment_by_size")
+    _private("torch.distributed.distributed_c10d", "_get_process_group_store")
+    _queue_callback()
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
     return bool(_private("torch._C", "_current_graph_task_id")() != -1)
@@ -325,8 +346,14 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Autograd calls what was queued in that order, and DDP queues its end with the last gradient;
     so this queues itself once more.
     """
-    queue = _private_of(_private("torch.autograd", "Variable"), "_execution_engine").queue_callback
+    queue = _queue_callback()
     queue(lambda: queue(call))
+
+
+def _queue_callback() -> Callable[[Callable[[], None]], None]:
+    engine = _private_of(_private("torch.autograd", "Variable"), "_execution_engine")
+    queue: Callable[[Callable[[], None]], None] = _private_of(engine, "queue_callback")
+    return queue
 
 
 def store_of(group: torch.distributed.ProcessGroup) -> Any:

@@ -16,6 +16,7 @@ from ddpopt.planning.costs import AllreduceCost, fit_cost
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take
 _LARGEST_BYTES = (_MIB, 32 * _MIB)  # at least and at most
+_LEAST_STARTUP_S = {"cpu": 1e-4, "other": 1e-5}  # of a launch; a fit may come out below
 _NUM_SIZES = 5
 _NUM_ROUNDS = 3
 _SIDE = 256  # of the matrices that are multiplied meanwhile
@@ -47,8 +48,10 @@ def calibrate(
     sizes = [largest // 2**k for k in range(_NUM_SIZES)]
     times = [statistics.median(bench.seconds(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
     beside = [bench.beside(largest) for _ in range(_NUM_ROUNDS)]
+    fitted = fit_cost(sizes, times)
     return dataclasses.replace(
-        fit_cost(sizes, times),
+        fitted,
+        startup_s=max(fitted.startup_s, _LEAST_STARTUP_S["cpu" if bench.is_cpu else "other"]),
         interference=statistics.median(lost for lost, _ in beside),
         contention=max(1.0, statistics.median(taken_s for _, taken_s in beside) / times[0]),
     )
@@ -66,6 +69,7 @@ class _Bench:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self.is_cpu = device.type == "cpu"
         self._matrix = torch.ones(_SIDE, _SIDE, device=device)
         self._product = torch.empty_like(self._matrix)
 
@@ -109,7 +113,7 @@ class _Bench:
         return time.perf_counter()
 
     def _synchronize(self) -> None:
-        if self._device.type != "cpu":
+        if not self.is_cpu:
             torch.accelerator.synchronize(self._device)
 
     def _slowest(self, value: float) -> float:

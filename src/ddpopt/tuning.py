@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, logs, rebucketing, records
 from ddpopt.bucket_plan import BucketPlan, plan_buckets
 from ddpopt.calibration import calibrate
-from ddpopt.errors import PlanError
+from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
 
@@ -45,10 +45,21 @@ _MEETING_S = 60.0  # that ranks wait for each other
 def start(ddp: DistributedDataParallel, split: str) -> None:
     """Look for better buckets of `ddp`, unless that was done before."""
     record = records.of(ddp)
-    if record.tuner is None:
-        record.tuner = _Tuner(ddp)
-        # Forward sections cost time where they are not needed, backward sections hardly any.
-        record.is_trial = split == "forward"
+    if record.tuner is not None:
+        return
+    record.tuner = tuner = _Tuner(ddp)
+    try:
+        _torch.check_names_for_tuning(ddp)
+    except TorchDriftError as error:
+        tuner.stay(str(error))
+        logs.warning("%s", tuner.outcome)
+        return
+    if dist.get_world_size(ddp.process_group) < 2:
+        tuner.stay("one rank communicates nothing")
+        logs.info("%s", tuner.outcome)
+        return
+    # Forward sections cost time where they are not needed, backward sections hardly any.
+    record.is_trial = split == "forward"
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -115,6 +126,11 @@ class _Tuner:
         self._stopwatch: _Stopwatch | None = None
         self._name = _name(ddp)
 
+    def stay(self, reason: str) -> None:
+        """Decide for DDP's own buckets."""
+        self.is_done = True
+        self.outcome = f"buckets stay DDP's own: {reason}"
+
     def before_forward(self) -> None:
         """Count, measure, or decide."""
         ddp = self._ddp()
@@ -143,7 +159,7 @@ class _Tuner:
         record.is_trial = False
         problem = _meet(ddp.process_group, self._name, rebucketing.find_obstacle(ddp))
         if problem:
-            self.outcome = f"buckets stay DDP's own: {problem}"
+            self.stay(problem)
         else:
             self.outcome, self.best = _decide(ddp, stopwatch.measured())
         logs.info("%s", self.outcome)
@@ -180,8 +196,8 @@ class _Stopwatch:
         self._ready.append({})
 
     def end_forward(self) -> None:
-        """A forward has ended."""
-        if self._steps:
+        """A forward has ended; if it is none of a step that is measured, nothing is noted."""
+        if self._steps and not self._steps[-1].forward_ended:
             self._steps[-1].forward_ended = self._now()
 
     def remove(self) -> None:
@@ -226,8 +242,8 @@ class _Stopwatch:
 
     def _note_arrival(self, index: int):  # type: ignore[no-untyped-def]  # hooks have no one type
         def note(_gradients: object) -> None:
-            if not self._steps:
-                return
+            if not self._steps or self._steps[-1].backward_ended:
+                return  # it is the backward of a step that does not communicate
             ready = self._ready[-1]
             if not ready:
                 _torch.at_end_of_backward(self._end_backward)
