@@ -129,8 +129,16 @@ def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
     return gpt
 
 
-def _gpt_batch(num_sequences: int, context: int) -> dict[str, Tensor]:
-    text = torch.randint(256, (num_sequences, context + 1))
+def _gpt_with_words(layers: int, width: int, heads: int, context: int, words: int) -> nn.Module:
+    """Return the GPT of the example with a larger vocabulary than bytes."""
+    gpt: Any = _gpt(layers, width, heads, context)
+    gpt.byte, gpt.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+    model: nn.Module = gpt
+    return model
+
+
+def _gpt_batch(num_sequences: int, context: int, words: int = 256) -> dict[str, Tensor]:
+    text = torch.randint(words, (num_sequences, context + 1))
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
@@ -221,6 +229,12 @@ _ALL = (
         description="examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes",
         build=_partial(_gpt, 8, 384, 6, 128),
         batch=_partial(_gpt_batch, 2, 128),
+    ),
+    Model(
+        name="gpt70",
+        description="as gpt, with 4096 words and 2 x 256 of them: 70 MB",
+        build=_partial(_gpt_with_words, 8, 384, 6, 256, 4096),
+        batch=_partial(_gpt_batch, 2, 256, 4096),
     ),
     Model(
         name="convnet",

@@ -14,6 +14,7 @@ from models import MLP, assert_equal_states, batches, train
 from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -102,6 +103,8 @@ def _refuse(rank: int, case: str) -> str:
     if case == "dtypes":
         module.layers[0].half()  # type: ignore[operator]
     ddp = DistributedDataParallel(module, **options)
+    if case == "PowerSGD":
+        ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     plan = _plan_for(MLP(), SIZES)
     if case == "differ" and rank == 1:
         plan = _plan_for(MLP(), (12,))
@@ -114,7 +117,7 @@ def _refuse(rank: int, case: str) -> str:
     with pytest.raises(ddpopt.PlanError) as refused:
         rebucket(ddp, plan)
     assert ddp.reducer is before
-    if case not in ("in backward", "dtypes"):
+    if case not in ("in backward", "dtypes", "PowerSGD"):
         train(ddp, batches(rank, [(4, 64)] * 2))
     return str(refused.value)
 
@@ -133,6 +136,7 @@ def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> Non
         ("other size", r"layers.0.weight has 16384 bytes, and 4096 in the plan"),
         ("unused", "set static_graph=True"),
         ("dtypes", "several dtypes"),
+        ("PowerSGD", "PowerSGD, which keeps errors by bucket"),
         ("in backward", "a backward is running"),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from fake_ddp import real_buckets
 from models import MLP, assert_equal_states, batches, train
 from ranks import Ranks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -26,14 +27,24 @@ DECIDED = 9  # the step in which buckets change
 SHAPE = (2048, 64)
 
 
-def _train(rank: int, split: str, cost: AllreduceCost, patches: dict[str, Any]) -> dict[str, Any]:
+def _train(
+    rank: int,
+    split: str,
+    cost: AllreduceCost,
+    patches: dict[str, Any],
+    ddp_options: dict[str, Any] | None = None,
+    hook: Any = None,
+) -> dict[str, Any]:
     """Train beside eager DDP, step by step; return what was decided."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     module = MLP()
-    expected = DistributedDataParallel(copy.deepcopy(module))
-    ddp = DistributedDataParallel(module)
+    expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options or {})
+    ddp = DistributedDataParallel(module, **ddp_options or {})
+    if hook is not None:
+        for each in (expected, ddp):
+            each.register_comm_hook(*hook)
     options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     buckets = []
@@ -78,6 +89,30 @@ def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
     assert first["graphs"] == graphs
     assert first["as_planned"] == [True] * len(after[-1])
     assert first["outcome"] in first["explained"]
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}],
+    ids=str,
+)
+def test_options_of_ddp_stay(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
+    for told in ranks.run(_train, "backward", SLOW, {}, ddp_options):
+        assert told["outcome"].startswith("buckets change")
+        assert all(told["as_planned"])
+
+
+def test_a_comm_hook_that_keeps_a_state_keeps_its_buckets(ranks: Ranks) -> None:
+    """A hook without one goes on with the new buckets."""
+    for told in ranks.run(_train, "backward", SLOW, {}, {}, (None, default_hooks.allreduce_hook)):
+        assert told["outcome"].startswith("buckets change")
+    for told in ranks.run(_train, "backward", SLOW, {}, {}, ([], _reduce_and_count)):
+        assert "its comm hook keeps a state" in told["outcome"]
+
+
+def _reduce_and_count(state, bucket):
+    state.append(bucket.index())
+    return default_hooks.allreduce_hook(None, bucket)
 
 
 def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:

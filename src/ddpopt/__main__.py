@@ -62,6 +62,7 @@ def _network(plan: BucketPlan, args: argparse.Namespace, bytes_per_s: float) -> 
         ranks_per_node=1 if args.ranks_per_node is None else args.ranks_per_node,
         node_latency_s=(args.node_latency_us or 0.0) * 1e-6,
         interference=plan.cost.interference,
+        contention=plan.cost.contention,
         **inside,
     )
 

@@ -252,6 +252,13 @@ def cannot_rebucket(ddp: DistributedDataParallel) -> str:
     return ""
 
 
+def hook_states(ddp: DistributedDataParallel) -> list[Any]:
+    """Return what comm hooks registered in Python keep, but for None and process groups."""
+    states = [state for _, state in _private_of(ddp, "_comm_hooks")]
+    kinds = (type(None), torch.distributed.ProcessGroup)
+    return [state for state in states if not isinstance(state, kinds)]
+
+
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     """Find out, before a step depends on it, whether buckets can be changed while training.
 

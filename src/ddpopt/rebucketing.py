@@ -20,7 +20,8 @@ _NAMES_SHOWN = 3
 def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`.
 
-    Comm hooks and all options stay. A collective call: every rank of DDP's process group must
+    Comm hooks and all options stay; a hook of yours that keeps something by bucket must forget it.
+    A collective call: every rank of DDP's process group must
     make it with an equal plan, between a step and the next forward. A backward of a forward from
     before the call raises. Graphs that are compiled with `backend="ddpopt"` are compiled again in
     the next forward.
@@ -44,6 +45,12 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
     reason = _torch.cannot_rebucket(ddp)
     if reason:
         return f"this DDP module's buckets cannot be changed: {reason}"
+    # By name: importing its class needs numpy.
+    if any(type(state).__name__ == "PowerSGDState" for state in _torch.hook_states(ddp)):
+        return (
+            "its comm hook is PowerSGD, which keeps errors by bucket; give "
+            "DistributedDataParallel the plan's ddp_kwargs() instead"
+        )
     own = list(_torch.reducer_parameters(ddp).values())
     if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
         return (

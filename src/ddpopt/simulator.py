@@ -175,6 +175,6 @@ def _slowed(profile: Profile, factor: float) -> Profile:
         dataclasses.replace(gradient, ready_s=gradient.ready_s * factor)
         for gradient in profile.gradients
     )
-    names = ("backward_s", "forward_s", "between_s", "cut_s")
+    names = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
     times = {name: getattr(profile, name) * factor for name in names}
     return dataclasses.replace(profile, gradients=gradients, **times)

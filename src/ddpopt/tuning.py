@@ -157,7 +157,7 @@ class _Tuner:
         self.is_done = True
         record = records.of(ddp)
         record.is_trial = False
-        problem = _meet(ddp.process_group, self._name, rebucketing.find_obstacle(ddp))
+        problem = _meet(ddp.process_group, self._name, _find_obstacle(ddp))
         if problem:
             self.stay(problem)
         else:
@@ -272,6 +272,15 @@ class _Stopwatch:
 
 
 # ---- deciding ---------------------------------------------------------------------------------
+
+
+def _find_obstacle(ddp: DistributedDataParallel) -> str:
+    """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
+    if _torch.hook_states(ddp):
+        return (
+            "its comm hook keeps a state, which may be by bucket; call ddpopt.rebucket if it is not"
+        )
+    return rebucketing.find_obstacle(ddp)
 
 
 def _meet(group: dist.ProcessGroup, name: str, problem: str) -> str:
