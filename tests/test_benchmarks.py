@@ -44,6 +44,20 @@ def _namespaces(pid: int) -> list[str]:
     return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
 
 
+def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
+    """The plan beside DDP's default and all caps, each with a prediction."""
+    options = ("--models", "tiny", "--rates", "1gbit", "--rounds", "1", "--inner", "aot_eager")
+    run = _start("-m", "benchmarks.tuning", *options, "--output", str(tmp_path))
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    (cell,) = json.loads((tmp_path / "tuning.json").read_text())
+    rows = {row["buckets"]: row for row in cell["rows"]}
+    assert {"auto", "default", "1000 MB"} < rows.keys()
+    assert rows["1000 MB"]["num_buckets"] == 1 < rows["0.5 MB"]["num_buckets"]
+    assert all(row["backward_s"] > 0 < row["predicted_backward_s"] for row in cell["rows"])
+    assert "| tiny | 2 | 1gbit |" in (tmp_path / "tuning.md").read_text()
+
+
 def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -> None:
     """A table with a row a peer, the same as JSON, a timeline; then the network is gone."""
     run = _start("-m", "benchmarks.overlap", "--quick", "--output", str(tmp_path))

@@ -25,9 +25,9 @@ ALLOWED = {
     "simulator": {"bucket_plan", "errors", "planning", "plans"},
     "sweep": {"bucket_plan", "errors", "planning", "plans", "simulator"},
     "__main__": {"bucket_plan", "errors", "planning", "simulator", "sweep"},
-    "planning_ahead": {"bucket_plan", "errors", "estimate", "planning"},
+    "planning_ahead": {"bucket_plan", "errors", "estimation", "planning"},
     "calibration": {"errors", "planning"},
-    "estimate": {"errors", "planning"},
+    "estimation": {"errors", "planning"},
     "records": {"_torch", "bucket_plan", "buckets", "plans"},
     "rebucketing": {"_torch", "bucket_plan", "errors", "records"},
     "tuning": {

@@ -79,7 +79,7 @@ def test_where_both_slow_each_other_down_no_cap_is_better(
     found = predict(profile, best_buckets(profile, slowed), slowed).backward_s
     for exponent in range(8):
         caps = buckets_of_caps(profile, (max(1, profile.num_bytes >> exponent),))
-        assert found <= predict(profile, caps, slowed).backward_s + 1e-9
+        assert found <= 1.005 * predict(profile, caps, slowed).backward_s + 1e-9
 
 
 def test_where_starting_is_free_the_last_bucket_is_as_small_as_it_can_be() -> None:

@@ -4,6 +4,11 @@
 (`explain`), to find better buckets (`plan`, `rebucket`, `simulate`) or to switch it off (`config`).
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ddpopt import config
 from ddpopt.bucket_plan import BucketPlan, PlannedBucket
 from ddpopt.calibration import calibrate
@@ -17,15 +22,28 @@ from ddpopt.errors import (
     TorchDriftError,
     UnsupportedModeError,
 )
-from ddpopt.estimate import estimate
 from ddpopt.inspection.observe import observe
 from ddpopt.inspection.report import Explanation, explain
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.planning.device import Device, measure_device
 from ddpopt.planning.timeline import Timeline
-from ddpopt.planning_ahead import plan
 from ddpopt.rebucketing import rebucket
 from ddpopt.simulator import Simulation, Stragglers, simulate
+
+if TYPE_CHECKING:
+    from ddpopt.estimation import estimate
+    from ddpopt.planning_ahead import plan
+
+# What reads graphs imports networkx, and takes half a second: not for those who only compile.
+_IMPORTED_WHEN_USED = {"estimate": "ddpopt.estimation", "plan": "ddpopt.planning_ahead"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is only imported when it is used."""
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+
 
 __all__ = [
     "AllreduceCost",

@@ -14,7 +14,7 @@ from torch import nn
 
 from ddpopt.bucket_plan import BucketPlan, plan_buckets
 from ddpopt.errors import PlanError
-from ddpopt.estimate import call_model, estimate, find_loss, scale
+from ddpopt.estimation import call_model, estimate, find_loss, scale
 from ddpopt.planning.costs import AllreduceCost, Network
 from ddpopt.planning.device import Device
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.errors import PlanError
-from ddpopt.estimate import estimate, scale
+from ddpopt.estimation import estimate, scale
 from ddpopt.planning.costs import Gradient, Profile
 from ddpopt.planning.device import Device
 
