@@ -15,7 +15,7 @@ from benchmarks.results import Bounds, Measured, Spread, spread
 from benchmarks.teams import Team, TeamError
 
 _MIN_ROUNDS = 3
-_LONG_STEP_S = 0.3  # what is in the processor's caches does not matter to such a step
+_LONG_STEP_S = 0.3  # of such steps one is enough in a turn
 _EAGER, _INTREE = "eager", "intree"
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ def _schedule(
 ) -> Schedule:
     taken = [turn for peer in turns.values() for turn in peer]
     is_long = any(turn.iteration_s > _LONG_STEP_S for turn in taken)
-    num_untimed, num_timed = (0, 1) if is_long else (1, 2)
+    num_untimed, num_timed = (1, 1) if is_long else (1, 2)
     step_s = sum(turn.iteration_s + turn.alone_s for turn in taken)
     round_s = (num_untimed + num_timed) * step_s + num_timed * communication_s
     fitting = int(budget_s / max(round_s, 1e-3))
