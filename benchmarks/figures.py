@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.protocol import BucketTimes, Timeline
 from benchmarks.results import Cell
 
+_WIDE = 10  # times the fastest, from where on the axis is logarithmic
 _COLUMNS = 72
 _MB = 1e6
 
@@ -123,13 +124,20 @@ def write_plot(model: str, cells: Sequence[Cell], path: Path) -> bool:
         own = [cell for cell in cells if cell.cap == cap]
         _plot_cells(panel, own)
         panel.set_title(f"{model}, cap {cap}")
-        panel.set_yscale("log")
+        if _is_wide(cells):
+            panel.set_yscale("log")
         panel.set_ylabel("iteration, ms")
     panels[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+def _is_wide(cells: Sequence[Cell]) -> bool:
+    """Whether bars from zero on would hide the fast cells; otherwise they show true ratios."""
+    times = [peer.iteration_s.median for cell in cells for peer in cell.peers.values()]
+    return max(times) > _WIDE * min(times)
 
 
 def _plot_cells(panel: object, cells: Sequence[Cell]) -> None:
