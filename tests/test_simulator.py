@@ -146,6 +146,12 @@ def test_equal_arguments_give_equal_simulations(
     assert str(first) == str(second)
 
 
+def test_a_backward_of_hardly_any_time_is_shown_too() -> None:
+    """Found by hypothesis: the width of the picture over so small a time is infinite."""
+    plan = _plan(ready_s=(1e-308,), num_bytes=(1,), sizes=(1,))
+    assert "efficiency" in str(simulate(plan, world_size=1))
+
+
 def test_another_seed_is_another_iteration() -> None:
     """And no mean delay is no delay."""
     slow = {Stragglers(mean_delay=0.1, seed=seed).slowdown(8) for seed in range(20)}

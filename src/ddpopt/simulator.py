@@ -119,8 +119,9 @@ class Simulation:
 
     def _row(self, index: int, bucket: BucketTimes) -> tuple[str, ...]:
         times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
-        scale = _BAR_WIDTH / self.timeline.backward_s if self.timeline.backward_s else 0.0
-        ready, launched, finished = (math.floor(time * scale) for time in times)
+        whole_s = self.timeline.backward_s or 1.0
+        # The part first: the width over a tiny time would be infinite.
+        ready, launched, finished = (math.floor(_BAR_WIDTH * (time / whole_s)) for time in times)
         runs = max(1, finished - launched)
         bar = " " * ready + "-" * (launched - ready) + "=" * runs
         return (f"{index}", format_bytes(bucket.num_bytes), *(f"{t * 1e3:.1f}" for t in times), bar)
