@@ -291,7 +291,7 @@ def replace_reducer(
     """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
 
     As DDP's constructor makes it, with the same options and comm hooks. It rebuilds its buckets
-    after its first iteration as any Reducer, by the limits `caps_bytes`.
+    after its first iteration as any Reducer, by the limits `caps_bytes`, one for each bucket.
     """
     build_parameters = _private_of(ddp, "_build_params_for_reducer")
     build_names = _private_of(ddp, "_build_debug_param_to_name_mapping")
@@ -332,8 +332,7 @@ def _assigned_buckets(
 ) -> Iterator[None]:
     """Let DDP form these buckets in this block; it reverses what it is given."""
     original = _private("torch.distributed", "_compute_bucket_assignment_by_size")
-    limits = [caps_bytes[min(k, len(caps_bytes) - 1)] for k in range(len(buckets))]
-    assigned = ([list(bucket) for bucket in reversed(buckets)], limits[::-1])
+    assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
     distributed: Any = torch.distributed
     distributed._compute_bucket_assignment_by_size = lambda *_args, **_kwargs: assigned
     try:

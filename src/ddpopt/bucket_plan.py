@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.errors import PlanError
-from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile, by_group
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.planning.timeline import Timeline, predict
 from ddpopt.plans import format_bytes, shorten, table
@@ -64,23 +64,15 @@ class BucketPlan:
     @functools.cached_property
     def buckets(self) -> tuple[PlannedBucket, ...]:
         """The buckets in the order of their launch."""
-        buckets = []
-        stop = 0
-        for size in self.sizes:
-            members = self.profile.gradients[stop : stop + size]
-            stop += size
-            groups: dict[str, list[Gradient]] = {}
-            for gradient in members:
-                groups.setdefault(gradient.group, []).append(gradient)
-            buckets += [
-                PlannedBucket(
-                    parameters=tuple(gradient.name for gradient in gradients),
-                    num_bytes=sum(gradient.num_bytes for gradient in gradients),
-                    group=group,
-                )
-                for group, gradients in groups.items()
-            ]
-        return tuple(buckets)
+        return tuple(
+            PlannedBucket(
+                parameters=tuple(gradient.name for gradient in gradients),
+                num_bytes=sum(gradient.num_bytes for gradient in gradients),
+                group=group,
+            )
+            for members in self.profile.split(self.sizes)
+            for group, gradients in by_group(members).items()
+        )
 
     @property
     def hash(self) -> str:

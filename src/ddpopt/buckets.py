@@ -96,7 +96,7 @@ def known_buckets(
     """Return the buckets that the Reducer told of, by parameter index, in launch order."""
     by_index = {parameter.index: parameter for parameter in parameters}
     members = ([by_index[index] for index in bucket] for bucket in actual)
-    return _number([(m, _cap(rules.caps_bytes, k)) for k, m in enumerate(members)])
+    return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])
 
 
 # Where fine buckets end, as parts of all bytes: finer at both ends, because the first bucket and
@@ -167,7 +167,7 @@ def _fill(
         bucket = open_buckets.setdefault(parameter.group, _OpenBucket([]))
         bucket.parameters.append(parameter)
         bucket.num_bytes += parameter.num_bytes
-        cap = _cap(caps_bytes, bucket.num_closed)
+        cap = cap_of(caps_bytes, bucket.num_closed)
         if bucket.num_bytes >= cap:
             closed.append((bucket.parameters, cap))
             bucket.parameters, bucket.num_bytes = [], 0
@@ -175,11 +175,12 @@ def _fill(
     # What is left over closes in reverse order of the groups' first appearance: the Reducer
     # walks a hash table that puts new keys in front.
     left_over = [bucket for bucket in open_buckets.values() if bucket.parameters]
-    closed += [(b.parameters, _cap(caps_bytes, b.num_closed)) for b in reversed(left_over)]
+    closed += [(b.parameters, cap_of(caps_bytes, b.num_closed)) for b in reversed(left_over)]
     return closed
 
 
-def _cap(caps_bytes: Sequence[int], num_closed: int) -> int:
+def cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
+    """Return the limit of the bucket that follows `num_closed` others of its group."""
     return caps_bytes[min(num_closed, len(caps_bytes) - 1)]
 
 

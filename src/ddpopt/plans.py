@@ -96,8 +96,8 @@ class Plan:
 
     @property
     def frame(self) -> str:
-        """The frame that the graph is of: `4` for `4/0`, its first compile."""
-        return self.graph.partition("/")[0]
+        """The frame that the graph is of."""
+        return frame_of(self.graph)
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> Plan:
         """Return the plan with other buckets, for the same sections."""
@@ -151,6 +151,11 @@ class Plan:
             )
             for bucket in self.buckets
         ]
+
+
+def frame_of(graph: str) -> str:
+    """Return the frame in a graph's name: `4` of `4/0`, its first compile."""
+    return graph.partition("/")[0]
 
 
 def complete(

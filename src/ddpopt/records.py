@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.bucket_plan import BucketPlan
 from ddpopt.buckets import Parameter, ReducerRules, known_buckets
-from ddpopt.plans import Observation, Plan
+from ddpopt.plans import Observation, Plan, frame_of
 
 
 class Tuner(Protocol):
@@ -70,7 +70,10 @@ _records: weakref.WeakKeyDictionary[DistributedDataParallel, _Record] = weakref.
 
 def of(ddp: DistributedDataParallel) -> _Record:
     """Return what is known of a module, to be read or added to."""
-    return _records.setdefault(ddp, _Record())
+    record = _records.get(ddp)
+    if record is None:  # setdefault would make one at each call, and forwards call this
+        record = _records[ddp] = _Record()
+    return record
 
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
@@ -137,7 +140,7 @@ def arrival_around(
     """
     # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
     by_frame = {plan.frame: plan.arrival for plan in plans_of(ddp) if plan.arrival}
-    frames, frame = list(by_frame), graph.partition("/")[0]
+    frames, frame = list(by_frame), frame_of(graph)
     own = frames.index(frame) if frame in by_frame else len(frames)
     later = [p for frame in reversed(frames[own + 1 :]) for p in by_frame[frame]]
     earlier = [p for frame in reversed(frames[:own]) for p in by_frame[frame]]

@@ -21,7 +21,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -85,6 +85,7 @@ class _Step:
     backward_ended: float = 0.0
     num_forwards: int = 1
     ended: float = 0.0
+    ready: dict[int, float] = field(default_factory=dict)  # by parameter index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,6 @@ class _Stopwatch:
         parameters = _torch.reducer_parameters(ddp)
         self._device = next(iter(parameters)).device
         self._steps: list[_Step] = []
-        self._ready: list[dict[int, float]] = []
         self._events: list[torch.Event] = []
         self._hooks = []
         for tensor, parameter in parameters.items():
@@ -193,7 +193,6 @@ class _Stopwatch:
         if self._steps:
             self._steps[-1].ended = now
         self._steps.append(_Step(began=now))
-        self._ready.append({})
 
     def end_forward(self) -> None:
         """A forward has ended; if it is none of a step that is measured, nothing is noted."""
@@ -215,9 +214,9 @@ class _Stopwatch:
             return _Measured(problem="DDP did not tell its buckets")
         arrival = tuple(itertools.chain.from_iterable(buckets))
         complete = [
-            (step, ready)
-            for step, ready in zip(self._steps, self._ready, strict=True)
-            if step.ended and step.num_forwards == 1 and ready.keys() >= set(arrival)
+            step
+            for step in self._steps
+            if step.ended and step.num_forwards == 1 and step.ready.keys() >= set(arrival)
         ]
         if len(complete) < _LEAST_COMPLETE:
             return _Measured(
@@ -230,21 +229,21 @@ class _Stopwatch:
             arrival=arrival,
             sizes=tuple(len(bucket) for bucket in buckets),
             ready_s=tuple(
-                median(seconds(step.forward_ended, ready[index]) for step, ready in complete)
+                median(seconds(step.forward_ended, step.ready[index]) for step in complete)
                 for index in arrival
             ),
-            forward_s=median(seconds(step.began, step.forward_ended) for step, _ in complete),
+            forward_s=median(seconds(step.began, step.forward_ended) for step in complete),
             backward_s=median(
-                seconds(step.forward_ended, step.backward_ended) for step, _ in complete
+                seconds(step.forward_ended, step.backward_ended) for step in complete
             ),
-            between_s=median(seconds(step.backward_ended, step.ended) for step, _ in complete),
+            between_s=median(seconds(step.backward_ended, step.ended) for step in complete),
         )
 
     def _note_arrival(self, index: int):  # type: ignore[no-untyped-def]  # hooks have no one type
         def note(_gradients: object) -> None:
             if not self._steps or self._steps[-1].backward_ended:
                 return  # it is the backward of a step that does not communicate
-            ready = self._ready[-1]
+            ready = self._steps[-1].ready
             if not ready:
                 _torch.at_end_of_backward(self._end_backward)
             ready[index] = self._now()

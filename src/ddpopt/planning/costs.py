@@ -5,8 +5,9 @@ Pure numbers: times in seconds, sizes in bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,14 @@ class Gradient:
     def __post_init__(self) -> None:
         _check(self, "num_bytes", at_least=1)
         _check(self, "ready_s")
+
+
+def by_group(gradients: Iterable[Gradient]) -> dict[str, list[Gradient]]:
+    """Return the gradients that one allreduce each can carry, groups in order of appearance."""
+    groups: dict[str, list[Gradient]] = {}
+    for gradient in gradients:
+        groups.setdefault(gradient.group, []).append(gradient)
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +79,11 @@ class Profile:
     def num_bytes(self) -> int:
         """Size of all gradients."""
         return sum(gradient.num_bytes for gradient in self.gradients)
+
+    def split(self, sizes: Sequence[int]) -> list[tuple[Gradient, ...]]:
+        """Return the gradients of each bucket, of which the k-th holds the next `sizes[k]`."""
+        ends = itertools.accumulate(sizes, initial=0)
+        return [self.gradients[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

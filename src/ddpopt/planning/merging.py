@@ -19,12 +19,12 @@ end when no prefix gains by one more bucket, or the cuts alone cost more than th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from ddpopt.buckets import cap_of
 from ddpopt.planning.costs import AllreduceCost, Profile
 from ddpopt.planning.timeline import predict, ready_times
 
@@ -62,12 +62,8 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
 
 def _largest(profile: Profile, sizes: Sequence[int]) -> int:
     """Return the bytes of the largest bucket."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    gradients = profile.gradients
-    return max(
-        sum(gradient.num_bytes for gradient in gradients[start:stop])
-        for start, stop in itertools.pairwise(ends)
-    )
+    buckets = profile.split(sizes)
+    return max(sum(gradient.num_bytes for gradient in members) for members in buckets)
 
 
 def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tuple[int, ...]:
@@ -157,7 +153,7 @@ def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, .
     count = num_bytes = 0
     for gradient in profile.gradients:
         count, num_bytes = count + 1, num_bytes + gradient.num_bytes
-        if num_bytes >= caps_bytes[min(len(sizes), len(caps_bytes) - 1)]:
+        if num_bytes >= cap_of(caps_bytes, len(sizes)):
             sizes.append(count)
             count = num_bytes = 0
     return tuple([*sizes, count] if count else sizes)

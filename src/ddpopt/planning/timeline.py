@@ -6,12 +6,13 @@ after another, in the buckets' order, while computation goes on. Each may slow t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpopt.planning.costs import AllreduceCost, Profile
+from ddpopt.planning.costs import AllreduceCost, Profile, by_group
 
 
 class BucketTimes(NamedTuple):
@@ -63,7 +64,7 @@ def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) 
     gradients of several groups meet in one, each group is an allreduce of its own.
     """
     allreduces = _allreduces(profile, bucket_sizes)
-    run = _run(profile, bucket_sizes, cost)
+    run = _run(profile, bucket_sizes, allreduces, cost)
     buckets = tuple(
         BucketTimes(allreduce.num_bytes, run.ready_s[allreduce.last], *times)
         for allreduce, times in zip(allreduces, run.allreduces, strict=True)
@@ -84,7 +85,7 @@ def ready_times(
     profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
 ) -> tuple[float, ...]:
     """Return when each gradient is ready while allreduces of these buckets run beside."""
-    return _run(profile, bucket_sizes, cost).ready_s
+    return _run(profile, bucket_sizes, _allreduces(profile, bucket_sizes), cost).ready_s
 
 
 class _Allreduce(NamedTuple):
@@ -95,16 +96,12 @@ class _Allreduce(NamedTuple):
 
 
 def _allreduces(profile: Profile, bucket_sizes: Sequence[int]) -> list[_Allreduce]:
-    allreduces = []
-    stop = 0
-    for size in bucket_sizes:
-        members = profile.gradients[stop : stop + size]
-        stop += size
-        groups: dict[str, int] = {}
-        for gradient in members:
-            groups[gradient.group] = groups.get(gradient.group, 0) + gradient.num_bytes
-        allreduces += [_Allreduce(num_bytes, stop - 1) for num_bytes in groups.values()]
-    return allreduces
+    ends = itertools.accumulate(bucket_sizes)
+    return [
+        _Allreduce(sum(gradient.num_bytes for gradient in gradients), stop - 1)
+        for members, stop in zip(profile.split(bucket_sizes), ends, strict=True)
+        for gradients in by_group(members).values()
+    ]
 
 
 class _Run(NamedTuple):
@@ -113,13 +110,17 @@ class _Run(NamedTuple):
     allreduces: list[tuple[float, float]]  # launched, finished
 
 
-def _run(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> _Run:
+def _run(
+    profile: Profile,
+    bucket_sizes: Sequence[int],
+    queue: Sequence[_Allreduce],
+    cost: AllreduceCost,
+) -> _Run:
     """Follow computation and communication side by side, from event to event."""
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
     # Each gradient, and the end of backward, as the computation that is done by then.
     goals = [g.ready_s + k * profile.cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
     goals.append(profile.backward_s + cuts[-1] * profile.cut_s)
-    queue = _allreduces(profile, bucket_sizes)
     now_s = done_s = 0.0
     launched_s: float | None = None
     phases: list[float] = []  # what is left of an allreduce: its transfer, its start-up
