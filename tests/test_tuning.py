@@ -1,11 +1,13 @@
 """`buckets="auto"` on two ranks: all switch at the same step or none does, and gradients are right.
 
-The network is given (a slow one), since what it costs here says nothing; computation is measured.
+The network is given (a slow one), since what it costs here says nothing, and so is the clock, since
+a machine that is busy for a moment would make the best buckets others.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from typing import Any
 from unittest import mock
@@ -22,9 +24,16 @@ import ddpopt
 from ddpopt import AllreduceCost, rebucketing, records, tuning
 
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
+TICK_S = 1e-3
 FREE = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
 DECIDED = 9  # the step in which buckets change
-SHAPE = (2048, 64)
+SHAPE = (256, 64)
+
+
+def _clock(tick_s: float = TICK_S) -> mock.Mock:
+    """Return a `time` by which any two readings are `tick_s` apart."""
+    readings = itertools.count()
+    return mock.Mock(perf_counter=lambda: next(readings) * tick_s)
 
 
 def _train(
@@ -48,7 +57,7 @@ def _train(
     options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     buckets = []
-    with mock.patch.multiple(tuning, calibrate=lambda *_: cost, **patches):
+    with mock.patch.multiple(tuning, **{"calibrate": lambda *_: cost, "time": _clock()} | patches):
         for x in batches(rank, [SHAPE] * (DECIDED + 4)):
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
             buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
@@ -131,11 +140,8 @@ def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Rank
 
 
 def _train_unevenly(rank: int) -> dict[str, Any]:
-    """Rank 1 measures ten times the times."""
-    clock = time.perf_counter
-    fast = mock.Mock(wraps=time)
-    fast.perf_counter = lambda: clock() * (10 if rank else 1)
-    return _train(rank, "backward", SLOW, {"time": fast})
+    """Rank 1 measures three times the times."""
+    return _train(rank, "backward", SLOW, {"time": _clock(TICK_S * (3 if rank else 1))})
 
 
 def test_ranks_that_measure_different_times_get_one_plan(ranks: Ranks) -> None:
@@ -195,7 +201,7 @@ def _train_oddly(rank: int, kind: str) -> str:
     ddp = DistributedDataParallel(module)
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with mock.patch.object(tuning, "calibrate", return_value=SLOW):
+    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()):
         for x in batches(rank, [SHAPE] * (DECIDED + 4)):
             for model, call in ((ddp, compiled), (expected, expected)):
                 if kind == "two forwards":
