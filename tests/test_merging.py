@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -38,7 +39,7 @@ def _objective(profile: Profile, sizes: tuple[int, ...], cost: AllreduceCost) ->
         stop += size
         num_bytes = sum(gradient.num_bytes for gradient in members)
         finished_s = max(finished_s, members[-1].ready_s) + cost.seconds(num_bytes)
-    return finished_s + profile.cut_s * (len(sizes) - 1)
+    return finished_s + (profile.cut_s + cost.launch_s) * (len(sizes) - 1)
 
 
 @st.composite
@@ -53,6 +54,7 @@ costs = st.builds(
     AllreduceCost,
     startup_s=st.sampled_from([0, 0.01, 0.1, 1]),
     s_per_byte=st.sampled_from([0, 1e-3, 1e-2]),
+    launch_s=st.sampled_from([0, 0.05]),
 )
 
 
@@ -102,6 +104,16 @@ def test_dear_cuts_make_fewer_buckets() -> None:
     cheap = best_buckets(_profile(times, sizes), cost)
     dear = best_buckets(_profile(times, sizes, cut_s=5.0), cost)
     assert 1 <= len(dear) < len(cheap)
+
+
+def test_dear_launches_make_fewer_buckets() -> None:
+    """As dear cuts do, whether or not computation and allreduces disturb each other."""
+    times, sizes = [float(k) for k in range(1, 101)], [10] * 100
+    for beside in ({}, {"interference": 0.3, "contention": 1.2}):
+        cheap = AllreduceCost(startup_s=0.01, s_per_byte=0.09, **beside)
+        dear = dataclasses.replace(cheap, launch_s=5.0)
+        numbers = [len(best_buckets(_profile(times, sizes), cost)) for cost in (cheap, dear)]
+        assert 1 <= numbers[1] < numbers[0]
 
 
 def test_ten_thousand_gradients_are_planned() -> None:

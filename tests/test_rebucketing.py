@@ -179,6 +179,7 @@ def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
     assert first == second
     assert first.s_per_byte > 0
     assert first.contention >= 1
+    assert 0 <= first.launch_s < 1
 
 
 def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:

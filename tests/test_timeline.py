@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -44,6 +45,12 @@ def test_each_cut_delays_what_comes_after_it() -> None:
     assert [bucket.ready_s for bucket in timeline.buckets] == [1, 2.25, 3.5]
 
 
+def test_each_launch_delays_what_comes_after_it() -> None:
+    cost = dataclasses.replace(COST, launch_s=0.25)
+    timeline = predict(_profile([1, 2, 3], [1, 1, 1]), (1, 1, 1), cost)
+    assert [bucket.ready_s for bucket in timeline.buckets] == [1, 2.25, 3.5]
+
+
 def test_an_allreduce_slows_computation_down_while_it_runs() -> None:
     """It starts at 1 and moves bytes from 2 to 5, at half the speed: 4 is reached at 5.5."""
     cost = AllreduceCost(startup_s=1, s_per_byte=1, interference=0.5)
@@ -73,6 +80,7 @@ costs = st.builds(
     s_per_byte=st.sampled_from([0, 1e-4, 1e-3]),
     interference=st.sampled_from([0, 0.3, 0.8]),
     contention=st.sampled_from([1, 1.5, 3]),
+    launch_s=st.sampled_from([0, 0.01]),
 )
 
 

@@ -356,6 +356,21 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     queue(lambda: queue(call))
 
 
+def accumulate_node(parameter: torch.Tensor) -> Any:
+    """Return the autograd node that accumulates a parameter's gradient.
+
+    It lives as long as somebody holds it, or a graph that uses the parameter.
+    """
+    view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    return view.grad_fn.next_functions[0][0]
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is on."""
+    return bool(_private("torch._C._autograd", "_profiler_enabled")())
+
+
 def _queue_callback() -> Callable[[Callable[[], None]], None]:
     engine = _private_of(_private("torch.autograd", "Variable"), "_execution_engine")
     queue: Callable[[Callable[[], None]], None] = _private_of(engine, "queue_callback")
@@ -838,3 +853,17 @@ def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], 
     with contextlib.suppress(TorchDriftError):
         trace = _private("torch._logging", "trace_structured")
         trace(name, lambda: metadata, payload_fn=payload)
+
+
+# ---- Several compiled models side by side -----------------------------------------------------
+
+
+@contextlib.contextmanager
+def dynamo_settings(*, optimize_ddp: bool, recompile_limit: int) -> Iterator[None]:
+    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in this block.
+
+    Models of one class count together, whichever backends they are compiled with.
+    """
+    config = _private("torch._dynamo", "config")
+    with config.patch(optimize_ddp=optimize_ddp, recompile_limit=recompile_limit):
+        yield

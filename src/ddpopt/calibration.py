@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ _LARGEST_BYTES = (_MIB, 32 * _MIB)  # at least and at most
 _LEAST_STARTUP_S = {"cpu": 1e-4, "other": 1e-5}  # of a launch; a fit may come out below
 _NUM_SIZES = 5
 _NUM_ROUNDS = 3
+_NUM_LAUNCHES = 16  # of small allreduces, one after the other
+_SMALL_BYTES = 1024
 _SIDE = 256  # of the matrices that are multiplied meanwhile
 
 
@@ -29,9 +32,10 @@ def calibrate(
 
     A collective call: every rank of the group must make it, at a time when nothing else
     communicates, and all get the same result. Times are the slowest rank's; sizes are chosen so
-    that it takes about one second, up to three on slow networks. `device` is that of the
+    that it takes one to two seconds, up to four on slow networks. `device` is that of the
     gradients: by default the GPU where the group's backend needs one. How far computation and
-    allreduces slow each other down is measured with products of matrices beside an allreduce.
+    allreduces slow each other down is measured with products of matrices beside one large
+    allreduce and beside many small ones.
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
@@ -48,12 +52,14 @@ def calibrate(
     sizes = [largest // 2**k for k in range(_NUM_SIZES)]
     times = [statistics.median(bench.seconds(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
     beside = [bench.beside(largest) for _ in range(_NUM_ROUNDS)]
+    launches = [bench.launch() for _ in range(_NUM_ROUNDS)]
     fitted = fit_cost(sizes, times)
     return dataclasses.replace(
         fitted,
         startup_s=max(fitted.startup_s, _LEAST_STARTUP_S["cpu" if bench.is_cpu else "other"]),
         interference=statistics.median(lost for lost, _ in beside),
         contention=max(1.0, statistics.median(taken_s for _, taken_s in beside) / times[0]),
+        launch_s=max(0.0, statistics.median(launches)),
     )
 
 
@@ -97,6 +103,32 @@ class _Bench:
         alone, alone_s = self._multiply(lambda: time.perf_counter() < stop_s)
         lost = 1 - (beside / beside_s) / (alone / alone_s)
         return min(max(self._slowest(lost), 0.0), 0.95), self._slowest(beside_s)
+
+    def launch(self) -> float:
+        """Return how much longer computation takes for each small allreduce beside it."""
+        values = [torch.ones(_SMALL_BYTES // 4, device=self._device) for _ in range(_NUM_LAUNCHES)]
+        self._meet()
+        _, busy_s = self._beside_all(values, count=0)
+        _, one_s = self._beside_all([], count=1)
+        count = math.ceil(2 * self._slowest(busy_s) / self._slowest(one_s))  # outlasts them
+        self._meet()
+        beside_s, _ = self._beside_all(values, count)
+        self._meet()
+        alone_s, _ = self._beside_all([], count)
+        return self._slowest(beside_s - alone_s) / _NUM_LAUNCHES
+
+    def _beside_all(self, values: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
+        """Launch an allreduce of each value and multiply; return when both were done."""
+        start_s = time.perf_counter()
+        works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
+        left = iter(range(count))
+        self._multiply(lambda: next(left, None) is not None)
+        multiplied_s = time.perf_counter() - start_s
+        for work in works:
+            assert work is not None
+            work.wait()
+        self._synchronize()
+        return multiplied_s, time.perf_counter() - start_s
 
     def _multiply(self, is_on: Callable[[], bool]) -> tuple[int, float]:
         start_s = time.perf_counter()

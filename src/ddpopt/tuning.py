@@ -180,8 +180,7 @@ class _Stopwatch:
         self._events: list[torch.Event] = []
         self._hooks = []
         for tensor, parameter in parameters.items():
-            (node, _), *_ = tensor.view_as(tensor).grad_fn.next_functions  # type: ignore[union-attr]
-            assert node is not None
+            node = _torch.accumulate_node(tensor)
             self._hooks.append((node, node.register_prehook(self._note_arrival(parameter.index))))
 
     def begin_step(self) -> None:
@@ -374,8 +373,8 @@ def choose(
         f"with DDP's own {len(gathered[0].sizes)} buckets (of it {profile.after_s * 1e3:.0f} after "
         f"the last allreduce) and {_ms(after)} ms with the best {len(plan.buckets)}, as an "
         f"allreduce costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_byte * 2**20 * 1e3:.2f} ms "
-        f"a MiB, {cost.contention:.2f} times that beside computation, which it slows down by "
-        f"{cost.interference:.0%}"
+        f"a MiB, {cost.contention:.2f} times that beside computation, which each launch keeps up "
+        f"by {cost.launch_s * 1e3:.2f} ms and the transfer slows down by {cost.interference:.0%}"
     )
     return _Decision(reason, plan.to_json(), is_better=gain >= _LEAST_GAIN)
 

@@ -92,7 +92,8 @@ class AllreduceCost:
 
     While bytes move, computation loses the part `interference` of its speed: on a CPU the
     reduction needs the same cores, on a GPU some of the multiprocessors. While computation runs,
-    bytes take `contention` times as long.
+    bytes take `contention` times as long. And each allreduce, of whatever size, keeps computation
+    up by `launch_s`.
 
     Raises:
         PlanError: a number is negative or not finite, `interference` is not below 1, or
@@ -103,10 +104,12 @@ class AllreduceCost:
     s_per_byte: float
     interference: float = 0.0
     contention: float = 1.0
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self, "startup_s")
         _check(self, "s_per_byte")
+        _check(self, "launch_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
 
@@ -121,7 +124,7 @@ class Network:
 
     `latency_s` is that of a message between nodes, `bytes_per_s` the rate of a node's link in each
     direction; `node_latency_s` and `node_bytes_per_s` are those between the ranks of one node.
-    `interference` and `contention` are as in `AllreduceCost`.
+    `interference`, `contention` and `launch_s` are as in `AllreduceCost`.
 
     Raises:
         PlanError: a number is out of range, or `algorithm` is none of `ALGORITHMS`.
@@ -135,9 +138,11 @@ class Network:
     node_bytes_per_s: float = math.inf
     interference: float = 0.0
     contention: float = 1.0
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self, "latency_s")
+        _check(self, "launch_s")
         _check(self, "node_latency_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
@@ -165,6 +170,7 @@ class Network:
             bytes_per_s=steps / world_size / cost.s_per_byte,
             interference=cost.interference,
             contention=cost.contention,
+            launch_s=cost.launch_s,
         )
 
     def allreduce(self, world_size: int) -> AllreduceCost:
@@ -209,6 +215,7 @@ class Network:
             s_per_byte=per_byte,
             interference=self.interference,
             contention=self.contention,
+            launch_s=self.launch_s if world_size > 1 else 0.0,
         )
 
 

@@ -11,9 +11,10 @@ be reduced in k buckets or fewer. The last of these buckets starts behind some j
 
 Since F(k, j) grows with j, those j with F <= t(i) are a prefix, of which the last one is best, and
 for the others F(k - 1, j) - b * S(j) has to be smallest, which is the minimum of a sliding window.
-So a layer k takes n log n steps, which run as tensor operations. A cut costs too: what is
-minimised is F(k, n) + cut * (k - 1), which takes each cut to delay the end by its full cost. Layers
-end when no prefix gains by one more bucket, or the cuts alone cost more than there is to win.
+So a layer k takes n log n steps, which run as tensor operations. A cut costs computation too, and
+so does a launch: what is minimised is F(k, n) + (cut + launch) * (k - 1), which takes each to delay
+the end by its full cost. Layers end when no prefix gains by one more bucket, or cuts and launches
+alone cost more than there is to win.
 """
 
 from __future__ import annotations
@@ -77,13 +78,14 @@ def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tu
     # No bucket: nothing can be reduced in it, which is done at 0.
     layers = [torch.full_like(problem.sent, torch.inf).index_fill(0, torch.tensor(0), 0.0)]
     values: list[float] = []
+    cut_s = profile.cut_s + cost.launch_s
     least = max(ready_s[0] + cost.seconds(profile.num_bytes), ready_s[-1] + cost.startup_s)
-    while least + profile.cut_s * len(values) < min(values, default=torch.inf):
+    while least + cut_s * len(values) < min(values, default=torch.inf):
         layer = problem.next_layer(layers[-1])
         if not bool((layer < layers[-1] - _REAL_GAIN).any()):
             break
         layers.append(layer)
-        values.append(float(layer[-1]) + profile.cut_s * len(values))
+        values.append(float(layer[-1]) + cut_s * len(values))
     enough = min(values) + _REAL_GAIN
     best = next(k for k, value in enumerate(values, start=1) if value <= enough)
     return problem.trace_back(layers[: best + 1])

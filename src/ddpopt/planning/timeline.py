@@ -6,6 +6,7 @@ after another, in the buckets' order, while computation goes on. Each may slow t
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -119,8 +120,9 @@ def _run(
     """Follow computation and communication side by side, from event to event."""
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
     # Each gradient, and the end of backward, as the computation that is done by then.
-    goals = [g.ready_s + k * profile.cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
-    goals.append(profile.backward_s + cuts[-1] * profile.cut_s)
+    cut_s = profile.cut_s + cost.launch_s
+    goals = [g.ready_s + k * cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
+    goals.append(profile.backward_s + cuts[-1] * cut_s)
     now_s = done_s = 0.0
     launched_s: float | None = None
     phases: list[float] = []  # what is left of an allreduce: its transfer, its start-up
@@ -162,13 +164,14 @@ def undisturbed(
     and its bytes. The inverse of what `predict` does.
     """
     end_s = ready_s[-1]
+    ends = [last for last, _ in bucket_bytes]
     busy: list[tuple[float, float]] = []
     for last, num_bytes in bucket_bytes:
         moving_s = max(ready_s[last], busy[-1][1] if busy else 0.0) + cost.startup_s
         left_s = cost.s_per_byte * num_bytes
         beside_s = min(left_s, max(0.0, end_s - moving_s) / cost.contention)
         busy.append((moving_s, moving_s + beside_s * cost.contention + left_s - beside_s))
-    result = []
+    result: list[float] = []
     lost_s = 0.0  # by the allreduces that were over
     passed = 0
     for at_s in ready_s:
@@ -176,5 +179,8 @@ def undisturbed(
             lost_s += (busy[passed][1] - busy[passed][0]) * cost.interference
             passed += 1
         running_s = max(0.0, at_s - busy[passed][0]) if passed < len(busy) else 0.0
-        result.append(at_s - lost_s - running_s * cost.interference)
+        launched = bisect.bisect_left(ends, len(result))
+        alone_s = at_s - lost_s - running_s * cost.interference - launched * cost.launch_s
+        # Of gradients that arrived together, some may have been ready before a launch.
+        result.append(max([alone_s, *result[-1:], 0.0]))
     return result
