@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.gates import Boxed, CompiledSection, GatedGraph, run_first_section
+from ddpopt.listening import Label
 
 _MIB = 1024 * 1024
 _ELEMENTS = 4
@@ -215,7 +216,14 @@ def _empty_section(released: Sequence[int]) -> CompiledSection:
         values.clear()
         return made
 
-    return CompiledSection(call=call, takes=(2,), keeps=(2,), drops=(2,), releases=tuple(released))
+    return CompiledSection(
+        call=call,
+        takes=(2,),
+        keeps=(2,),
+        drops=(2,),
+        releases=tuple(released),
+        label=Label("empty", 0),
+    )
 
 
 def _forward(backward: Boxed, *arguments: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -14,11 +14,14 @@ WIDTH = 64
 
 
 class MLP(nn.Module):
-    """`depth` blocks of Linear and ReLU; with width 64 a layer holds 16,640 bytes."""
+    """`depth` blocks of Linear and ReLU; with width 64 a layer holds 16,640 bytes.
 
-    def __init__(self, depth: int = 6, width: int = WIDTH) -> None:
+    Without `bias` 16,384, so that the order in which a layer's gradients arrive does not matter.
+    """
+
+    def __init__(self, depth: int = 6, width: int = WIDTH, bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -35,9 +35,19 @@ def test_a_wrong_type_is_refused_and_nothing_is_set(value: object) -> None:
     assert config.enabled is True
 
 
+@pytest.mark.parametrize("value", [None, 1, True])
+def test_dump_dir_is_a_str(value: object) -> None:
+    """Others are refused with the value; a folder need not exist yet."""
+    with pytest.raises(ddpopt.OptionError, match=f"'dump_dir' is {value!r}"):
+        config.dump_dir = value
+    with config.patch(dump_dir="/nowhere"):
+        assert config.dump_dir == "/nowhere"
+    assert config.dump_dir == ""
+
+
 def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
     """A typo does not pass for a setting."""
-    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', 'enabled'\]"):
+    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', 'dump_dir', 'enabled'\]"):
         config.enable = False
 
 
@@ -53,10 +63,20 @@ def test_a_bad_environment_value_is_an_error_that_names_it() -> None:
     assert "DDPOPT_ENABLED is 'maybe'; valid values are '0' and '1'" in stderr
 
 
+def test_the_environment_names_the_folder_of_dumps() -> None:
+    """DDPOPT_DUMP_DIR is read at import."""
+    done = _print_flag("dump_dir", DDPOPT_DUMP_DIR="/some/where")
+    assert done.stdout.strip() == "/some/where"
+
+
 def _enabled_with(text: str) -> subprocess.CompletedProcess[str]:
+    return _print_flag("enabled", DDPOPT_ENABLED=text)
+
+
+def _print_flag(flag: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "import ddpopt; print(ddpopt.config.enabled)"],
-        env={**os.environ, "DDPOPT_ENABLED": text},
+        [sys.executable, "-c", f"import ddpopt; print(ddpopt.config.{flag})"],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -67,13 +67,13 @@ def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     assert all(bucket.is_as_planned for bucket in explanation.buckets)
 
 
-def test_observe_sees_each_allreduce_launched_before_the_next_section(one_rank: None) -> None:
-    """In the profiler's events of one real step."""
+def test_explain_shows_what_was_recorded(one_rank: None) -> None:
+    """Each allreduce was launched before the next section's backward began."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     compiled = _compile(ddp)
     for _ in range(3):
         compiled(torch.randn(2, 64)).sum().backward()
-    with ddpopt.observe(compiled):
+    with ddpopt.record(compiled):
         compiled(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
     assert [bucket.launched_after for bucket in explanation.buckets] == [1, 2, 3]

@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import sections
 
 
 class _FailsOn:
@@ -186,3 +187,22 @@ def test_retain_graph_is_right_when_the_cache_has_a_backward_without(tmp_path: P
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
             check=True,
         )
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_a_long_compile_tells_which_section_it_is_at(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """And a short one tells nothing."""
+    told: list[str] = []
+    monkeypatch.setattr(sections.logs, "progress", lambda text, *args: told.append(text % args))
+    options = {"inner": "aot_eager", "split": split}
+    for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
+        monkeypatch.setattr(sections, "_QUIET_S", quiet_s)
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+        compiled = torch.compile(ddp, backend="ddpopt", options=options)
+        compiled(torch.randn(2, 64)).sum().backward()
+        assert [line.partition(": ")[2].partition(",")[0] for line in told] == [
+            f"compiling section {k} of 3" for k in expected
+        ]

@@ -1,7 +1,8 @@
 """ddpopt: overlap DDP's gradient communication with a compiled backward.
 
 `torch.compile(ddp_model, backend="ddpopt")` needs no import of this package; import it to inspect
-(`explain`), to find better buckets (`plan`, `rebucket`, `simulate`) or to switch it off (`config`).
+(`explain`, `record`), to find better buckets (`plan`, `rebucket`, `simulate`) or to switch it off
+(`config`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from ddpopt.errors import (
     PlanError,
     SectionCompileError,
     TorchDriftError,
+    TraceError,
     UnsupportedModeError,
 )
-from ddpopt.inspection.observe import observe
+from ddpopt.inspection.recording import record
 from ddpopt.inspection.report import Explanation, explain
+from ddpopt.inspection.traces import merge_traces
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.planning.device import Device, measure_device
 from ddpopt.planning.timeline import Timeline
 from ddpopt.rebucketing import rebucket
+from ddpopt.recorded import Recording
 from ddpopt.simulator import Simulation, Stragglers, simulate
 
 if TYPE_CHECKING:
@@ -59,19 +63,22 @@ __all__ = [
     "PlanError",
     "PlannedBucket",
     "Profile",
+    "Recording",
     "SectionCompileError",
     "Simulation",
     "Stragglers",
     "Timeline",
     "TorchDriftError",
+    "TraceError",
     "UnsupportedModeError",
     "calibrate",
     "config",
     "estimate",
     "explain",
     "measure_device",
-    "observe",
+    "merge_traces",
     "plan",
     "rebucket",
+    "record",
     "simulate",
 ]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, logs, rebucketing, records, tuning
+from ddpopt import _torch, dump, listening, logs, rebucketing, records, tuning
 from ddpopt.buckets import (
     Bucket,
     Parameter,
@@ -34,7 +34,7 @@ from ddpopt.errors import (
     UnsupportedModeError,
 )
 from ddpopt.gated import compile_gated
-from ddpopt.gates import GatedGraph
+from ddpopt.listening import Label, telling
 from ddpopt.options import Options, resolve_options
 from ddpopt.planning.backward import final_positions, plan_backward
 from ddpopt.planning.planner import order_arrival, plan_sections
@@ -45,7 +45,7 @@ from ddpopt.splitting.analysis import GraphFacts, read_facts
 from ddpopt.splitting.backward import SectionGraph
 from ddpopt.splitting.backward_analysis import BackwardFacts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
-from ddpopt.splitting.nodes import call_nodes
+from ddpopt.splitting.nodes import call_nodes, describe, graph_name
 from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
 
 
@@ -181,7 +181,7 @@ def _compile_under_ddp(
     try:
         _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
         survey = _survey(gm, example_inputs, ddp, options)
-        plan, compiled = _split(gm, example_inputs, survey, options, passing)
+        plan, nodes, compiled = _split(gm, example_inputs, survey, options, passing)
     except passing:
         raise
     except Exception as error:
@@ -190,11 +190,12 @@ def _compile_under_ddp(
         )
         plan = _blank_plan(gm, options, reason, detail=f"{type(error).__name__}: {error}")
         return _compile_whole(gm, example_inputs, ddp, options, plan)
+    dump.dump_plan(gm, plan)
     if compiled is None:
-        compiled = options.inner(gm, list(example_inputs))
-    _announce(ddp, plan)
+        compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
+    _announce(ddp, plan, nodes)
     slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
-    return GraphRunner(plan, compiled, order_first_arrival(compiled, slots))
+    return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
 
 
 def _survey(
@@ -208,7 +209,7 @@ def _survey(
     owners, slots = find_parameters(graph, example_inputs, reduced)
     record, rules = records.of(ddp), records.rules_of(ddp)
     assert rules is not None
-    later, earlier = records.arrival_around(ddp, _name_of(gm))
+    later, earlier = records.arrival_around(ddp, graph_name(gm))
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
     is_shared = has_twin(ddp.module, frame)
@@ -233,14 +234,21 @@ def _survey(
     )
 
 
+class _Split(NamedTuple):
+    """The plan, the nodes of its sections, and the compiled graph: None if it is to be whole."""
+
+    plan: Plan
+    nodes: records.Nodes
+    compiled: Callable[..., Any] | None
+
+
 def _split(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     survey: _Survey,
     options: Options,
     passing: tuple[type[BaseException], ...],
-) -> tuple[Plan, Callable[..., Any] | None]:
-    """Return the plan and the compiled graph, None where the plan is to compile it whole."""
+) -> _Split:
     plan = _plan_forward(survey)
     if options.split == "backward" and plan.fallback not in _NOTHING_TO_RELEASE:
         try:
@@ -250,11 +258,15 @@ def _split(
         except Exception as error:
             instead, detail = _refusal(error)
             plan = dataclasses.replace(plan, instead=instead, detail=detail)
+    calls = describe(call_nodes(survey.graph.graph))
     if plan.fallback is not None:
-        return plan, None
+        return _Split(plan, (calls,), None)
+    nodes = tuple(calls[s.start : s.stop] for s in plan.sections)
     stitched = split_forward(survey.graph, plan.sections)
     _show_forward(gm, stitched)
-    return plan, compile_sections(stitched, example_inputs, options.inner)
+    dump.dump_forward(gm, stitched, nodes, plan)
+    compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
+    return _Split(plan, nodes, compiled)
 
 
 def _plan_forward(survey: _Survey) -> Plan:
@@ -268,7 +280,7 @@ def _plan_forward(survey: _Survey) -> Plan:
 
 def _split_backward(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
-) -> tuple[Plan, GatedGraph]:
+) -> _Split:
     """Compile a graph whole and its backward in sections.
 
     Raises:
@@ -281,6 +293,8 @@ def _split_backward(
         raise CutRefusedError(ForwardInstead.ATTRIBUTES)
     elsewhere = {parameter.index for parameter in survey.earlier}
     plans: list[Plan] = []
+    cuts: list[BackwardCuts] = []
+    nodes: records.Nodes = (describe(call_nodes(survey.graph.graph)),)
 
     def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
         final = final_positions(facts, arguments, elsewhere)
@@ -291,12 +305,17 @@ def _split_backward(
             return None
         plan = dataclasses.replace(plan, sections=outcome.sections, num_nodes=len(outcome.order))
         plans.append(plan.with_buckets(plan.buckets))
+        cuts.append(outcome)
         return outcome
 
-    compiled = compile_gated(
-        copy_for_splitting(gm), example_inputs, options.aot, plan_cuts, _show_backward
-    )
-    return plans[-1], compiled
+    def show(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
+        nonlocal nodes
+        nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
+        _show_backward(original, sections)
+        dump.dump_backward(gm, original, cuts[-1], sections, plans[-1])
+
+    compiled = compile_gated(copy_for_splitting(gm), example_inputs, options.aot, plan_cuts, show)
+    return _Split(plans[-1], nodes, compiled)
 
 
 def _refusal(error: Exception) -> tuple[ForwardInstead, str]:
@@ -308,15 +327,11 @@ def _refusal(error: Exception) -> tuple[ForwardInstead, str]:
     return reason, f"{type(error).__name__}: {error}"
 
 
-def _name_of(gm: fx.GraphModule) -> str:
-    return str(gm.meta.get("dynamo_compile_id", "?"))
-
-
 def _blank_plan(
     gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
 ) -> Plan:
     return Plan(
-        graph=_name_of(gm),
+        graph=graph_name(gm),
         inner=options.inner_name,
         num_nodes=len(call_nodes(gm.graph)),
         fallback=fallback,
@@ -331,15 +346,17 @@ def _compile_whole(
     options: Options,
     plan: Plan,
 ) -> Callable[..., Any]:
-    compiled = options.inner(gm, list(example_inputs))
-    _announce(ddp, plan)
+    dump.dump_plan(gm, plan)
+    nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
+    compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
+    _announce(ddp, plan, nodes)
     has_drifted = plan.fallback is Fallback.TORCH_DRIFT  # the runner needs the names that moved
-    return compiled if ddp is None or has_drifted else GraphRunner(plan, compiled)
+    return compiled if ddp is None or has_drifted else GraphRunner(plan, nodes, compiled)
 
 
-def _announce(ddp: DistributedDataParallel | None, plan: Plan) -> None:
+def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:
     if ddp is not None:
-        records.keep(ddp, plan)
+        records.keep(ddp, plan, nodes)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
         logs.info("%s", plan)
@@ -403,10 +420,14 @@ def uninstall() -> None:
 def _before_ddp_forward(ddp: DistributedDataParallel) -> None:
     rebucketing.allow_backward(ddp)
     tuning.before_forward(ddp)
+    if listening.current is not None:
+        listening.current.before_forward(ddp)
 
 
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
     tuning.after_forward(ddp)
+    if listening.current is not None:
+        listening.current.after_forward(ddp)
     if ran_under is backend:
         warn_if_nothing_compiled(ddp)
 

@@ -53,6 +53,20 @@ def check_buckets(value: object) -> str:
     return value
 
 
+def check_dump_dir(value: object) -> str:
+    """Return `value` if it is a str.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if not isinstance(value, str):
+        raise OptionError(
+            f"'dump_dir' is {value!r}, a {type(value).__name__}; give the name of a folder, or '' "
+            "for no dumps"
+        )
+    return value
+
+
 enabled: bool = _read_boolean("DDPOPT_ENABLED", default=True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
@@ -60,10 +74,18 @@ buckets: str = check_buckets(os.environ.get("DDPOPT_BUCKETS", "ddp"))
 """Whose buckets DDP reduces: its own (`"ddp"`), or the best that are found in the first iterations
 (`"auto"`). Read when a graph is compiled. Environment: `DDPOPT_BUCKETS`."""
 
+dump_dir: str = check_dump_dir(os.environ.get("DDPOPT_DUMP_DIR", ""))
+"""The folder that each compile's graphs and plan are written to; `""` writes none. Read when a
+graph is compiled. Environment: `DDPOPT_DUMP_DIR`."""
+
 _CHECKS: dict[str, Callable[[object], object]] = {
     "enabled": check_enabled,
     "buckets": check_buckets,
+    "dump_dir": check_dump_dir,
 }
+
+VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _CHECKS)
+"""The environment variables that are read here."""
 
 
 @contextlib.contextmanager

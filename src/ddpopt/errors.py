@@ -28,6 +28,10 @@ class PlanError(DDPOptError, ValueError):
     """Costs, a profile or a plan are not valid, or do not fit the model or the other ranks."""
 
 
+class TraceError(DDPOptError, ValueError):
+    """A trace cannot be read, or does not fit the other ranks' traces."""
+
+
 class TorchDriftError(DDPOptError, ImportError):
     """A private name of torch that ddpopt needs is not where the supported releases have it."""
 

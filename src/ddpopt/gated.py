@@ -25,7 +25,7 @@ from ddpopt.splitting.backward_analysis import (
     read_backward,
     saved_arguments,
 )
-from ddpopt.splitting.nodes import output_values
+from ddpopt.splitting.nodes import graph_name, output_values
 
 PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
 Show = Callable[[fx.GraphModule, Sequence[SectionGraph]], None]
@@ -72,7 +72,7 @@ def compile_gated(
             return compile_section(graph, inputs, list(range(len(inputs))))
         sections = cut_backward(graph, cuts)
         show(graph, sections)
-        first, *rest = compile_backward_sections(sections, inputs, compile_section)
+        first, *rest = compile_backward_sections(sections, inputs, compile_section, graph_name(gm))
         # AOTAutograd's own node does it for the first section.
         further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)

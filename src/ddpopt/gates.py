@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from ddpopt import _torch
+from ddpopt import _torch, listening
+from ddpopt.listening import Label
 
 TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -42,7 +43,7 @@ class CompiledSection:
 
     `call` takes its values as a list, which it empties. The gradients it makes come in the order
     of `releases`. Where autocast was on in forward, `call` is `without_autocast`: what was to be
-    cast has been.
+    cast has been. `label` says which section it is.
     """
 
     call: Boxed
@@ -50,10 +51,17 @@ class CompiledSection:
     keeps: tuple[int, ...]
     drops: tuple[int, ...]
     releases: tuple[int, ...]
+    label: Label
     without_autocast: bool = False
 
     def run(self, run: Run) -> Sequence[Any]:
         """Run this section of a backward; return its gradients."""
+        if listening.current is None:
+            return self._run(run)
+        with listening.current.section(self.label, "backward"):
+            return self._run(run)
+
+    def _run(self, run: Run) -> Sequence[Any]:
         values = [run[slot] for slot in self.takes]
         for slot in self.drops:
             run[slot] = None

@@ -10,6 +10,8 @@ Nothing is formatted while its logger is off: pass objects whose `str` does the 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 
 from ddpopt import _torch
@@ -30,6 +32,14 @@ def info(message: str, *args: object) -> None:
 def warning(message: str, *args: object) -> None:
     """Log at WARNING, which torch prints unless the user turned it off."""
     _torch_log.warning(message, *args, stacklevel=2)
+
+
+def progress(message: str, *args: object) -> None:
+    """Log at INFO; where that is off, show it on rank 0's terminal, if it has one."""
+    if _torch_log.isEnabledFor(logging.INFO) or _own_log.isEnabledFor(logging.INFO):
+        info(message, *args)
+    elif sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+        print(f"ddpopt: {message % args}", file=sys.stderr)
 
 
 def graph(title: str, render: Callable[[], str]) -> None:

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddpopt.buckets import Bucket, Parameter
 from ddpopt.errors import Fallback, ForwardInstead
@@ -58,16 +59,16 @@ class BackwardCuts:
     releases: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """One step as it ran: for each allreduce, in launch order, how much of backward had started.
+class NodeText(NamedTuple):
+    """A node for people to read; shape and source may be empty.
 
-    `launched_after[k]` is the number of sections, of all graphs, whose backward had started when
-    the k-th allreduce was launched; `num_backwards` how many there were.
+    For example `linear`, `torch._C._nn.linear`, `float32[8, 64]` and `model.py:12`.
     """
 
-    launched_after: tuple[int, ...]
-    num_backwards: int
+    name: str
+    target: str
+    shape: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

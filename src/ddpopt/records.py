@@ -17,7 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.bucket_plan import BucketPlan
 from ddpopt.buckets import Parameter, ReducerRules, known_buckets
-from ddpopt.plans import Observation, Plan, frame_of
+from ddpopt.plans import NodeText, Plan, frame_of
+from ddpopt.recorded import Recording
+
+Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 
 
 class Tuner(Protocol):
@@ -39,15 +42,17 @@ class _Record:
     """`actual_buckets` are the Reducer's after its rebuild, by parameter index, in launch order.
 
     `assigned_buckets` are those that `rebucket` gave it, of `bucket_plan`. `caps_bytes` are the
-    Reducer's limits when graphs were cut for it, and `is_trial` says that code compiled now is to
+    Reducer's limits when graphs were cut for it, `nodes` are those of the graphs that `plans` are
+    of, `recording` is the last that was made, and `is_trial` says that code compiled now is to
     be replaced when the tuner is done.
     """
 
     caps_bytes: tuple[int, ...] = ()
     plans: dict[str, Plan] = field(default_factory=dict)
+    nodes: dict[str, Nodes] = field(default_factory=dict)
     actual_buckets: Sequence[Sequence[int]] | None = None
     num_comparisons: int = 0
-    observation: Observation | None = None
+    recording: Recording | None = None
     assigned_buckets: Sequence[Sequence[int]] | None = None
     bucket_plan: BucketPlan | None = None
     tuner: Tuner | None = None
@@ -100,9 +105,10 @@ def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
     )
 
 
-def keep(ddp: DistributedDataParallel, plan: Plan) -> None:
+def keep(ddp: DistributedDataParallel, plan: Plan, nodes: Nodes) -> None:
     """Note that `plan` is in force for `ddp`, in place of an earlier one of the same graph."""
     record = of(ddp)
+    record.nodes[plan.graph] = nodes
     if record.assigned_buckets is not None and plan.buckets and not plan.is_shared:
         parameters = list(_torch.reducer_parameters(ddp).values())
         rules = rules_of(ddp)
@@ -121,7 +127,7 @@ def assign(
     record.bucket_plan, record.assigned_buckets = bucket_plan, buckets
     record.actual_buckets, record.num_comparisons = None, 0
     for plan in record.plans.values():
-        keep(ddp, plan)
+        keep(ddp, plan, record.nodes[plan.graph])
 
 
 def plans_of(ddp: DistributedDataParallel) -> tuple[Plan, ...]:

@@ -31,8 +31,15 @@ class GraphRunner:
     one that it was compiled under, so the active module is looked up at each call.
     """
 
-    def __init__(self, plan: Plan, compiled: Compiled, ordered: Compiled | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: records.Nodes,
+        compiled: Compiled,
+        ordered: Compiled | None = None,
+    ) -> None:
         self._plan = plan
+        self._nodes = nodes
         self._compiled = compiled
         self._ordered = ordered or compiled
         self._settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -43,7 +50,7 @@ class GraphRunner:
         ddp = _torch.active_ddp()
         if ddp is None or (ddp is self._settled_ddp() and self._epoch == records.epoch):
             return self._compiled(*args)
-        records.keep(ddp, self._plan)
+        records.keep(ddp, self._plan, self._nodes)
         if _torch.will_rebuild_buckets(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):

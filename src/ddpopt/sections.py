@@ -6,22 +6,28 @@ It cuts nothing and plans nothing: `splitting` made the graphs.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ddpopt import _torch, logs
+from ddpopt import _torch, listening, logs
 from ddpopt.errors import SectionCompileError
 from ddpopt.gates import CompiledSection
+from ddpopt.listening import Label
 from ddpopt.splitting.backward import SectionGraph
+
+_QUIET_S = 3.0  # of compiling before anything is said of it
 
 
 def compile_sections(
-    stitched: fx.GraphModule, example_inputs: Sequence[Any], inner: _torch.CompilerFn
+    stitched: fx.GraphModule, example_inputs: Sequence[Any], inner: _torch.CompilerFn, graph: str
 ) -> Callable[..., Any]:
     """Compile each section with `inner`; return a callable with the unsplit graph's signature.
+
+    `graph` is its name, for messages.
 
     Sections are compiled in forward order, each with the fake tensors that the ones before it
     return, so that it sees the strides that Inductor chose for them.
@@ -31,15 +37,38 @@ def compile_sections(
     """
     fake_mode = _torch.fake_mode_of(example_inputs)
     names = [str(node.target) for node in stitched.graph.find_nodes(op="call_module")]
-    compiler = _SectionCompiler(stitched, inner, fake_mode, names)
+    compiler = _SectionCompiler(stitched, inner, fake_mode, names, graph)
     compiler.run(*(_torch.to_fake(value, fake_mode) for value in example_inputs))
-    for name, compiled in compiler.compiled.items():
-        # A plain attribute in place of the submodule: the generated code then calls it without
-        # the cost of nn.Module's call.
+    for name in names:
         stitched.delete_submodule(name)
-        stitched.__dict__[name] = compiled
-    forward: Callable[..., Any] = stitched.forward
-    return forward
+    return _StitchedGraph(stitched, compiler.compiled, graph)
+
+
+class _StitchedGraph:
+    """Calls the stitched graph; while somebody listens, with sections that tell that they run."""
+
+    def __init__(
+        self, stitched: fx.GraphModule, compiled: dict[str, Callable[..., Any]], graph: str
+    ) -> None:
+        self._forward: Callable[..., Any] = stitched.forward
+        # Plain attributes in place of the submodules: the generated code then calls them without
+        # the cost of nn.Module's call.
+        self._attributes = vars(stitched)
+        self._attributes.update(compiled)
+        self._compiled = compiled
+        self._telling = {
+            name: listening.telling(section, Label(graph, index))
+            for index, (name, section) in enumerate(compiled.items())
+        }
+
+    def __call__(self, *args: Any) -> Any:
+        if listening.current is None:
+            return self._forward(*args)
+        self._attributes.update(self._telling)
+        try:
+            return self._forward(*args)
+        finally:
+            self._attributes.update(self._compiled)
 
 
 class _SectionCompiler(fx.Interpreter):
@@ -51,6 +80,7 @@ class _SectionCompiler(fx.Interpreter):
         inner: _torch.CompilerFn,
         fake_mode: Any,
         names: Sequence[str],
+        graph: str,
     ) -> None:
         super().__init__(stitched)
         self.extra_traceback = False  # our errors name the section; the interpreter adds noise
@@ -58,6 +88,7 @@ class _SectionCompiler(fx.Interpreter):
         self._inner = inner
         self._fake_mode = fake_mode
         self._names = names
+        self._progress = Progress(graph, len(names))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _torch.to_fake(super().get_attr(target, args, kwargs), self._fake_mode)
@@ -74,7 +105,9 @@ class _SectionCompiler(fx.Interpreter):
             return section(*args)
 
     def _compile(self, name: str, section: fx.GraphModule, args: Any) -> Callable[..., Any]:
-        where = f"section {self._names.index(name)} of {len(self._names)} ({name})"
+        index = self._names.index(name)
+        self._progress.tell(index)
+        where = f"section {index} of {len(self._names)} ({name})"
         return _compile(where, lambda: self._inner(section, list(args)), lambda: section.forward)
 
 
@@ -82,17 +115,20 @@ def compile_backward_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
     compile_section: _torch.CompileSection,
+    graph: str,
 ) -> tuple[CompiledSection, ...]:
     """Compile each section of a backward graph; equal ones once.
 
-    `inputs` are the fake values of the whole graph's inputs.
+    `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
 
     Raises:
         SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
     """
     compiled: dict[object, Callable[..., Any]] = {}
     result = []
+    progress = Progress(graph, len(sections))
     for index, section in enumerate(sections):
+        progress.tell(index)
         placeholders = section.graph.graph.find_nodes(op="placeholder")
         origins = [slot if slot < len(inputs) else None for slot in section.takes]
         values = [
@@ -114,9 +150,31 @@ def compile_backward_sections(
                 keeps=section.keeps,
                 drops=section.drops,
                 releases=section.releases,
+                label=Label(graph, index),
             )
         )
     return tuple(result)
+
+
+class Progress:
+    """Tells which section is being compiled, once compiling has taken some time."""
+
+    def __init__(self, graph: str, num_sections: int) -> None:
+        self._graph = graph
+        self._num_sections = num_sections
+        self._began_s = time.monotonic()
+
+    def tell(self, index: int) -> None:
+        """The compiler comes to section `index`."""
+        taken_s = time.monotonic() - self._began_s
+        if taken_s >= _QUIET_S:
+            logs.progress(
+                "graph %s: compiling section %d of %d, after %.0f s",
+                self._graph,
+                index + 1,
+                self._num_sections,
+                taken_s,
+            )
 
 
 def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:

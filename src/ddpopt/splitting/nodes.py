@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt.plans import NodeText
 
 _NOT_CALLS = ("placeholder", "get_attr", "output")
 
@@ -16,6 +18,11 @@ _NOT_CALLS = ("placeholder", "get_attr", "output")
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that compute something, in order."""
     return [node for node in graph.nodes if node.op not in _NOT_CALLS]
+
+
+def graph_name(gm: fx.GraphModule) -> str:
+    """Return Dynamo's name of a graph: its frame and the number of the frame's compile."""
+    return str(gm.meta.get("dynamo_compile_id", "?"))
 
 
 def output_values(gm: fx.GraphModule) -> Sequence[Any]:
@@ -44,3 +51,39 @@ def storage_keys(node: fx.Node) -> list[int]:
     tensors = [t for t in leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
     keys = (_torch.storage_key(tensor) for tensor in tensors)
     return [key for key in keys if key is not None]
+
+
+def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
+    """Return nodes as text, which holds on to neither the graph nor its tensors."""
+    return tuple(
+        NodeText(
+            name=node.name,
+            target=_target_text(node),
+            shape=_shape_text(node.meta.get("example_value", node.meta.get("val"))),
+            source=_source_text(node.meta.get("stack_trace") or ""),
+        )
+        for node in nodes
+    )
+
+
+def _target_text(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return f".{node.target}" if node.op == "call_method" else node.target
+    module = getattr(node.target, "__module__", "") or ""
+    return str(node.target) if module.startswith("torch._ops") else f"{module}.{name_of(node)}"
+
+
+def _shape_text(value: Any) -> str:
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]" for t in tensors
+    )
+
+
+_FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
+
+
+def _source_text(stack_trace: str) -> str:
+    """Return `file.py:12` of the innermost frame."""
+    found = _FRAME.findall(stack_trace[-2000:])
+    return ":".join(found[-1]) if found else ""

@@ -1,0 +1,139 @@
+"""Merge the traces of several ranks into one, with their clocks brought together.
+
+[Note: clock offsets]
+Machines' clocks differ by more than an allreduce takes. No rank can finish an allreduce before all
+have launched it, which bounds the offset of two clocks from both sides, for each allreduce that
+both recorded. And all ranks finish it within a message of each other: the median difference of
+finishes is the offset, unless a bound says otherwise. Ranks of one machine have one clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpopt.errors import TraceError
+from ddpopt.recorded import TRACE_FORMAT
+
+_MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """One rank's file. `allreduces` maps step and bucket to launch and finish."""
+
+    path: Path
+    rank: int
+    machine: str
+    origin_ns: int
+    allreduces: dict[tuple[int, int], tuple[float, float]]
+    events: list[dict[str, Any]]
+
+
+def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
+    """Return one trace of several ranks' files, or of the folders that hold them as `rank*.json`.
+
+    Times are those of the clock of the lowest rank. `otherData["clock_offsets_s"]` holds what was
+    subtracted from each rank's, None where a rank recorded no finish of an allreduce, so that its
+    clock was taken as it is; see [Note: clock offsets].
+
+    Raises:
+        TraceError: there is no file, one is no trace of `ddpopt.record`, two are of one rank, or
+            the traces are not of the same steps.
+        OSError: a file cannot be read.
+    """
+    traces = sorted((_read(path) for path in _files(paths)), key=lambda trace: trace.rank)
+    if not traces:
+        raise TraceError(f"there is no trace in {[str(path) for path in paths]}")
+    for trace, following in itertools.pairwise(traces):
+        if trace.rank == following.rank:
+            raise TraceError(
+                f"{trace.path} and {following.path} are both of rank {trace.rank}; give one file "
+                "a rank"
+            )
+    first = traces[0]
+    offsets = {trace.rank: _offset_s(first, trace) for trace in traces}
+    # When each began to record, by the first one's clock; the trace begins with the earliest.
+    began_ns = {t.rank: t.origin_ns - round((offsets[t.rank] or 0.0) * 1e9) for t in traces}
+    events = []
+    for trace in traces:
+        later_ns = began_ns[trace.rank] - min(began_ns.values())
+        events += [_shift(event, later_ns) for event in trace.events]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "format": "ddpopt traces 1",
+            "ranks": list(offsets),
+            "clock_offsets_s": {str(rank): offset for rank, offset in offsets.items()},
+        },
+    }
+
+
+def _shift(event: dict[str, Any], by_ns: int) -> dict[str, Any]:
+    if event["ph"] == "M":
+        return event
+    return {**event, "ts": (round(event["ts"] * 1e3) + by_ns) / 1e3}
+
+
+def _files(paths: Sequence[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in map(Path, paths):
+        files += sorted(path.glob("rank*.json")) if path.is_dir() else [path]
+    return files
+
+
+def _read(path: Path) -> _Trace:
+    num_bytes = path.stat().st_size
+    if num_bytes > _MOST_BYTES:
+        raise TraceError(f"{path} has {num_bytes} bytes, over the limit of {_MOST_BYTES}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        told = content["otherData"]
+        if told["format"] != TRACE_FORMAT:
+            raise ValueError(f"its format is {told['format']!r}, not {TRACE_FORMAT!r}")
+        return _Trace(
+            path=path,
+            rank=int(told["rank"]),
+            machine=str(told["machine"]),
+            origin_ns=int(told["origin_unix_ns"]),
+            allreduces={
+                (int(step), int(bucket)): (float(launched_s), float(finished_s))
+                for step, bucket, launched_s, finished_s in told["allreduces"]
+                if finished_s is not None
+            },
+            events=[
+                {**event, "ph": str(event["ph"]), "ts": float(event["ts"])}
+                for event in content["traceEvents"]
+            ],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(
+            f"{path} is no trace that ddpopt.record wrote ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _offset_s(first: _Trace, trace: _Trace) -> float | None:
+    """Return how far a rank's clock is ahead of the first one's; None if nothing tells."""
+    if trace.machine == first.machine:
+        return 0.0
+    ahead_s = (trace.origin_ns - first.origin_ns) / 1e9
+    common = first.allreduces.keys() & trace.allreduces.keys()
+    if not common:
+        return None
+    pairs = [(first.allreduces[key], trace.allreduces[key]) for key in sorted(common)]
+    least = max(launched - finished for (_, finished), (launched, _) in pairs)
+    most = min(finished - launched for (launched, _), (_, finished) in pairs)
+    if least > most:
+        raise TraceError(
+            f"{first.path} and {trace.path} do not fit together: by every offset of their clocks a "
+            "rank would have finished an allreduce before the other launched it; record the same "
+            "steps on all ranks"
+        )
+    median = statistics.median(b - a for (_, a), (_, b) in pairs)
+    return ahead_s + min(max(median, least), most)
