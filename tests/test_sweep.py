@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.__main__ import main
 from ddpopt.bucket_plan import BucketPlan, plan_buckets
+from ddpopt.cli import main
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.simulator import Stragglers, simulate

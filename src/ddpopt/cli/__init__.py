@@ -1,0 +1,7 @@
+"""The command line `ddpopt`, a module a command; `main` runs it."""
+
+from __future__ import annotations
+
+from ddpopt.cli.program import main
+
+__all__ = ["main"]

@@ -1,0 +1,117 @@
+"""Find the factory that a command is given: `package.module:factory` or `path/to/file.py:factory`.
+
+It takes no arguments and returns a model and the inputs of one step.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.cli.errors import InputError
+
+_FILE_MODULE = "__ddpopt_factory__"  # the name of a module that is given as a file
+
+
+class Loaded(NamedTuple):
+    """What a factory made; `inputs` are as `call_model` of estimation.py takes them."""
+
+    model: nn.Module
+    inputs: Any
+
+
+def find_factory(text: str) -> Callable[[], Loaded]:
+    """Import what `text` names, and return what makes a model and its inputs.
+
+    Raises:
+        InputError: there is no such module or function, or importing it raises; what is returned
+            raises it when the factory raises or returns something else.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise InputError(
+            f"{text!r} names no factory; write package.module:factory or path/to/file.py:factory"
+        )
+    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise InputError(f"{place} has no {name!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise InputError(f"{text} is a {type(found).__name__}; a factory is a function")
+    return functools.partial(_make, text, found)
+
+
+def _import_module(name: str) -> types.ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
+            raise InputError(
+                f"there is no module {missing!r} in the current folder or among the installed "
+                "packages; for a file write path/to/file.py:factory"
+            ) from error
+        raise InputError(f"importing {name} raised {_told(error)}") from error
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(_FILE_MODULE, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise InputError(f"there is no file {path}; the path counts from the current folder")
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_FILE_MODULE] = module  # Dynamo looks a frame's module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"importing {path} raised {_told(error)}") from error
+    return module
+
+
+def _make(text: str, factory: Callable[[], Any]) -> Loaded:
+    try:
+        made = factory()
+    except Exception as error:
+        raise InputError(f"{text} raised {_told(error)}") from error
+    is_pair = isinstance(made, tuple | list) and len(made) == 2
+    if not is_pair or not isinstance(made[0], nn.Module):
+        kinds = [type(item).__name__ for item in made] if is_pair else type(made).__name__
+        raise InputError(
+            f"{text} returned {kinds}; it must return two things: a torch.nn.Module, and its "
+            "inputs as a tensor, a tuple or a dict"
+        )
+    loaded = Loaded(*made)
+    if isinstance(loaded.model, DistributedDataParallel):
+        raise InputError(
+            f"{text} returned a DistributedDataParallel; return the module that is inside"
+        )
+    trained = [p for p in loaded.model.parameters() if p.requires_grad]
+    if not trained:
+        raise InputError(f"no parameter of the model of {text} requires grad; unfreeze one")
+    if any(parameter.is_meta for parameter in trained):
+        raise InputError(f"the model of {text} is on the meta device; give it memory to be run")
+    return loaded
+
+
+def _told(error: Exception) -> str:
+    """Return an exception in a line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

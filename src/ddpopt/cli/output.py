@@ -1,0 +1,85 @@
+"""How a command shows what it found: tables by rich on a terminal, plain text, or JSON.
+
+rich is an extra of this package; without it, or where stdout is no terminal, text is plain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpopt.plans import table
+
+_STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of equal length under a header."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a command found: `data` for `--json`, `parts` for people, and the exit status."""
+
+    data: Any
+    parts: Sequence[str | Table]
+    status: int = 0
+
+
+class Screen:
+    """Where a report is shown; made before the work, since that may write elsewhere."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        # Looked for only where it is used: others are to start no slower for it.
+        self._has_rich = not as_json and sys.stdout.isatty() and bool(_find("rich"))
+
+    def show(self, report: Report) -> None:
+        """Print a report."""
+        if self._as_json:
+            print(json.dumps(report.data, indent=1, allow_nan=False))
+            return
+        for part in report.parts:
+            if isinstance(part, str):
+                print(part)
+            elif self._has_rich:
+                _print_by_rich(part)
+            else:
+                print("\n".join(table(part.header, part.rows)))
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show a bar while this block runs; what it is given is to be called `total` times."""
+        if not self._has_rich:
+            yield lambda: None
+            return
+        console = importlib.import_module("rich.console").Console(stderr=True)
+        bars = importlib.import_module("rich.progress").Progress(console=console, transient=True)
+        with bars:
+            bar = bars.add_task(title, total=total)
+            yield lambda: bars.advance(bar)
+
+
+def _find(module: str) -> object:
+    return importlib.util.find_spec(module)
+
+
+def _print_by_rich(part: Table) -> None:
+    text = importlib.import_module("rich.text").Text  # so that nothing is taken for markup
+    shown = importlib.import_module("rich.table").Table()
+    for index, title in enumerate(part.header):
+        is_last = index == len(part.header) - 1
+        shown.add_column(text(title), justify="left" if is_last else "right", overflow="fold")
+    for row in part.rows:
+        shown.add_row(*(text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    importlib.import_module("rich.console").Console().print(shown)
