@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
@@ -12,9 +12,17 @@ test: .venv/installed
 	$(BIN)/python -m pytest tests
 
 lint: .venv/installed
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks docs/tools docs/figures
+	$(BIN)/ruff format --check src tests examples benchmarks docs/tools docs/figures
 	$(BIN)/mypy
+
+# The site, in build/site; a broken link or an anchor that leads nowhere fails it.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/docs: .venv/installed
+	$(BIN)/pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[docs]"
+	touch $@
 
 # The wheel is built and installed, so that the tests run what users get. torch comes first, so
 # that nothing pulls in another build of it.
@@ -24,7 +32,7 @@ lint: .venv/installed
 	$(BIN)/pip install -q --disable-pip-version-check build
 	rm -rf dist
 	$(BIN)/python -m build -q --wheel
-	$(BIN)/pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[examples,test,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[cli,examples,test,dev]"
 	$(BIN)/pip install -q --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
 	touch $@
 

@@ -13,27 +13,46 @@ class DDPOptError(Exception):
 
 
 class OptionError(DDPOptError, ValueError):
-    """A flag, an option of `torch.compile` or an environment variable has a bad value."""
+    """A flag, an option of `torch.compile` or an environment variable has a bad value.
+
+    Give one of the values that the message lists.
+    """
 
 
 class UnsupportedModeError(DDPOptError, RuntimeError):
-    """A mode of torch that bypasses DDP's C++ Reducer is on, so there is nothing to overlap."""
+    """A mode of torch that bypasses DDP's C++ Reducer is on, so there is nothing to overlap.
+
+    Set what the message names, or use another backend.
+    """
 
 
 class SectionCompileError(DDPOptError, RuntimeError):
-    """The inner compiler raised on one section; the message names it."""
+    """The inner compiler raised on one section; the message names it.
+
+    Try `options={"inner": "aot_eager"}` to see whether the inner compiler is at fault, or let that
+    section run uncompiled with `torch._dynamo.config.suppress_errors`.
+    """
 
 
 class PlanError(DDPOptError, ValueError):
-    """Costs, a profile or a plan are not valid, or do not fit the model or the other ranks."""
+    """Costs, a profile or a plan are not valid, or do not fit the model or the other ranks.
+
+    Correct the value that the message names; make a plan on one rank and broadcast it.
+    """
 
 
 class TraceError(DDPOptError, ValueError):
-    """A trace cannot be read, or does not fit the other ranks' traces."""
+    """A trace cannot be read, or does not fit the other ranks' traces.
+
+    Record the same steps on all ranks, in one run.
+    """
 
 
 class TorchDriftError(DDPOptError, ImportError):
-    """A private name of torch that ddpopt needs is not where the supported releases have it."""
+    """A private name of torch that ddpopt needs is not where the supported releases have it.
+
+    Install a torch release that this ddpopt supports, or upgrade ddpopt.
+    """
 
 
 class Fallback(enum.Enum):

@@ -1,0 +1,72 @@
+"""What mkdocs does besides rendering the pages in docs/.
+
+It takes files from elsewhere in the repository into the site, under the paths that they have there,
+corrects the links between those and the pages, and puts the tables that are made from the code
+into the pages that ask for them (`<!-- generated: NAME -->`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import command_line
+import error_tables
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+BORROWED = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/*.md",
+    "benchmarks/images/*",
+    "examples/*.py",
+    "examples/recipes/*.py",
+)
+GENERATED = {
+    "commands": command_line.render,
+    "exceptions": error_tables.render_exceptions,
+    "fallbacks": error_tables.render_fallbacks,
+    "instead": error_tables.render_forward_instead,
+    "messages": error_tables.render_messages,
+    "warnings": error_tables.render_warnings,
+}
+
+_MARKER = re.compile(r"<!-- generated: (\w+) -->")
+_INDENTED_COMMAND = re.compile(r"^    python (?:.*\n)(?:    .*\n)*", re.MULTILINE)
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the borrowed files."""
+    for pattern in BORROWED:
+        for path in sorted(ROOT.glob(pattern)):
+            uri = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Correct the links, and fill in what is generated."""
+    markdown = relink(markdown, page.file.src_uri)
+    return _MARKER.sub(lambda found: GENERATED[found[1]](), markdown)
+
+
+def relink(markdown: str, uri: str) -> str:
+    """Return a page of the repository with links as they are in the site.
+
+    In the repository the pages are in docs/, in the site they are at its top, beside the folders
+    that are borrowed.
+    """
+    if uri in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        return markdown.replace("](docs/", "](")
+    if uri.startswith("benchmarks/"):
+        markdown = _INDENTED_COMMAND.sub(_fence, markdown)
+        return markdown.replace("](../docs/", "](../")
+    return markdown.replace("](../README.md)", "](getting-started.md)").replace("](../", "](")
+
+
+def _fence(found: re.Match[str]) -> str:
+    """Return an indented command as a fenced one: after a list, Markdown takes it for an item."""
+    lines = [line.removeprefix("    ") for line in found[0].splitlines()]
+    return "\n".join(["```sh", *lines, "```", ""])

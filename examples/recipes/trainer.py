@@ -1,0 +1,76 @@
+"""Run it with: torchrun --standalone --nproc-per-node 2 examples/recipes/trainer.py
+
+A GPT-2 of two layers with Hugging Face's Trainer (`pip install transformers accelerate`), compiled
+with ddpopt, on CPUs with gloo. An eager twin is trained beside it, and both must end with the same
+parameters.
+"""
+
+import argparse
+import copy
+import tempfile
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import ddpopt
+
+NUM_STEPS = 6
+
+
+# --8<-- [start:recipe]
+def train(model: nn.Module, dataset: list[dict], folder: str, options: dict | None) -> Trainer:
+    if options is not None:
+        model.compile(backend="ddpopt", options=options)  # in place, before DDP is made
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=2,
+        ddp_bucket_cap_mb=1,
+        ddp_find_unused_parameters=False,
+        learning_rate=1e-3,
+        report_to="none",
+        save_strategy="no",
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+    trainer.train()
+    return trainer  # its model_wrapped is the DDP module, for ddpopt.explain
+
+
+# --8<-- [end:recipe]
+
+
+def make_model() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=256, n_positions=32, n_embd=128, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(config)
+
+
+def make_dataset() -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(256, (4 * NUM_STEPS, 32), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inner", default="inductor", help="what compiles the sections")
+    args = parser.parse_args()
+    model, dataset = make_model(), make_dataset()
+    twin = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = train(model, dataset, folder, {"inner": args.inner})
+        train(twin, dataset, folder, None)
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    if trainer.is_world_process_zero():
+        print(ddpopt.explain(trainer.model_wrapped))
+        print("parameters equal the twin's")
+
+
+if __name__ == "__main__":
+    main()
