@@ -3,7 +3,9 @@
 [Note: recording]
 Sections tell of themselves (`listening.py`). Hooks on the autograd nodes that accumulate gradients
 note when each gradient arrives. DDP's own hook runs between the two of ours on one node, and
-launches the allreduces of the buckets that are complete, so the second tells the launch. When an
+launches the allreduces of the buckets that are complete, so the second tells the launch. After the
+first step hooks stay on the gradients that completed a bucket in it, since autograd's order is the
+same in each step of the same graphs, and hooks on hundreds of gradients would cost time. When an
 allreduce has finished is known to the process group alone: torch's profiler has it. The profiler
 cannot be on twice; where it is on already, that time is left out, and sections and buckets appear
 as named ranges in the profile of whoever turned it on.
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from ddpopt import _torch, records
 from ddpopt.listening import Label, listen
@@ -70,10 +72,10 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     with contextlib.ExitStack() as stack:
         stack.callback(recorder.remove)
         stack.enter_context(listen(recorder))
-        profiler = None if is_profiled else stack.enter_context(_profiler_of(ddp))
+        has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
+        events = [] if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
         yield recording
-    allreduces = _allreduces(profiler) if profiler is not None else []
-    reader = _Reader(ddp, recording.origin_unix_ns, allreduces, is_profiled)
+    reader = _Reader(ddp, recording.origin_unix_ns, _allreduces(events), is_profiled)
     recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
     recording.notes = tuple(reader.notes)
     records.of(ddp).recording = recording
@@ -88,18 +90,8 @@ def _machine() -> str:
     return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
 
 
-def _profiler_of(ddp: DistributedDataParallel) -> profile:
-    activities = [ProfilerActivity.CPU]
-    if any(parameter.is_cuda for parameter in ddp.parameters()):
-        activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities)
-
-
-def _allreduces(profiler: profile) -> list[tuple[int, int]]:
+def _allreduces(events: Sequence[Any]) -> list[tuple[int, int]]:
     """Return when allreduces began to run and finished, in the order of their launch."""
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
     found = [
         (event.start_ns(), event.end_ns())
         for event in events
@@ -127,13 +119,13 @@ class _Recorder:
         self._ddp = ddp
         self._step: _Step | None = None  # the one whose backward is to come or runs
         self._nodes: set[Any] = set()  # of sections that are watched in this step
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
-        buckets = records.of(ddp).known_buckets or ()
+        self._buckets = buckets = records.of(ddp).known_buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(buckets) for index in bucket}
-        self._sizes = [len(bucket) for bucket in buckets]
+        self._sizes = [len(bucket) for bucket in buckets]  # how many gradients have hooks
         parameters = _torch.reducer_parameters(ddp)
         sizes = {p.index: p.num_bytes for p in parameters.values()}
         self._names = [
@@ -143,13 +135,15 @@ class _Recorder:
         for tensor, parameter in parameters.items():
             node = _torch.accumulate_node(tensor)
             self._kept.append(node)
-            self._hooks.append(node.register_prehook(self._before_arrival(parameter.index)))
-            self._hooks.append(node.register_hook(self._after_arrival(parameter.index)))
+            index = parameter.index
+            before = node.register_prehook(self._before_arrival(index))
+            self._hooks[index] = (before, node.register_hook(self._after_arrival(index)))
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for hook in self._hooks:
-            hook.remove()
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Begin a step, unless this forward belongs to the one that has begun, or is none."""
@@ -226,8 +220,16 @@ class _Recorder:
 
     def _end_backward(self) -> None:
         self._nodes.clear()
-        if self._step is not None:
-            self._step.backward_stop_ns = time.time_ns()
+        step = self._step
+        if step is None:
+            return
+        step.backward_stop_ns = time.time_ns()
+        if self._buckets and step.arrivals.keys() >= self._bucket_of.keys():
+            last = {max(bucket, key=lambda i: step.arrivals[i][1]) for bucket in self._buckets}
+            for index in self._hooks.keys() - last:
+                for hook in self._hooks.pop(index):
+                    hook.remove()
+            self._sizes = [1] * len(self._buckets)
 
 
 def _find_node(outputs: Any, known: set[Any]) -> Any:
@@ -281,13 +283,14 @@ class _Reader:
         )
 
     def _read_buckets(self, step: _Step) -> Iterator[RecordedBucket]:
-        if any(index not in step.arrivals for bucket in self._buckets for index in bucket):
-            self._note("buckets: not all parameters got a gradient in each step")
+        arrivals = [[step.arrivals[i] for i in b if i in step.arrivals] for b in self._buckets]
+        if not all(arrivals):
+            self._note("buckets: not all of them got a gradient in each step")
             return
         allreduces = self._allreduces_of(step)
         after_ns = 0
         for k, bucket in enumerate(self._buckets):
-            arrived_ns = max(step.arrivals[index] for index in bucket)
+            arrived_ns = max(arrivals[k])
             after_ns = max(after_ns, arrived_ns[1])  # buckets are launched in order
             start_ns, stop_ns = allreduces[k] if allreduces else (after_ns, None)
             yield RecordedBucket(
