@@ -149,3 +149,14 @@ def test_a_peer_is_named_with_its_options() -> None:
     assert (peer.name, options) == ("backward", {"number": 1, "name": "text"})
     with pytest.raises(ValueError, match="there are eager"):
         find_peer("nobody")
+
+
+def test_recording_is_compared_with_steps_that_are_not_recorded() -> None:
+    """For both splits, on two ranks."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = ("--models", "tiny", "--inner", "aot_eager", "--rounds", "1", "--steps", "1")
+    run = _start(*torchrun, "-m", "benchmarks.recording", *options)
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    rows = [line for line in text.splitlines() if line.startswith("| tiny |")]
+    assert [row.split(" | ")[1] for row in rows] == ["forward", "backward"]

@@ -489,7 +489,14 @@ def test_a_closed_pipe_is_no_error(saved: str) -> None:
 def test_ctrl_c_exits_with_130_and_no_traceback(folder: Path) -> None:
     """While a model is made."""
     command = [sys.executable, "-m", "ddpopt", "explain", "models_of_mine.py:slow"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Who runs tests in the background ignores SIGINT, which would be inherited.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stderr.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

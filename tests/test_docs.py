@@ -68,6 +68,7 @@ EXEMPT = {
     "source .venv/bin/activate": "tests run in an environment already",
     "torchrun --nnodes 2 --nproc-per-node 1 ... -m benchmarks.": "tests/test_benchmarks.py",
     "torchrun --nproc-per-node 2 -m ddpopt bench": "tests/test_cli.py",
+    "torchrun --standalone --nproc-per-node 2 -m benchmarks.": "tests/test_benchmarks.py",
 }
 # Pages that are read without the site, and so have no comments in front of their blocks.
 COMPILE_ONLY = {
