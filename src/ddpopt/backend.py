@@ -348,10 +348,12 @@ def _compile_whole(
 ) -> Callable[..., Any]:
     dump.dump_plan(gm, plan)
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
-    compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
+    compiled = options.inner(gm, list(example_inputs))
     _announce(ddp, plan, nodes)
     has_drifted = plan.fallback is Fallback.TORCH_DRIFT  # the runner needs the names that moved
-    return compiled if ddp is None or has_drifted else GraphRunner(plan, nodes, compiled)
+    if ddp is None or has_drifted:
+        return compiled
+    return GraphRunner(plan, nodes, telling(compiled, Label(plan.graph, 0)))
 
 
 def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:

@@ -75,9 +75,13 @@ def _target_text(node: fx.Node) -> str:
 
 def _shape_text(value: Any) -> str:
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-    return ", ".join(
-        f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]" for t in tensors
-    )
+    try:
+        return ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]"
+            for t in tensors
+        )
+    except Exception:  # of somebody's subclass; what is shown is not worth a training run
+        return ""
 
 
 _FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
