@@ -294,7 +294,7 @@ def _split_backward(
     elsewhere = {parameter.index for parameter in survey.earlier}
     plans: list[Plan] = []
     cuts: list[BackwardCuts] = []
-    nodes: records.Nodes = (describe(call_nodes(survey.graph.graph)),)
+    nodes: records.Nodes = ()  # none unless backward is cut
 
     def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
         final = final_positions(facts, arguments, elsewhere)
@@ -315,7 +315,7 @@ def _split_backward(
         dump.dump_backward(gm, original, cuts[-1], sections, plans[-1])
 
     compiled = compile_gated(copy_for_splitting(gm), example_inputs, options.aot, plan_cuts, show)
-    return _Split(plans[-1], nodes, compiled)
+    return _Split(plans[-1], nodes or (describe(call_nodes(survey.graph.graph)),), compiled)
 
 
 def _refusal(error: Exception) -> tuple[ForwardInstead, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch, logs
-from ddpopt.splitting.nodes import describe
+from ddpopt.splitting.nodes import describe, is_call
 
 _TIMEOUT_S = 20
 _MOST_NODES = 400  # of a drawing: a larger one takes minutes, and nobody can read it
@@ -38,7 +38,7 @@ def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collec
     for node, text in zip(gm.graph.nodes, describe(gm.graph.nodes), strict=True):
         is_parameter = node.name in parameters
         label = [text.name, "(parameter)" if is_parameter else "", text.target, text.shape]
-        color = _PARAMETER if is_parameter else _CALL if _is_call(node) else _BOUNDARY
+        color = _PARAMETER if is_parameter else _CALL if is_call(node) else _BOUNDARY
         shown = _quote("\n".join(filter(None, label)))
         lines.append(f"  {ids[node]} [label={shown}, fillcolor={_quote(color)}];")
     for index, section in enumerate(dict.fromkeys(section_of.values())):
@@ -48,10 +48,6 @@ def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collec
         lines.append(f"  subgraph cluster_{index} {{ label={_quote(section)}; {members} }}")
     lines += [f"  {ids[source]} -> {ids[node]};" for node in ids for source in node.all_input_nodes]
     return "\n".join([*lines, "}", ""])
-
-
-def _is_call(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "get_attr", "output")
 
 
 def _quote(text: str) -> str:

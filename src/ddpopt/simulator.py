@@ -17,7 +17,6 @@ from ddpopt.planning.costs import AllreduceCost, Network, Profile
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.plans import format_bytes, table
 
-_MIB = 1024 * 1024
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10
 
@@ -96,7 +95,7 @@ class Simulation:
 
     def __str__(self) -> str:
         timeline = self.timeline
-        ms_per_mib = self.cost.s_per_byte * _MIB * 1e3
+        ms_per_mib = self.cost.s_per_mib * 1e3
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
         lines = [
             f"{self.world_size} ranks: iteration {timeline.iteration_s * 1e3:.1f} ms, "

@@ -372,7 +372,7 @@ def choose(
         f"iterations would get {gain:.0%} shorter; predicted is a backward of {_ms(before)} ms "
         f"with DDP's own {len(gathered[0].sizes)} buckets (of it {profile.after_s * 1e3:.0f} after "
         f"the last allreduce) and {_ms(after)} ms with the best {len(plan.buckets)}, as an "
-        f"allreduce costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_byte * 2**20 * 1e3:.2f} ms "
+        f"allreduce costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_mib * 1e3:.2f} ms "
         f"a MiB, {cost.contention:.2f} times that beside computation, which each launch keeps up "
         f"by {cost.launch_s * 1e3:.2f} ms and the transfer slows down by {cost.interference:.0%}"
     )

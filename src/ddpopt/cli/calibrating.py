@@ -14,8 +14,6 @@ from ddpopt.cli.groups import torchrun_group
 from ddpopt.cli.output import Report, Screen
 from ddpopt.planning.costs import AllreduceCost
 
-_MIB = 1024 * 1024
-
 
 def run(args: argparse.Namespace, _screen: Screen) -> Report | None:
     """Measure; rank 0 alone reports."""
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace, _screen: Screen) -> Report | None:
 def _text(cost: AllreduceCost, world_size: int, backend: str) -> str:
     return (
         f"an allreduce among {world_size} ranks ({backend}) takes {cost.startup_s * 1e3:.3f} ms "
-        f"and {cost.s_per_byte * _MIB * 1e3:.3f} ms per MiB\n"
+        f"and {cost.s_per_mib * 1e3:.3f} ms per MiB\n"
         f"  meanwhile computation loses {cost.interference:.0%} of its speed, and beside "
         f"computation bytes take {cost.contention:.2f} times as long; each launch keeps it up by "
         f"{cost.launch_s * 1e3:.3f} ms\n"

@@ -298,7 +298,7 @@ def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | N
 
 
 def _basis(costs: BucketPlan) -> str:
-    ms_per_mib = costs.cost.s_per_byte * 2**20 * 1e3
+    ms_per_mib = costs.cost.s_per_mib * 1e3
     return (
         f"computation: {costs.profile.source}; an allreduce takes "
         f"{costs.cost.startup_s * 1e3:.2f} ms and {ms_per_mib:.2f} ms a MiB"

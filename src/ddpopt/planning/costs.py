@@ -113,6 +113,11 @@ class AllreduceCost:
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
 
+    @property
+    def s_per_mib(self) -> float:
+        """The rate as people read it."""
+        return self.s_per_byte * 2**20
+
     def seconds(self, num_bytes: float) -> float:
         """Return how long an allreduce of `num_bytes` takes."""
         return self.startup_s + self.s_per_byte * num_bytes

@@ -17,7 +17,12 @@ _NOT_CALLS = ("placeholder", "get_attr", "output")
 
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that compute something, in order."""
-    return [node for node in graph.nodes if node.op not in _NOT_CALLS]
+    return [node for node in graph.nodes if is_call(node)]
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node computes something."""
+    return node.op not in _NOT_CALLS
 
 
 def graph_name(gm: fx.GraphModule) -> str:
