@@ -1,4 +1,4 @@
-"""Fixtures: a process group of one in this process, and two further processes."""
+"""Fixtures: a process group of one in this process, and two, four or eight further processes."""
 
 from __future__ import annotations
 
@@ -33,5 +33,21 @@ def one_rank(_group: None) -> Iterator[None]:
 def ranks() -> Iterator[Ranks]:
     """Two processes with a gloo group; see ranks.py."""
     workers = Ranks()
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four processes with a gloo group, for tests of up to four ranks."""
+    workers = Ranks(4)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    """Eight processes with a gloo group, for tests of up to eight ranks."""
+    workers = Ranks(8)
     yield workers
     workers.stop()

@@ -1,6 +1,6 @@
-"""Two worker processes with a real gloo group between them, which run functions for tests.
+"""Worker processes with a real gloo group between them, which run functions for tests.
 
-Starting a process and importing torch takes seconds, so a test session starts two once and sends
+Starting a process and importing torch takes seconds, so a test session starts them once and sends
 them work. After a failure they are stopped and started anew, since a rank that raised may have
 left the other inside a collective.
 """
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD_SIZE = 2
 TIMEOUT_S = 300
 
 
@@ -29,7 +28,8 @@ class RankError(AssertionError):
 class Ranks:
     """Runs `function(rank, *args)` on every rank and returns the results in rank order."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 2) -> None:
+        self.num_ranks = num_ranks
         self._processes: list[Any] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -37,9 +37,9 @@ class Ranks:
             self._start()
         for inbox in self._inboxes:
             inbox.put((function, args))
-        results: list[Any] = [None] * WORLD_SIZE
+        results: list[Any] = [None] * self.num_ranks
         try:
-            for _ in range(WORLD_SIZE):
+            for _ in range(self.num_ranks):
                 rank, result, error = self._outbox.get(timeout=TIMEOUT_S)
                 if error is not None:
                     raise RankError(f"rank {rank}:\n{error}")
@@ -61,20 +61,22 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._outbox = context.Queue()
-        self._inboxes = [context.Queue() for _ in range(WORLD_SIZE)]
+        self._inboxes = [context.Queue() for _ in range(self.num_ranks)]
         store = str(Path(tempfile.mkdtemp()) / "store")
         self._processes = [
-            context.Process(target=_work, args=(rank, store, inbox, self._outbox), daemon=True)
+            context.Process(
+                target=_work, args=(rank, self.num_ranks, store, inbox, self._outbox), daemon=True
+            )
             for rank, inbox in enumerate(self._inboxes)
         ]
         for process in self._processes:
             process.start()
 
 
-def _work(rank: int, store: str, inbox: Any, outbox: Any) -> None:
+def _work(rank: int, num_ranks: int, store: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE
+        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
     )
     while True:
         function, args = inbox.get()

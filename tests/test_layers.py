@@ -33,6 +33,7 @@ ALLOWED = {
     "estimation": {"errors", "planning"},
     "records": {"_torch", "bucket_plan", "buckets", "plans", "recorded"},
     "rebucketing": {"_torch", "bucket_plan", "errors", "records"},
+    "algorithms": {"_torch", "algorithms", "buckets", "errors", "records"},
     "tuning": {
         "_torch",
         "bucket_plan",

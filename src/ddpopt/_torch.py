@@ -259,6 +259,47 @@ def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     return [state for state in states if not isinstance(state, kinds)]
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compiler.disable`, which has no types: Dynamo leaves the function alone."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
+    return bool(_private_of(ddp, "_comm_hooks")) or _builtin_hook(ddp) is not None
+
+
+def cannot_attach(ddp: DistributedDataParallel) -> str:
+    """Say why no communication algorithm can take the place of DDP's allreduce, "" if one can."""
+    if ddp.mixed_precision is not None:
+        return "it has DDP's mixed_precision; use autocast instead"
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        return "an optimizer runs in its backward (apply_optimizer_in_backward)"
+    if _private_of(ddp, "_delay_all_reduce_params"):
+        return "it delays the reduction of some parameters (delay_all_reduce_named_params)"
+    if _private_of(ddp, "_join_config").enable:
+        return "it is in its join() context, in which ranks make different numbers of steps"
+    return ""
+
+
+def is_in_join(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's join() context is open."""
+    return bool(_private_of(ddp, "_join_config").enable)
+
+
+def num_groups() -> int:
+    """Return how many process groups this rank is in."""
+    world = _private("torch.distributed.distributed_c10d", "_world")
+    return len(_private_of(world, "pg_names"))
+
+
+def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """Return the time after which a collective on `group` fails, a `datetime.timedelta`."""
+    backend = _private_of(group, "_get_backend")(device)
+    return _private_of(backend.options, "_timeout")
+
+
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     """Find out, before a step depends on it, whether buckets can be changed while training.
 
@@ -889,3 +930,77 @@ def dynamo_settings(*, optimize_ddp: bool, recompile_limit: int) -> Iterator[Non
     config = _private("torch._dynamo", "config")
     with config.patch(optimize_ddp=optimize_ddp, recompile_limit=recompile_limit):
         yield
+
+
+# ---- DataParallel -----------------------------------------------------------------------------
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` made this module, or its `compile` was called."""
+    is_wrapper = isinstance(module, _private("torch._dynamo", "OptimizedModule"))
+    return is_wrapper or _private_of(module, "_compiled_call_impl") is not None
+
+
+def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run before and after the forward of a module and its submodules."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    return [h for m in module.modules() for n in names for h in _private_of(m, n).values()]
+
+
+def replica(
+    module: torch.nn.Module,
+    tensors: Mapping[torch.Tensor, torch.Tensor],
+    hooks: Mapping[int, Callable[..., Any]],
+) -> torch.nn.Module:
+    """Return a copy of a module's structure with other tensors and hooks, all else shared.
+
+    As `torch.nn.DataParallel` makes one, but that `parameters()` of it works. `tensors` has all
+    parameters; buffers that are not in it stay. `hooks` has what takes the place of each of `forward_hooks`, by `id`.
+    """
+    copies = {m: _private_of(m, "_replicate_for_data_parallel")() for m in module.modules()}
+    for original, copied in copies.items():
+        children = _private_of(original, "_modules")
+        _private_of(copied, "_modules").update(
+            {n: None if child is None else copies[child] for n, child in children.items()}
+        )
+        buffers = _private_of(copied, "_buffers")
+        buffers.update({n: tensors.get(b, b) for n, b in buffers.items() if b is not None})
+        parameters = _private_of(original, "_parameters")
+        own = {name: None if p is None else tensors[p] for name, p in parameters.items()}
+        for name, tensor in own.items():
+            if tensor is not None:
+                setattr(copied, name, tensor)  # RNNs list their weights anew when one is set
+        copied._parameters = own
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            if found := _private_of(original, name):
+                changed = type(found)((key, hooks[id(hook)]) for key, hook in found.items())
+                setattr(copied, name, changed)
+    made: torch.nn.Module = copies[module]
+    return made
+
+
+@contextlib.contextmanager
+def compiling_replicas(num_devices: int) -> Iterator[None]:
+    """Compile, in this block, what is to run on that many devices at the same time.
+
+    A function may be compiled as often on each device as it may on one. Hooks that come or go are
+    noticed. Backward is compiled with its forward: autograd has a thread for each device, and they
+    would compile at the same time.
+    """
+    dynamo, functorch = _private("torch._dynamo", "config"), _private("torch._functorch", "config")
+    limit = _private_of(dynamo, "recompile_limit") * num_devices
+    with (
+        dynamo.patch(recompile_limit=limit, skip_nnmodule_hook_guards=False),
+        functorch.patch(force_non_lazy_backward_lowering=True),
+    ):
+        yield
+
+
+def running_replicas() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled functions run uncompiled beside a thread that compiles.
+
+    Otherwise they raise: FX's flag that it is tracing is one for all threads.
+    """
+    config = _private("torch._dynamo", "config")
+    context: contextlib.AbstractContextManager[None] = config.patch(error_on_nested_fx_trace=False)
+    return context

@@ -13,9 +13,9 @@ class DDPOptError(Exception):
 
 
 class OptionError(DDPOptError, ValueError):
-    """A flag, an option of `torch.compile` or an environment variable has a bad value.
+    """A flag, an option, an argument or an environment variable has a bad value.
 
-    Give one of the values that the message lists.
+    Give one of the values that the message names.
     """
 
 
@@ -45,6 +45,20 @@ class TraceError(DDPOptError, ValueError):
     """A trace cannot be read, or does not fit the other ranks' traces.
 
     Record the same steps on all ranks, in one run.
+    """
+
+
+class AttachError(DDPOptError, RuntimeError):
+    """A communication algorithm cannot be attached or used as asked, on some rank.
+
+    Do what the message says; build model, optimizer and algorithm alike on all ranks.
+    """
+
+
+class PeerError(DDPOptError, RuntimeError):
+    """Another rank has ended, hangs, or did not take part within the process group's timeout.
+
+    Look at that rank's log; start all ranks again, as torchrun does with `--max-restarts`.
     """
 
 

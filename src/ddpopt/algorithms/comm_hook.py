@@ -1,0 +1,69 @@
+"""The one comm hook that DDP is given: it calls the algorithm that is attached, if any."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+
+Bucket = Any  # torch.distributed.GradBucket
+GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses annotations of other names
+
+
+class _Reduces(Protocol):
+    def on_bucket(self, bucket: Bucket) -> GradientFuture: ...
+
+
+class _CommHook:
+    """What DDP's Reducer calls for each bucket.
+
+    It can be registered only once in a module's life, so it stays when an algorithm goes. The
+    Reducer keeps it alive from C++, where no cycle is collected: the handle is held weakly.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.handle: weakref.ref[_Reduces] | None = None
+
+
+_registered: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
+    handle = None if state.handle is None else state.handle()
+    return allreduce_hook(state.group, bucket) if handle is None else handle.on_bucket(bucket)
+
+
+def is_foreign(ddp: DistributedDataParallel) -> bool:
+    """Whether `ddp` has a comm hook that is not ours."""
+    return ddp not in _registered and _torch.has_comm_hook(ddp)
+
+
+def is_occupied(ddp: DistributedDataParallel) -> bool:
+    """Whether an algorithm is attached to `ddp`."""
+    hook = _registered.get(ddp)
+    return hook is not None and hook.handle is not None and hook.handle() is not None
+
+
+def register(ddp: DistributedDataParallel) -> None:
+    """Give `ddp` the hook, if it has not got it."""
+    if ddp not in _registered:
+        hook = _registered[ddp] = _CommHook(ddp.process_group)
+        ddp.register_comm_hook(hook, _reduce)
+
+
+def occupy(ddp: DistributedDataParallel, handle: _Reduces) -> None:
+    """Have `handle` reduce the buckets of `ddp` from now on."""
+    _registered[ddp].handle = weakref.ref(handle)
+
+
+def release(ddp: DistributedDataParallel) -> None:
+    """Have DDP's own allreduce reduce them again."""
+    _registered[ddp].handle = None

@@ -1,0 +1,138 @@
+"""`Decentralized`: ranks average their weights, while forward and backward run.
+
+Source: decentralized SGD as Bagua has it (Gan et al., arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpopt.algorithms.groups import find_node_problem, mean, ranks_per_node
+from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.peers import rotating_peer
+from ddpopt.algorithms.values import (
+    check_boolean,
+    check_choice,
+    check_count,
+    check_local_world_size,
+)
+from ddpopt.algorithms.worker import Worker
+from ddpopt.errors import OptionError
+
+PEER_SELECTIONS = ("all", "shift_one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decentralized(Algorithm["DecentralizedHandle"]):
+    """Ranks average their weights with all others, or with one other rank in turn.
+
+    In step t rank i computes its gradient g_i at its weights x_i, while a copy of x_i is averaged
+    in the background. Before the update the average takes the weights' place:
+    x_i <- mean_j(x_j) for `"all"`, (x_i + x_peer) / 2 for `"shift_one"`; then its own optimizer
+    makes its step with g_i, which is neither averaged nor divided. Momentum stays on each rank.
+
+    Attributes:
+        peer_selection: `"all"`, or `"shift_one"`: another peer each time, which halves the
+            ranks' difference at a fraction of the traffic and needs an even number of ranks (of
+            nodes, if hierarchical).
+        hierarchical: Average within each node first, then between nodes; see
+            [Note: hierarchical] in `algorithms/groups.py`.
+        communication_interval: Steps from one average to the next; the first step has one.
+        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: a value has another type.
+    """
+
+    peer_selection: str = "all"
+    hierarchical: bool = True
+    communication_interval: int = 1
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
+        check_boolean("hierarchical", self.hierarchical)
+        check_count("communication_interval", self.communication_interval, 1)
+        check_local_world_size(self.local_world_size)
+
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there."""
+        problem = find_node_problem(self.hierarchical, self.local_world_size, training.group)
+        if problem is not None or self.peer_selection == "all":
+            return problem
+        size = ranks_per_node(self.hierarchical, self.local_world_size, training.group.size())
+        num_peers = training.group.size() // size
+        if num_peers % 2:
+            kind = f"nodes of {size} ranks" if self.hierarchical else "ranks"
+            return OptionError(
+                f"peer_selection='shift_one' pairs an even number, and there are {num_peers} "
+                f"{kind} (hierarchical={self.hierarchical}; True is the default); use "
+                "peer_selection='all', or hierarchical=False with an even number of ranks"
+            )
+        return None
+
+    def make_handle(self, training: Training) -> DecentralizedHandle:
+        """Begin."""
+        return DecentralizedHandle(training, self)
+
+
+class DecentralizedHandle(Handle):
+    """As `Handle`."""
+
+    def __init__(self, training: Training, algorithm: Decentralized) -> None:
+        size = ranks_per_node(
+            algorithm.hierarchical, algorithm.local_world_size, training.group.size()
+        )
+        super().__init__(training, algorithm, ranks_per_node=size)
+        self._interval = algorithm.communication_interval
+        self._is_all = algorithm.peer_selection == "all"
+        self._worker = Worker(self, training.device)
+        self._averaged: torch.futures.Future[Any] | None = None
+
+    def begin_step(self) -> None:
+        """Send a copy of the weights on its way."""
+        if (self.num_steps - 1) % self._interval == 0:
+            flat, exchange = self.weights.copy(), self.num_communications
+            self._averaged = self._worker.submit(lambda: self._average(flat, exchange))
+            self.num_communications += 1
+
+    def before_update(self) -> None:
+        """Take the averaged weights, if any were sent in this step."""
+        if self._averaged is not None:
+            averaged, self._averaged = self._averaged, None
+            self.weights.assign(self.wait(averaged, "averaging weights"))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.close()
+
+    def _average(self, flat: list[torch.Tensor], exchange: int) -> list[torch.Tensor]:
+        for values in flat:
+            self.groups.average_node(values)
+            if self.groups.leaders is not None:
+                self._average_leaders(values, self.groups.leaders, exchange)
+            self.groups.tell_node(values)
+        return flat
+
+    def _average_leaders(
+        self, values: torch.Tensor, group: dist.ProcessGroup, exchange: int
+    ) -> None:
+        if self._is_all:
+            mean(values, group)
+            return
+        peer = rotating_peer(self.groups.index, self.groups.num_leaders, exchange)
+        other = torch.empty_like(values)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, values, group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        values.add_(other).div_(2)

@@ -1,0 +1,86 @@
+"""`GradientAllReduce`: what DDP does by itself, to compare the other algorithms with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from ddpopt.algorithms.agreement import naming_peers
+from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
+from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.values import check_boolean, check_local_world_size
+from ddpopt.algorithms.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientAllReduce(Algorithm["GradientAllReduceHandle"]):
+    """Gradients are summed over all ranks, bucket by bucket behind backward, as DDP does.
+
+    Attributes:
+        average: Divide by the number of ranks, as DDP does.
+        hierarchical: Sum within each node first; see [Note: hierarchical] in
+            `algorithms/groups.py`.
+        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: a value has another type.
+    """
+
+    average: bool = True
+    hierarchical: bool = False
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_boolean("average", self.average)
+        check_boolean("hierarchical", self.hierarchical)
+        check_local_world_size(self.local_world_size)
+
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there."""
+        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
+
+    def make_handle(self, training: Training) -> GradientAllReduceHandle:
+        """Begin."""
+        return GradientAllReduceHandle(training, self)
+
+
+class GradientAllReduceHandle(Handle):
+    """As `Handle`."""
+
+    def __init__(self, training: Training, algorithm: GradientAllReduce) -> None:
+        size = ranks_per_node(
+            algorithm.hierarchical, algorithm.local_world_size, training.group.size()
+        )
+        super().__init__(training, algorithm, ranks_per_node=size)
+        self._average = algorithm.average
+        self._worker = Worker(self, training.device) if self.groups.node is not None else None
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Sum a bucket over all ranks."""
+        self.num_communications += 1
+        if self._worker is not None:
+            values = bucket.buffer()
+            return self._worker.submit(lambda: self._reduce_by_nodes(values))
+        if self._average:
+            return allreduce_hook(self.training.group, bucket)
+        work = dist.all_reduce(bucket.buffer(), group=self.training.group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _reduce_by_nodes(self, values: torch.Tensor) -> torch.Tensor:
+        with naming_peers("reducing gradients"):
+            dist.all_reduce(values, group=self.groups.node)
+            if self.groups.leaders is not None:
+                dist.all_reduce(values, group=self.groups.leaders)
+            self.groups.tell_node(values)
+        return values.div_(self.training.group.size()) if self._average else values
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            self._worker.close()
