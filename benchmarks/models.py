@@ -117,15 +117,24 @@ class FusedLayer(nn.Module):
         return x + y
 
 
-def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
-    """Return the GPT of the example."""
+def load_example() -> Any:
+    """Return examples/train_gpt.py as a module.
+
+    Raises:
+        MissingPackageError: it is not there.
+    """
     spec = importlib.util.spec_from_file_location("train_gpt", _EXAMPLE)
     if spec is None or spec.loader is None or not _EXAMPLE.exists():
         raise MissingPackageError(f"the model gpt is that of {_EXAMPLE}, which is not there")
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example  # Dynamo imports by name what it has inlined
     spec.loader.exec_module(example)
-    gpt: nn.Module = example.GPT(layers, width, heads, context)
+    return example
+
+
+def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
+    """Return the GPT of the example."""
+    gpt: nn.Module = load_example().GPT(layers, width, heads, context)
     return gpt
 
 
@@ -291,6 +300,12 @@ _ALL = (
         description="as gpt, with 3 layers of width 192, for --quick",
         build=_partial(_gpt, 3, 192, 2, 32),
         batch=_partial(_gpt_batch, 1, 32),
+    ),
+    Model(
+        name="small",
+        description="as gpt, with 2 layers of width 128; 8 x 64 bytes",
+        build=_partial(_gpt, 2, 128, 4, 64),
+        batch=_partial(_gpt_batch, 8, 64),
     ),
 )  # fmt: skip
 MODELS: Mapping[str, Model] = {model.name: model for model in _ALL}

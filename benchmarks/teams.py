@@ -31,11 +31,15 @@ class TeamError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is equal for all teams of a run; `num_threads` is None to leave cores and threads."""
+    """What is equal for all teams of a run; `num_threads` is None to leave cores and threads.
+
+    `worker` is the module that each process runs.
+    """
 
     inner: str
     num_threads: int | None
     folder: Path
+    worker: str = "benchmarks.worker"
 
 
 class Team:
@@ -54,52 +58,52 @@ class Team:
 
     def first_steps(self) -> FirstSteps:
         """Compile; see `Worker.first_steps`."""
-        answer: FirstSteps = self._ask("first_steps")
+        answer: FirstSteps = self.ask("first_steps")
         return answer
 
     def steps(self, num_untimed: int, num_timed: int, *, is_alone: bool = False) -> list[StepTimes]:
         """Train, if `is_alone` without communication."""
         name = "lone_steps" if is_alone else "steps"
-        answer: list[StepTimes] = self._ask(name, num_untimed, num_timed)
+        answer: list[StepTimes] = self.ask(name, num_untimed, num_timed)
         return answer
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Return the sizes of DDP's buckets."""
-        answer: tuple[int, ...] = self._ask("bucket_bytes")
+        answer: tuple[int, ...] = self.ask("bucket_bytes")
         return answer
 
     def reduce_alone(self, num_times: int) -> list[float]:
         """Communicate without computing."""
-        answer: list[float] = self._ask("reduce_alone", num_times)
+        answer: list[float] = self.ask("reduce_alone", num_times)
         return answer
 
     def tune(self, num_steps: int) -> str:
         """Find the best buckets; see `Worker.tune`."""
-        answer: str = self._ask("tune", num_steps)
+        answer: str = self.ask("tune", num_steps)
         return answer
 
     def use_caps(self, caps_bytes: Sequence[int]) -> str:
         """Change buckets; see `Worker.use_caps`."""
-        answer: str = self._ask("use_caps", caps_bytes)
+        answer: str = self.ask("use_caps", caps_bytes)
         return answer
 
     def facts(self) -> Facts:
         """Count graphs, sections and so on; see `Facts`."""
-        answer: Facts = self._ask("facts")
+        answer: Facts = self.ask("facts")
         return answer
 
     def forget_peak(self) -> None:
         """Watch the memory in use from now on."""
-        self._ask("forget_peak")
+        self.ask("forget_peak")
 
     def peak_mb(self) -> float:
         """Return the most memory that was resident since `forget_peak`."""
-        answer: float = self._ask("peak_mb")
+        answer: float = self.ask("peak_mb")
         return answer
 
     def timeline(self) -> Timeline | None:
         """Record one backward; steps are slower ever after."""
-        answer: Timeline | None = self._ask("timeline")
+        answer: Timeline | None = self.ask("timeline")
         return answer
 
     def stop(self) -> None:
@@ -110,7 +114,8 @@ class Team:
             process.popen.wait()
             process.connection.close()
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Send a request to all ranks, and return the first one's answer."""
         for process in self._processes.values():
             with contextlib.suppress(BrokenPipeError):  # the answer says why
                 process.connection.send((name, arguments))
@@ -168,14 +173,16 @@ def open_team(
                 socket=-1,
             )
             cache = caches / f"rank{rank}"
-            processes[rank] = _start(cluster, task, cache, place / f"rank{rank}.log")
+            processes[rank] = _start(
+                cluster, setting.worker, task, cache, place / f"rank{rank}.log"
+            )
         yield team
     finally:
         team.stop()
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _start(cluster: Cluster, task: Task, cache: Path, log: Path) -> _Process:
+def _start(cluster: Cluster, worker: str, task: Task, cache: Path, log: Path) -> _Process:
     ours, theirs = socket.socketpair()
     task = dataclasses.replace(task, socket=theirs.fileno())
     environment = {
@@ -186,7 +193,7 @@ def _start(cluster: Cluster, task: Task, cache: Path, log: Path) -> _Process:
     }
     if task.num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(task.num_threads)
-    command = [sys.executable, "-m", "benchmarks.worker", json.dumps(dataclasses.asdict(task))]
+    command = [sys.executable, "-m", worker, json.dumps(dataclasses.asdict(task))]
     with log.open("wb") as output, _pinned(task):
         popen = subprocess.Popen(
             [*cluster.command_prefix(task.rank), *command],

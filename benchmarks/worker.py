@@ -47,9 +47,7 @@ class Worker:
     def __init__(self, task: Task) -> None:
         if task.num_threads is not None:
             torch.set_num_threads(task.num_threads)
-        dist.init_process_group(
-            "gloo", store=_meet(task), rank=task.rank, world_size=task.num_ranks
-        )
+        dist.init_process_group("gloo", store=meet(task), rank=task.rank, world_size=task.num_ranks)
         torch.manual_seed(0)
         self._peer, options = find_peer(task.peer)
         self._inner = task.inner
@@ -292,7 +290,8 @@ class _Recorder:
         return work.get_future().then(finish)
 
 
-def _meet(task: Task) -> dist.Store:
+def meet(task: Task) -> dist.Store:
+    """Return where the ranks of a team find each other."""
     if task.store:
         return dist.FileStore(task.store, task.num_ranks)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -319,13 +318,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main() -> None:
-    """Obey until the other side is gone."""
+def main(make: Callable[[Task], Any] = Worker) -> None:
+    """Make a worker, and obey until the other side is gone."""
     _die_with_parent()
     task = Task(**json.loads(sys.argv[1]))
     connection: Connection[Any, Any] = Connection(task.socket)
     try:
-        worker = Worker(task)
+        worker = make(task)
         connection.send((True, None))
         while True:
             name, arguments = connection.recv()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,20 @@ class Ranks:
         self._processes: list[Any] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        results = self.run_survivors(range(self.num_ranks), function, *args)
+        return [results[rank] for rank in range(self.num_ranks)]
+
+    def run_survivors(
+        self, survivors: Collection[int], function: Callable[..., Any], *args: Any
+    ) -> dict[int, Any]:
+        """As `run`, for a function that ends the other ranks: they are not waited for."""
         if not self._processes:
             self._start()
         for inbox in self._inboxes:
             inbox.put((function, args))
-        results: list[Any] = [None] * self.num_ranks
+        results: dict[int, Any] = {}
         try:
-            for _ in range(self.num_ranks):
+            for _ in survivors:
                 rank, result, error = self._outbox.get(timeout=TIMEOUT_S)
                 if error is not None:
                     raise RankError(f"rank {rank}:\n{error}")

@@ -34,6 +34,7 @@ ALLOWED = {
     "records": {"_torch", "bucket_plan", "buckets", "plans", "recorded"},
     "rebucketing": {"_torch", "bucket_plan", "errors", "records"},
     "algorithms": {"_torch", "algorithms", "buckets", "errors", "records"},
+    "parallel": {"_torch", "errors", "parallel"},
     "tuning": {
         "_torch",
         "bucket_plan",

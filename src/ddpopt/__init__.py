@@ -1,8 +1,8 @@
 """ddpopt: overlap DDP's gradient communication with a compiled backward.
 
 `torch.compile(ddp_model, backend="ddpopt")` needs no import of this package; import it to inspect
-(`explain`, `record`), to find better buckets (`plan`, `rebucket`, `simulate`) or to switch it off
-(`config`).
+(`explain`, `record`), to find better buckets (`plan`, `rebucket`, `simulate`), to communicate less
+(`algorithms`) or to switch it off (`config`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ddpopt import config
+from ddpopt import algorithms, config
 from ddpopt.bucket_plan import BucketPlan, PlannedBucket
 from ddpopt.calibration import calibrate
 from ddpopt.errors import (
+    AttachError,
     DDPOptError,
     Fallback,
     ForwardInstead,
+    NonFiniteError,
     OptionError,
+    PeerError,
     PlanError,
     SectionCompileError,
     TorchDriftError,
@@ -27,6 +30,7 @@ from ddpopt.errors import (
 from ddpopt.inspection.recording import record
 from ddpopt.inspection.report import Explanation, explain
 from ddpopt.inspection.traces import merge_traces
+from ddpopt.parallel.data_parallel import DataParallel
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.planning.device import Device, measure_device
 from ddpopt.planning.timeline import Timeline
@@ -51,15 +55,19 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "AllreduceCost",
+    "AttachError",
     "BucketPlan",
     "DDPOptError",
+    "DataParallel",
     "Device",
     "Explanation",
     "Fallback",
     "ForwardInstead",
     "Gradient",
     "Network",
+    "NonFiniteError",
     "OptionError",
+    "PeerError",
     "PlanError",
     "PlannedBucket",
     "Profile",
@@ -71,6 +79,7 @@ __all__ = [
     "TorchDriftError",
     "TraceError",
     "UnsupportedModeError",
+    "algorithms",
     "calibrate",
     "config",
     "estimate",

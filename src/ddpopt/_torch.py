@@ -288,10 +288,22 @@ def is_in_join(ddp: DistributedDataParallel) -> bool:
     return bool(_private_of(ddp, "_join_config").enable)
 
 
-def num_groups() -> int:
-    """Return how many process groups this rank is in."""
-    world = _private("torch.distributed.distributed_c10d", "_world")
-    return len(_private_of(world, "pg_names"))
+@contextlib.contextmanager
+def naming_groups(name: str) -> Iterator[None]:
+    """Give process groups that are made in this block this name.
+
+    torch names a group that only its members make by the number of groups that the rank is in.
+    That differs between ranks, which then wait for each other until their timeout; and it comes
+    again when groups are destroyed: then ranks look for connections that are gone.
+    """
+    module = "torch.distributed.distributed_c10d"
+    original = _private(module, "_process_group_name")
+    names = importlib.import_module(module).__dict__
+    names["_process_group_name"] = lambda *_args, **_kwargs: name
+    try:
+        yield
+    finally:
+        names["_process_group_name"] = original
 
 
 def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
@@ -955,7 +967,8 @@ def replica(
     """Return a copy of a module's structure with other tensors and hooks, all else shared.
 
     As `torch.nn.DataParallel` makes one, but that `parameters()` of it works. `tensors` has all
-    parameters; buffers that are not in it stay. `hooks` has what takes the place of each of `forward_hooks`, by `id`.
+    parameters; buffers that are not in it stay. `hooks` has what takes the place of each of
+    `forward_hooks`, by the `id` of that.
     """
     copies = {m: _private_of(m, "_replicate_for_data_parallel")() for m in module.modules()}
     for original, copied in copies.items():

@@ -7,17 +7,20 @@ Nodes have equal numbers of ranks, and a node's ranks follow each other, as torc
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.errors import OptionError
+
+T = TypeVar("T")
 
 
 def ranks_per_node(hierarchical: bool, local_world_size: int | None, num_ranks: int) -> int:
@@ -80,13 +83,53 @@ class Groups:
         if self.node is not None:
             dist.broadcast(values, group=self.node, group_src=0)
 
-    def destroy(self) -> None:
-        """Give the groups back to torch."""
-        for group in {self.everyone, self.leaders, self.node} - {None}:
-            dist.destroy_process_group(group)
+
+class Lease(Generic[T]):
+    """Process groups that are one algorithm's until they are released.
+
+    Then they are kept for the next algorithm on the same ranks, since connecting takes long.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, key: _Key, value: T) -> None:
+        self._parent = parent
+        self._key = key
+        self.value = value
+
+    def release(self) -> None:
+        """Give them back; all that was communicated has ended on this rank."""
+        _free.setdefault(self._parent, {})[self._key] = self.value
 
 
-def make_groups(parent: dist.ProcessGroup, device: torch.device, node_size: int) -> Groups:
+_Key = tuple[str, int]  # a kind, and a number that is equal on all ranks
+_free: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Any]] = weakref.WeakKeyDictionary()
+_next_number = 0  # of the groups that are made next; their names must never come again
+
+
+def _lease(parent: dist.ProcessGroup, kind: str, make: Callable[[str], T]) -> Lease[T]:
+    """Return what is free on all ranks, or what `make` makes with a name. Collective."""
+    global _next_number  # noqa: PLW0603  # names are the process's
+    free = _free.setdefault(parent, {})
+    own = [number for known, number in free if known == kind]
+    told = [(0, own)] * parent.size()
+    dist.all_gather_object(told, (_next_number, own), group=parent)
+    common = set.intersection(*(set(numbers) for _, numbers in told))
+    if common:
+        key = (kind, min(common))
+        return Lease(parent, key, free.pop(key))
+    number = max(number for number, _ in told)
+    _next_number = number + 1
+    return Lease(parent, (kind, number), make(f"ddpopt-{number}"))
+
+
+def _new_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Make a group, for which only its ranks have to call this."""
+    digest = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    with _torch.naming_groups(f"{name}-{digest}"):
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return group
+
+
+def make_groups(parent: dist.ProcessGroup, device: torch.device, node_size: int) -> Lease[Groups]:
     """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
     ranks = dist.get_process_group_ranks(parent)
     place = dist.get_rank(parent)
@@ -94,39 +137,39 @@ def make_groups(parent: dist.ProcessGroup, device: torch.device, node_size: int)
     options: dict[str, Any] = {
         "timeout": _torch.group_timeout(parent, device),
         "backend": dist.get_backend(parent),
-        "use_local_synchronization": True,
     }
-    leaders: dist.ProcessGroup | None
-    node: dist.ProcessGroup | None = None
-    with _equally_many_groups(parent):
-        everyone = leaders = dist.new_group(ranks, **options)
-        if node_size > 1:  # leaders last, since only they have one
-            node = dist.new_group(ranks[first : first + node_size], **options)
-            leaders = dist.new_group(ranks[::node_size], **options) if place == first else None
-    return Groups(
-        everyone=everyone,
-        leaders=leaders,
-        node=node,
-        num_leaders=len(ranks) // node_size,
-        index=place // node_size,
-    )
+
+    def make(name: str) -> Groups:
+        leaders: dist.ProcessGroup | None
+        node: dist.ProcessGroup | None = None
+        everyone = leaders = _new_group(name, ranks, **options)
+        if node_size > 1:
+            members = ranks[first : first + node_size], ranks[::node_size]
+            node = _new_group(f"{name}-node", members[0], **options)
+            is_leader = place == first
+            leaders = _new_group(f"{name}-leaders", members[1], **options) if is_leader else None
+        return Groups(
+            everyone=everyone,
+            leaders=leaders,
+            node=node,
+            num_leaders=len(ranks) // node_size,
+            index=place // node_size,
+        )
+
+    return _lease(parent, f"nodes of {node_size}", make)
 
 
-@contextlib.contextmanager
-def _equally_many_groups(parent: dist.ProcessGroup) -> Iterator[None]:
-    """Have all ranks of `parent` know equally many process groups in this block. Collective.
+def make_agreement_group(
+    parent: dist.ProcessGroup, device: torch.device
+) -> Lease[dist.ProcessGroup]:
+    """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
+    ranks = dist.get_process_group_ranks(parent)
+    timeout = _torch.group_timeout(parent, device)
 
-    torch names a group that only its members make by their number on the rank that makes it, and
-    members with different names wait for each other until their timeout.
-    """
-    counts = [0] * parent.size()
-    dist.all_gather_object(counts, _torch.num_groups(), group=parent)
-    alone = [dist.get_rank()]
-    missing = max(counts) - counts[dist.get_rank(parent)]
-    fillers = [dist.new_group(alone, use_local_synchronization=True) for _ in range(missing)]
-    yield
-    for filler in fillers:
-        dist.destroy_process_group(filler)
+    def make(name: str) -> dist.ProcessGroup:
+        return _new_group(name, ranks, timeout=timeout, backend="gloo")
+
+    return _lease(parent, "agreement", make)
 
 
 def mean(values: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -26,10 +26,12 @@ from ddpopt import _torch
 from ddpopt.algorithms import comm_hook
 from ddpopt.algorithms.agreement import Fact, agree, naming_peers
 from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import make_groups, mean
+from ddpopt.algorithms.groups import Lease, make_groups, mean
 from ddpopt.algorithms.weights import FlatWeights
 from ddpopt.buckets import Parameter
 from ddpopt.errors import AttachError, OptionError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,8 @@ class Handle:
         self.algorithm = algorithm
         self.training = training
         self.weights = FlatWeights(training.parameters)
-        self.groups = make_groups(training.group, training.device, ranks_per_node)
+        self._leases: list[Lease[Any]] = []
+        self.groups = self.hold(make_groups(training.group, training.device, ranks_per_node))
         self.num_steps = 0
         self.num_communications = 0
         self._is_attached = True
@@ -116,6 +119,10 @@ class Handle:
     def find_problem_of(self, state: dict[str, Any]) -> Exception | None:
         """Say why `load_own_state` would not take `state`."""
         return None
+
+    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
+        """List what of `state` has to be equal on all ranks."""
+        return [Fact(name, str(state[name])) for name in ("num_steps", "num_communications")]
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take over what `own_state` returned."""
@@ -175,7 +182,9 @@ class Handle:
                 removable.remove()
             comm_hook.release(self.training.ddp)
             self.close()
-            self.groups.destroy()
+        if average:  # all ranks are here, so that nothing is under way
+            for lease in self._leases:
+                lease.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues this algorithm, of this rank: tensors and plain data.
@@ -203,10 +212,8 @@ class Handle:
         self.check_attached()
         self.settle()
         problem = self._find_problem(state)
-        counters = ("num_steps", "num_communications")
-        facts = [] if problem else [Fact(name, str(state[name])) for name in counters]
-        agree(self.groups.everyone, facts, problem)
-        self.num_steps, self.num_communications = (state[name] for name in counters)
+        agree(self.groups.everyone, [] if problem else self.facts_of(state), problem)
+        self.num_steps, self.num_communications = state["num_steps"], state["num_communications"]
         self.load_own_state(state)
 
     def _find_problem(self, state: dict[str, Any]) -> Exception | None:
@@ -246,6 +253,11 @@ class Handle:
         if self._is_open:
             self._start_update()
             self._end_step()
+
+    def hold(self, lease: Lease[T]) -> T:
+        """Return the process groups of a lease, which `detach` releases."""
+        self._leases.append(lease)
+        return lease.value
 
     def wait(self, future: torch.futures.Future[Any], what: str) -> Any:
         """Return a future's result, or raise PeerError."""

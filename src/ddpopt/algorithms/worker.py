@@ -57,7 +57,7 @@ class Worker:
 
 
 def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
-    with _own_stream(device) as stream:
+    with own_stream(device) as stream:
         while (item := tasks.get()) is not None:
             task, future, queued = item
             try:
@@ -71,7 +71,8 @@ def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _own_stream(device: torch.device) -> Iterator[Any]:
+def own_stream(device: torch.device) -> Iterator[Any]:
+    """Have this thread queue on a stream of its own in this block; None on the CPU."""
     if device.type == "cpu":
         yield None
         return

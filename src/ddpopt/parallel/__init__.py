@@ -1,0 +1,1 @@
+"""One process, several devices: what nn.DataParallel does, with replicas that are compiled."""
