@@ -66,7 +66,8 @@ class NonFiniteError(DDPOptError, ArithmeticError):
     """Weights or gradients are NaN, infinite or too large to be compressed, on some rank.
 
     Look for the cause as without compression: lower the learning rate, clip gradients, use
-    bfloat16 in place of float16. All ranks raise it in the same step, and none has changed weights.
+    bfloat16 in place of float16. All ranks raise it in the same step, and none has taken anything
+    over from the others.
     """
 
 

@@ -1,0 +1,226 @@
+"""`AsyncModelAverage`: a thread averages the ranks' weights, while each rank trains at its speed.
+
+Source: asynchronous model average as Bagua has it (Gan et al., arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from ddpopt import _torch
+from ddpopt.algorithms.agreement import Fact, naming_peers
+from ddpopt.algorithms.averaging_loop import AveragingLoop, Peers
+from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms.groups import make_agreement_group
+from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.turns import Turns
+from ddpopt.algorithms.values import check_count
+from ddpopt.errors import AttachError, OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncModelAverage(Algorithm["AsyncModelAverageHandle"]):
+    """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
+
+    Round after round the thread copies its rank's weights x_i to t_i, sums the copies of all n
+    ranks, and adds the difference: x_i <- x_i + sum_j(t_j) / n - t_i. What training changed
+    meanwhile is kept, so that mean_i(x_i) changes by the ranks' own updates alone. No rank waits
+    for another one's step, and ranks may make different numbers of steps.
+
+    Attributes:
+        sync_interval_ms: Milliseconds from the end of a round to the next one's start.
+        warmup_steps: Steps at the start, of equal number on all ranks, in which gradients are
+            averaged instead, as DDP does.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: a value has another type.
+    """
+
+    sync_interval_ms: float = 500
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _check_interval(self.sync_interval_ms)
+        check_count("warmup_steps", self.warmup_steps, 0)
+
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there: DDP must not communicate in its forwards."""
+        ddp, reason = training.ddp, ""
+        if ddp.find_unused_parameters:
+            reason = "find_unused_parameters=True; give find_unused_parameters=False"
+        elif ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
+            reason = (
+                "buffers that it sends at each forward; give broadcast_buffers=False (or "
+                "forward_sync_buffers=False, as torch 2.13 names it)"
+            )
+        elif any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
+            reason = "SyncBatchNorm, which communicates at each forward; use BatchNorm"
+        if not reason:
+            return None
+        return OptionError(
+            "AsyncModelAverage lets ranks make different numbers of steps, and this DDP module "
+            f"makes them wait for each other: it has {reason}"
+        )
+
+    def make_handle(self, training: Training) -> AsyncModelAverageHandle:
+        """Begin."""
+        return AsyncModelAverageHandle(training, self)
+
+
+class AsyncModelAverageHandle(Handle):
+    """As `Handle`, with `abort` and `resume`.
+
+    Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
+    A round that failed is raised as PeerError by the next step's forward and by the methods that
+    stop the rounds. Stop them (`paused`, `abort`) to evaluate, and to load or save weights.
+    Ranks need not make equally many steps, but each has to make two: DDP itself has them wait for
+    each other in the second forward, once.
+    """
+
+    def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
+        super().__init__(training, algorithm)
+        self._warmup_steps = algorithm.warmup_steps
+        self._is_aborted = False
+        self._turns = Turns(training.device)
+        self._has_turn = False  # training has it, whatever its thread
+        timeout = _torch.group_timeout(training.group, training.device)
+        agreement = self.hold(make_agreement_group(training.group, training.device))
+        peers = Peers(
+            agreement=agreement,
+            data=self.groups.everyone,
+            device=training.device,
+            timeout_s=timeout.total_seconds(),
+        )
+        self._loop = AveragingLoop(self, self._turns, peers, algorithm.sync_interval_ms / 1000)
+
+    # ---- what users do -----------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Make no more rounds: no weight changes by communication after this. Collective.
+
+        Ranks come here after different numbers of steps, and go on with the rounds until all have.
+        A step that is open ends here. Training after it is each rank's own. Does nothing when
+        called again.
+
+        Raises:
+            PeerError: a round failed, or a rank did not call this within the group's timeout.
+        """
+        self.check_attached()
+        self.settle()
+        self._is_aborted = True
+        self._stop()
+
+    def resume(self) -> None:
+        """Make rounds again after `abort`, from the next step on. Collective.
+
+        In a `paused` block, from the next step after it on; in the warm-up, when that has ended.
+        Does nothing when called again.
+
+        Raises:
+            PeerError: a round failed.
+        """
+        self.check_attached()
+        self._is_aborted = False
+        if not self.is_paused:
+            with self._naming_peers():
+                self._loop.allow()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Handle.load_state_dict`; ranks may have made different numbers of steps."""
+        with self.paused():
+            super().load_state_dict(state)
+
+    def detach(self, *, average: bool = True) -> None:
+        """As `Handle.detach`."""
+        if average and self._is_attached:
+            try:
+                self.abort()  # or rounds would begin again after the last average
+            except Exception:
+                super().detach(average=False)
+                raise
+        super().detach(average=average)
+
+    # ---- what an algorithm does --------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Average a bucket in the warm-up; later gradients stay as they are."""
+        if 0 < self.num_steps <= self._warmup_steps and not self.is_paused:
+            return allreduce_hook(self.training.group, bucket)
+        return super().reduce(bucket)
+
+    def before_forward(self) -> None:
+        """Have the weights from here on; see [Note: turns]."""
+        if _torch.is_in_join(self.training.ddp):
+            raise AttachError(
+                "AsyncModelAverage cannot work in DDP's join() context, in which ranks wait for "
+                "each other (and do so after it, as torch has it); leave it out, since ranks may "
+                "make different numbers of steps"
+            )
+        self._take_turn()
+
+    def begin_step(self) -> None:
+        """Begin with the rounds after the warm-up."""
+        if self.num_steps > self._warmup_steps:
+            with self._naming_peers():
+                self._loop.run()
+        self._take_turn()  # settling a step whose update was skipped gave it away
+
+    def before_update(self) -> None:
+        """Have the weights, also if no forward came before."""
+        self._take_turn()
+
+    def after_update(self) -> None:
+        """Let a round change the weights."""
+        self._give_turn()
+
+    def begin_pause(self) -> None:
+        """Stop the rounds."""
+        self._stop()
+
+    def end_pause(self) -> None:
+        """Let rounds go on, unless aborted."""
+        if not self._is_aborted:
+            self._loop.allow()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.end()
+        self._loop.join()
+        self._give_turn()
+
+    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
+        """Only the steps of the warm-up have to be equal."""
+        return [Fact("steps of the warm-up", str(min(state["num_steps"], self._warmup_steps)))]
+
+    def _take_turn(self) -> None:
+        self._has_turn = self._has_turn or self._turns.take()
+
+    def _give_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._turns.give()
+
+    def _stop(self) -> None:
+        self._give_turn()  # a forward without an update has it, and a round may wait for it
+        with self._naming_peers():
+            self._loop.stop()
+
+    def _naming_peers(self) -> contextlib.AbstractContextManager[None]:
+        return naming_peers(f"averaging weights in the background of step {self.num_steps}")
+
+
+def _check_interval(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"sync_interval_ms is {value!r}, a {type(value).__name__}; give a number of "
+            "milliseconds"
+        )
+    if not 0 < value < math.inf:
+        raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")

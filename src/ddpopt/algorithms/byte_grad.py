@@ -1,0 +1,168 @@
+"""`ByteGrad`: gradients are reduced behind backward as DDP does, in one byte an element.
+
+Also what `QAdam` does with momenta.
+Source: ByteGrad as Bagua has it (Gan et al., arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ddpopt import _torch
+from ddpopt.algorithms.agreement import naming_peers
+from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms.groups import Groups, find_node_problem, ranks_per_node
+from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.quantization import (
+    are_finite,
+    compress,
+    decompress,
+    in_chunks,
+    pack,
+    unpack,
+)
+from ddpopt.algorithms.values import check_boolean, check_local_world_size
+from ddpopt.algorithms.worker import Worker
+from ddpopt.errors import NonFiniteError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteGrad(Algorithm["ByteGradHandle"]):
+    """Gradients are averaged over all ranks as 8-bit codes, bucket by bucket behind backward.
+
+    A bucket is divided into one chunk for each rank. Each rank receives its chunk from all others
+    as codes, averages it in float32, and sends the codes of the mean to all others. So a gradient
+    is rounded twice, and all ranks end with bitwise equal ones. What rounding loses is not made
+    up for in later steps.
+
+    Attributes:
+        average: Divide by the number of ranks, as DDP does.
+        hierarchical: Average within each node first, uncompressed, and compress between nodes;
+            with one node nothing is compressed. See [Note: hierarchical] in
+            `algorithms/groups.py`.
+        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: a value has another type.
+    """
+
+    average: bool = True
+    hierarchical: bool = True
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_boolean("average", self.average)
+        check_boolean("hierarchical", self.hierarchical)
+        check_local_world_size(self.local_world_size)
+
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there."""
+        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
+
+    def make_handle(self, training: Training) -> ByteGradHandle:
+        """Begin."""
+        size = ranks_per_node(self.hierarchical, self.local_world_size, training.group.size())
+        return ByteGradHandle(training, self, size, average=self.average)
+
+
+class ByteGradHandle(Handle):
+    """As `Handle`; backward raises what went wrong in the background, PeerError among others."""
+
+    def __init__(
+        self,
+        training: Training,
+        algorithm: Algorithm[Any],
+        ranks_per_node: int,
+        *,
+        average: bool = True,
+    ) -> None:
+        super().__init__(training, algorithm, ranks_per_node=ranks_per_node)
+        self._average = average
+        self._worker = Worker(self, training.device)
+        self._failure: Exception | None = None
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Reduce a bucket over all ranks."""
+        values = bucket.buffer()
+        return self.run_behind_backward(bucket, lambda: self.reduce_in_8_bits(values))
+
+    def run_behind_backward(self, bucket: Bucket, task: Callable[[], None]) -> GradientFuture:
+        """Have the worker run a task that changes a bucket in place.
+
+        DDP shows an exception of a future as one of its own, without type. So the future ends
+        well, and what a task raised is raised when DDP has ended its part of backward.
+        """
+        self.num_communications += 1
+        values: torch.Tensor = bucket.buffer()
+        step = self.num_steps
+        if bucket.is_last():
+            _torch.at_end_of_backward(self._raise_failure)
+
+        def run() -> torch.Tensor:
+            if self._failure is None:  # on a broken connection each task would wait for long
+                try:
+                    with naming_peers(f"reducing gradients in 8 bits in step {step}"):
+                        task()
+                except Exception as error:
+                    self._failure = error
+            return values
+
+        return self._worker.submit(run)
+
+    def reduce_in_8_bits(self, values: torch.Tensor) -> None:
+        """Replace flat `values` by their mean or sum over all ranks, in place. Collective.
+
+        Raises:
+            NonFiniteError: on all ranks.
+        """
+        groups = self.groups
+        groups.average_node(values)
+        if groups.leaders is not None:
+            reduced = _mean_of_leaders(values, groups)
+            if not self._average:
+                reduced = reduced * self.training.group.size()
+            values.copy_(reduced)
+        groups.tell_node(values)
+        if values[0].isnan():  # then all are, see _mean_of_leaders
+            raise NonFiniteError(
+                f"gradients in step {self.num_steps} are NaN, infinite or too large for 8-bit "
+                "codes on some rank, and nothing was averaged; skip this update, or lower the "
+                "learning rate; with float16 and GradScaler take an algorithm without codes"
+            )
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.close()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def _mean_of_leaders(values: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return the mean over the nodes, each of which computes one chunk; all NaN if one is bad.
+
+    NaN and what is too large stay so through decompression, mean and compression: all nodes see
+    it in the ranges of the mean.
+    """
+    num_chunks, num_values = groups.num_leaders, values.numel()
+    if num_chunks == 1:
+        return values if values.isfinite().all() else torch.full_like(values, torch.nan)
+    padded = F.pad(values, (0, -num_values % num_chunks))
+    sent = pack(compress(in_chunks(padded, num_chunks)))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=groups.leaders)
+    mean = pack(compress(decompress(unpack(received)).mean(dim=0, keepdim=True)))
+    dist.all_gather_into_tensor(received, mean, group=groups.leaders)
+    reduced = unpack(received)
+    if not are_finite(reduced.ranges):
+        return torch.full_like(values, torch.nan)
+    return decompress(reduced).view(-1)[:num_values]

@@ -1,0 +1,273 @@
+"""`LowPrecisionDecentralized`: ranks in a ring exchange their weights' changes in 8 bits.
+
+Source: low-precision decentralized SGD as Bagua has it (Gan et al., arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddpopt import _torch
+from ddpopt.algorithms.agreement import naming_peers
+from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
+from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.peers import ring_neighbours
+from ddpopt.algorithms.quantization import (
+    RANGE_BYTES,
+    Compressed,
+    are_finite,
+    compress,
+    decompress,
+    pack,
+    unpack,
+)
+from ddpopt.algorithms.values import check_boolean, check_count, check_local_world_size
+from ddpopt.algorithms.weights import FlatWeights
+from ddpopt.errors import AttachError, NonFiniteError, OptionError
+
+BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecisionDecentralized(Algorithm["LowPrecisionDecentralizedHandle"]):
+    """Each rank mixes its weights with its two neighbours', told in one byte a weight.
+
+    Each rank keeps W, its weights as it last told them, and replicas L and R of its neighbours'
+    W. After the optimizer has made W into x, it sends both neighbours the codes of
+    z = x + L/3 + R/3 - 5/3 W, that is the mean of L, W and R plus its own update, less W. All add
+    what the codes stand for, dec(z): the rank itself to W, which becomes its weights, and its
+    neighbours to their replicas. So replicas stay bitwise equal to what they are of. Of two ranks
+    both replicas are of the other one. Three more copies of the weights are kept.
+
+    Attributes:
+        hierarchical: Average within each node first, then mix between nodes; see
+            [Note: hierarchical] in `algorithms/groups.py`.
+        communication_interval: Steps from one exchange to the next; the first step has one.
+        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: a value has another type.
+    """
+
+    hierarchical: bool = True
+    communication_interval: int = 1
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_boolean("hierarchical", self.hierarchical)
+        check_count("communication_interval", self.communication_interval, 1)
+        check_local_world_size(self.local_world_size)
+
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there."""
+        groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
+        optimized = {parameter for group in groups for parameter in group["params"]}
+        for parameter, described in training.parameters.items():
+            if parameter not in optimized:
+                return AttachError(
+                    f"{described.name} is trainable and in none of the optimizers given to attach, "
+                    "so that its updates would not be seen; give all optimizers, or freeze it "
+                    "before DDP is made"
+                )
+        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
+
+    def make_handle(self, training: Training) -> LowPrecisionDecentralizedHandle:
+        """Begin."""
+        return LowPrecisionDecentralizedHandle(training, self)
+
+
+class Replicas(NamedTuple):
+    """Weights as they were last told, of a rank and of its neighbours: flat, one a bucket."""
+
+    own: list[torch.Tensor]
+    left: list[torch.Tensor]
+    right: list[torch.Tensor]
+
+
+class LowPrecisionDecentralizedHandle(Handle):
+    """As `Handle`, and `resync`.
+
+    Attributes:
+        replicas: W, L and R; None on ranks that are not their node's leader.
+    """
+
+    def __init__(self, training: Training, algorithm: LowPrecisionDecentralized) -> None:
+        size = ranks_per_node(
+            algorithm.hierarchical, algorithm.local_world_size, training.group.size()
+        )
+        super().__init__(training, algorithm, ranks_per_node=size)
+        self.weights = FlatWeights(training.parameters, BUCKET_BYTES)
+        self.replicas: Replicas | None = None
+        if self.groups.leaders is not None:  # all ranks have equal weights now
+            self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
+        self._interval = algorithm.communication_interval
+
+    def after_update(self) -> None:
+        """Mix the weights with the neighbours', if it is this step's turn."""
+        if (self.num_steps - 1) % self._interval:
+            return
+        flat = self.weights.copy()
+        is_changed = _torch.reducer_parameters(self.training.ddp).keys() != (
+            self.training.parameters.keys()
+        )
+        with naming_peers(f"exchanging compressed weights in step {self.num_steps}"):
+            for values in flat:
+                self.groups.average_node(values)
+            differences = [] if self.replicas is None else _differences(flat, self.replicas)
+            asked = self._ask_for_problems(differences, is_changed)
+            told = self._tell_neighbours(differences)
+            problem = self._find_common_problem(*asked)
+        if problem is not None:
+            raise problem
+        if self.replicas is not None:
+            for replica, messages in zip(self.replicas, told, strict=True):
+                _add(replica, messages)
+            flat = self.replicas.own
+        with naming_peers(f"telling each node its weights in step {self.num_steps}"):
+            for values in flat:
+                self.groups.tell_node(values)
+        self.weights.assign(flat)
+        self.num_communications += 1
+
+    def resync(self) -> None:
+        """Tell the neighbours the weights as they are, uncompressed. Collective.
+
+        After weights were changed by anything but the optimizer, such as `load_state_dict` of the
+        model without that of this handle. Call it between two steps.
+
+        Raises:
+            PeerError: a rank did not take part.
+        """
+        self.check_attached()
+        self.settle()
+        if self.groups.leaders is None:
+            return
+        own = self.weights.copy()
+        with naming_peers("sending the neighbours uncompressed weights"):
+            pairs = [self._swap(values) for values in own]
+        self.replicas = Replicas(own, [left for left, _ in pairs], [right for _, right in pairs])
+
+    def average(self) -> None:
+        """As `Handle.average`; replicas are renewed. Collective."""
+        super().average()
+        self.resync()
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the replicas, and whose they are."""
+        replicas = self.replicas
+        copies = replicas and [[values.clone() for values in replica] for replica in replicas]
+        return {"place": self._place, "replicas": copies}
+
+    def find_problem_of(self, state: dict[str, Any]) -> Exception | None:
+        """Say why these are no replicas of this rank's."""
+        if tuple(state.get("place", ())) != self._place:
+            return OptionError(
+                f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
+                f"the ring, and this rank has {self._place}; load weights and call resync instead"
+            )
+        expected = self.replicas and [_shapes(replica) for replica in self.replicas]
+        try:
+            replicas = state["replicas"]
+            actual = replicas and [_shapes(replica) for replica in replicas]
+        except (KeyError, TypeError, AttributeError) as error:
+            return OptionError(f"the state has no replicas as state_dict returns them ({error!r})")
+        if actual != expected:
+            return OptionError(
+                f"the state's replicas have shapes {actual}, and this model's have {expected}; "
+                "load the state of this model"
+            )
+        return None
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take over the replicas."""
+        for replica, saved in zip(self.replicas or (), state["replicas"] or (), strict=True):
+            for values, copied in zip(replica, saved, strict=True):
+                values.copy_(copied)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.groups.index, self.groups.num_leaders
+
+    def _tell_neighbours(self, differences: Sequence[Compressed]) -> list[list[Compressed]]:
+        """Return what this rank, its left and its right neighbour have to add, by bucket."""
+        if not differences:
+            return []
+        message = torch.cat([pack(difference).view(-1) for difference in differences])
+        sizes = [RANGE_BYTES + difference.codes.numel() for difference in differences]
+        messages = (message, *self._swap(message))
+        return [[unpack(row.view(1, -1)) for row in torch.split(m, sizes)] for m in messages]
+
+    def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the left and the right neighbour's `values`, and send them this rank's."""
+        index, num_leaders = self._place
+        neighbours = dict.fromkeys(ring_neighbours(index, num_leaders))  # of two ranks, one
+        received = {peer: torch.empty_like(values) for peer in neighbours}
+        if num_leaders > 1:
+            group = self.groups.leaders
+            swaps = [
+                dist.P2POp(operation, tensor, group=group, group_peer=peer)
+                for peer, other in received.items()
+                for operation, tensor in ((dist.isend, values), (dist.irecv, other))
+            ]
+            for work in dist.batch_isend_irecv(swaps):
+                work.wait()
+        else:
+            received[index].copy_(values)
+        left, right = ring_neighbours(index, num_leaders)
+        return received[left], received[right].clone() if left == right else received[right]
+
+    def _ask_for_problems(
+        self, differences: Sequence[Compressed], is_changed: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """Begin to find out whether any rank must not go on; returns what is asked, and a work."""
+        fine = torch.tensor(True, device=self.training.device)
+        for difference in differences:
+            fine &= are_finite(difference.ranges)
+        known = torch.stack([fine, torch.tensor(not is_changed, device=fine.device)])
+        ranks = torch.where(known, 0, dist.get_rank(self.training.group) + 1)
+        work = dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self.groups.everyone, async_op=True)
+        return ranks, work
+
+    def _find_common_problem(self, ranks: torch.Tensor, work: Any) -> Exception | None:
+        work.wait()
+        non_finite, changed = ranks.tolist()  # each a rank + 1, or 0
+        if changed:
+            return AttachError(
+                f"on rank {changed - 1} other parameters are trainable than were when the "
+                "algorithm was attached; detach it, make DDP anew and attach it again"
+            )
+        if non_finite:
+            return NonFiniteError(
+                f"on rank {non_finite - 1}, or another one of its node, weights in step "
+                f"{self.num_steps} are NaN, infinite or too large for 8-bit codes; no rank has "
+                "mixed its weights; load a checkpoint and look for the cause as without compression"
+            )
+        return None
+
+
+@torch.no_grad()
+def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[Compressed]:
+    """Return the codes of z for each bucket: [1, num_elements]; see LowPrecisionDecentralized."""
+    codes = []
+    for x, own, left, right in zip(flat, *replicas, strict=True):
+        # In at least float32: z is a small difference of large numbers.
+        z = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(own, alpha=5 / 3)
+        codes.append(compress(z.view(1, -1)))
+    return codes
+
+
+@torch.no_grad()
+def _add(replica: Sequence[torch.Tensor], differences: Sequence[Compressed]) -> None:
+    for values, difference in zip(replica, differences, strict=True):
+        values.add_(decompress(difference).view(-1))
+
+
+def _shapes(replica: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[int]]]:
+    return [(values.dtype, list(values.shape)) for values in replica]

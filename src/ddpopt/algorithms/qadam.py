@@ -1,0 +1,284 @@
+"""`QAdam`: Adam whose momenta are averaged in one byte an element, after a warm-up.
+
+Source: QAdam as Bagua has it (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
+2102.02888). Other than Bagua's: the gradient of the last step of the warm-up is used, the bias
+correction of the variance ends with it, weight decay does not, each group has its own betas, and
+updates are bounded as Adam's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim.adam import adam
+
+from ddpopt.algorithms.byte_grad import ByteGradHandle
+from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
+from ddpopt.algorithms.handle import Algorithm, Training
+from ddpopt.algorithms.values import check_boolean, check_count, check_local_world_size
+from ddpopt.errors import OptionError
+
+
+class QAdamOptimizer(torch.optim.Optimizer):
+    """Adam with a variance that stays as it is after a warm-up; `QAdam` needs it.
+
+    For the first `warmup_steps` updates of a parameter it is `torch.optim.Adam`. Then, with m the
+    momentum, v the variance and W `warmup_steps`, in update t:
+    m <- b1 m + (1 - b1) (g + weight_decay p) and
+    p <- p - lr m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^W) + eps),
+    where the factor of lr is clamped to the bound that Adam's paper gives for it (Kingma & Ba,
+    section 2.1): 1, or (1 - b1) / sqrt(1 - b2) if that is more.
+    With `QAdam` attached, m is averaged over all ranks and is in `p.grad` after backward, where
+    clipping and logging see it in place of the gradient: call `zero_grad` before each backward
+    but those that accumulate under `no_sync`.
+
+    Args:
+        params: Parameters or groups of them, as for other optimizers.
+        lr: Learning rate.
+        warmup_steps: Updates, at least 1, until the variance is known well enough.
+        betas: How much of momentum and variance is kept from update to update.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty: this times the parameter is added to its gradient.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: `warmup_steps` is no int.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_count("warmup_steps", warmup_steps, 1)
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise OptionError(f"{name} is {value}; the least is 0")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
+        self._start()
+        defaults = {
+            "lr": lr,
+            "warmup_steps": warmup_steps,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    def _start(self) -> None:
+        self._with_momentum: set[torch.Tensor] = set()  # those whose `grad` is their momentum
+        # Asks GradScaler to leave the scale to this optimizer, so that `step` sees that it is used.
+        self._step_supports_amp_scaling = True
+
+    def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter's warm-up is over, so that its variance is fixed."""
+        state: dict[str, Any] = self.state.get(parameter, {})
+        return bool(state) and bool(state["step"].item() >= group["warmup_steps"])
+
+    @torch.no_grad()
+    def turn_into_momentum(
+        self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        """Replace the gradient of a warm parameter by its next momentum, in place.
+
+        The next `step` takes `parameter.grad` as momentum.
+
+        Raises:
+            OptionError: the gradient was added to a momentum.
+        """
+        if parameter in self._with_momentum:
+            raise OptionError(
+                "a second backward added gradients to QAdam's momentum; accumulate under "
+                "ddp.no_sync(), and call zero_grad() of the optimizer where step() is left out"
+            )
+        self._with_momentum.add(parameter)
+        new = _decayed(gradient, parameter, group)
+        torch.lerp(self.state[parameter]["exp_avg"], new, 1 - group["betas"][0], out=gradient)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`."""
+        super().zero_grad(set_to_none)
+        self._with_momentum.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # one signature for torch's two
+        """Update the parameters.
+
+        Raises:
+            OptionError: GradScaler is in use.
+            NotImplementedError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            raise OptionError(
+                "QAdam cannot work with GradScaler: momenta of steps with different scales would "
+                "be mixed; use bfloat16 autocast, which needs none"
+            )
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                self._start_state(parameter)
+            warm = {p for p in parameters if self.is_warm(p, group)}
+            self._update_by_adam([p for p in parameters if p not in warm], group)
+            for parameter in parameters:
+                if parameter in warm:
+                    self._update(parameter, group)
+        self._with_momentum.clear()
+        return loss
+
+    def _start_state(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise NotImplementedError(
+                "QAdam takes no sparse gradients; make the embedding with sparse=False"
+            )
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        momentum = state["exp_avg"]
+        state["step"] += 1
+        if parameter in self._with_momentum:
+            momentum.copy_(gradient)
+        else:
+            momentum.lerp_(_decayed(gradient, parameter, group), 1 - beta1)
+        correction1 = 1 - beta1 ** state["step"].item()
+        correction2 = 1 - beta2 ** group["warmup_steps"]
+        denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
+        # Where gradients were 0 throughout the warm-up, it is only eps.
+        bound = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+        update = (momentum / denominator).div_(correction1).clamp_(-bound, bound)
+        parameter.sub_(update, alpha=group["lr"])
+
+    def _update_by_adam(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Make torch's own update."""
+        states = [self.state[parameter] for parameter in parameters]
+        if not states:
+            return
+        adam(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _decayed(
+    gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
+) -> torch.Tensor:
+    decay = group["weight_decay"]
+    return gradient.add(parameter, alpha=decay) if decay else gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QAdam(Algorithm["QAdamHandle"]):
+    """Gradients are averaged until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
+
+    In the warm-up gradients are averaged as DDP does. Then each rank computes its next momentum
+    from its own gradient, bucket by bucket behind backward, and momenta are averaged as `ByteGrad`
+    averages gradients. They change more slowly, so that less is lost by rounding; Adam's variance,
+    which would suffer, stays as it is.
+
+    Attributes:
+        hierarchical: After the warm-up, average within each node first, uncompressed, and
+            compress between nodes; see [Note: hierarchical] in `algorithms/groups.py`.
+        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        OptionError: a value is out of its range.
+        TypeError: a value has another type.
+    """
+
+    hierarchical: bool = True
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_boolean("hierarchical", self.hierarchical)
+        check_local_world_size(self.local_world_size)
+
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there."""
+        for optimizer in training.optimizers:
+            if not isinstance(optimizer, QAdamOptimizer):
+                return OptionError(
+                    f"QAdam cannot work with {type(optimizer).__name__}; give attach a "
+                    "ddpopt.algorithms.QAdamOptimizer, or use ByteGrad with any optimizer"
+                )
+        if training.ddp.find_unused_parameters:
+            return OptionError(
+                "QAdam cannot work with find_unused_parameters=True: a parameter that no rank "
+                "used keeps an old gradient, which would be taken as its momentum; use all "
+                "parameters in each step, or ByteGrad"
+            )
+        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
+
+    def make_handle(self, training: Training) -> QAdamHandle:
+        """Begin."""
+        size = ranks_per_node(self.hierarchical, self.local_world_size, training.group.size())
+        return QAdamHandle(training, self, size)
+
+
+class QAdamHandle(ByteGradHandle):
+    """As `ByteGradHandle`."""
+
+    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Average a bucket's gradients in the warm-up, momenta after it."""
+        warm = []
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            optimizer, group = self._owners.get(parameter, (None, {}))
+            if optimizer is not None and optimizer.is_warm(parameter, group):
+                warm.append((optimizer, gradient, parameter, group))
+        if not warm:
+            self.num_communications += 1
+            return allreduce_hook(self.training.group, bucket)
+        values = bucket.buffer()
+
+        def average_momenta() -> None:
+            for optimizer, *arguments in warm:
+                optimizer.turn_into_momentum(*arguments)
+            self.reduce_in_8_bits(values)
+
+        return self.run_behind_backward(bucket, average_momenta)
+
+    def begin_step(self) -> None:
+        """Look up which optimizer has which parameter."""
+        self._owners = {
+            parameter: (optimizer, group)
+            for optimizer in self.training.optimizers
+            if isinstance(optimizer, QAdamOptimizer)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
