@@ -6,7 +6,6 @@ Source: ByteGrad as Bagua has it (Gan et al., arXiv 2107.01499).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddpopt import _torch
-from ddpopt.algorithms.agreement import naming_peers
+from ddpopt.algorithms.background import BackgroundHandle
 from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms.groups import Groups, find_node_problem, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.handle import Algorithm, Training
 from ddpopt.algorithms.quantization import (
     are_finite,
     compress,
@@ -28,8 +26,11 @@ from ddpopt.algorithms.quantization import (
     unpack,
 )
 from ddpopt.algorithms.values import check_boolean, check_local_world_size
-from ddpopt.algorithms.worker import Worker
 from ddpopt.errors import NonFiniteError
+
+
+# torch < 2.13 has it under its old name only
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +73,8 @@ class ByteGrad(Algorithm["ByteGradHandle"]):
         return ByteGradHandle(training, self, size, average=self.average)
 
 
-class ByteGradHandle(Handle):
-    """As `Handle`; backward raises what went wrong in the background, PeerError among others."""
+class ByteGradHandle(BackgroundHandle):
+    """As `BackgroundHandle`."""
 
     def __init__(
         self,
@@ -85,36 +86,11 @@ class ByteGradHandle(Handle):
     ) -> None:
         super().__init__(training, algorithm, ranks_per_node=ranks_per_node)
         self._average = average
-        self._worker = Worker(self, training.device)
-        self._failure: Exception | None = None
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Reduce a bucket over all ranks."""
         values = bucket.buffer()
         return self.run_behind_backward(bucket, lambda: self.reduce_in_8_bits(values))
-
-    def run_behind_backward(self, bucket: Bucket, task: Callable[[], None]) -> GradientFuture:
-        """Have the worker run a task that changes a bucket in place.
-
-        DDP shows an exception of a future as one of its own, without type. So the future ends
-        well, and what a task raised is raised when DDP has ended its part of backward.
-        """
-        self.num_communications += 1
-        values: torch.Tensor = bucket.buffer()
-        step = self.num_steps
-        if bucket.is_last():
-            _torch.at_end_of_backward(self._raise_failure)
-
-        def run() -> torch.Tensor:
-            if self._failure is None:  # on a broken connection each task would wait for long
-                try:
-                    with naming_peers(f"reducing gradients in 8 bits in step {step}"):
-                        task()
-                except Exception as error:
-                    self._failure = error
-            return values
-
-        return self._worker.submit(run)
 
     def reduce_in_8_bits(self, values: torch.Tensor) -> None:
         """Replace flat `values` by their mean or sum over all ranks, in place. Collective.
@@ -137,15 +113,6 @@ class ByteGradHandle(Handle):
                 "learning rate; with float16 and GradScaler take an algorithm without codes"
             )
 
-    def close(self) -> None:
-        """End the thread."""
-        self._worker.close()
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
 
 def _mean_of_leaders(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the mean over the nodes, each of which computes one chunk; all NaN if one is bad.
@@ -161,7 +128,7 @@ def _mean_of_leaders(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=groups.leaders)
     mean = pack(compress(decompress(unpack(received)).mean(dim=0, keepdim=True)))
-    dist.all_gather_into_tensor(received, mean, group=groups.leaders)
+    _all_gather(received, mean, group=groups.leaders)
     reduced = unpack(received)
     if not are_finite(reduced.ranges):
         return torch.full_like(values, torch.nan)

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddpopt.algorithms.agreement import naming_peers
+from ddpopt.algorithms.background import BackgroundHandle
 from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.handle import Algorithm, Training
 from ddpopt.algorithms.values import check_boolean, check_local_world_size
-from ddpopt.algorithms.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,8 @@ class GradientAllReduce(Algorithm["GradientAllReduceHandle"]):
         return GradientAllReduceHandle(training, self)
 
 
-class GradientAllReduceHandle(Handle):
-    """As `Handle`."""
+class GradientAllReduceHandle(BackgroundHandle):
+    """As `BackgroundHandle`; its thread has work only if hierarchical."""
 
     def __init__(self, training: Training, algorithm: GradientAllReduce) -> None:
         size = ranks_per_node(
@@ -58,29 +57,23 @@ class GradientAllReduceHandle(Handle):
         )
         super().__init__(training, algorithm, ranks_per_node=size)
         self._average = algorithm.average
-        self._worker = Worker(self, training.device) if self.groups.node is not None else None
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Sum a bucket over all ranks."""
+        values = bucket.buffer()
+        if self.groups.node is not None:
+            return self.run_behind_backward(bucket, lambda: self._reduce_by_nodes(values))
         self.num_communications += 1
-        if self._worker is not None:
-            values = bucket.buffer()
-            return self._worker.submit(lambda: self._reduce_by_nodes(values))
         if self._average:
             return allreduce_hook(self.training.group, bucket)
-        work = dist.all_reduce(bucket.buffer(), group=self.training.group, async_op=True)
+        work = dist.all_reduce(values, group=self.training.group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
-    def _reduce_by_nodes(self, values: torch.Tensor) -> torch.Tensor:
-        with naming_peers("reducing gradients"):
-            dist.all_reduce(values, group=self.groups.node)
-            if self.groups.leaders is not None:
-                dist.all_reduce(values, group=self.groups.leaders)
-            self.groups.tell_node(values)
-        return values.div_(self.training.group.size()) if self._average else values
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._worker is not None:
-            self._worker.close()
+    def _reduce_by_nodes(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values, group=self.groups.node)
+        if self.groups.leaders is not None:
+            dist.all_reduce(values, group=self.groups.leaders)
+        self.groups.tell_node(values)
+        if self._average:
+            values.div_(self.training.group.size())
