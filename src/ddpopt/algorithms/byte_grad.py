@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from ddpopt.algorithms.background import BackgroundHandle
 from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import Groups, find_node_problem, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Training
+from ddpopt.algorithms.groups import Groups
+from ddpopt.algorithms.handle import Training
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.algorithms.quantization import (
     are_finite,
     compress,
@@ -25,16 +26,15 @@ from ddpopt.algorithms.quantization import (
     pack,
     unpack,
 )
-from ddpopt.algorithms.values import check_boolean, check_local_world_size
+from ddpopt.algorithms.values import check_boolean
 from ddpopt.errors import NonFiniteError
-
 
 # torch < 2.13 has it under its old name only
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByteGrad(Algorithm["ByteGradHandle"]):
+class ByteGrad(HierarchicalAlgorithm["ByteGradHandle"]):
     """Gradients are averaged over all ranks as 8-bit codes, bucket by bucket behind backward.
 
     A bucket is divided into one chunk for each rank. Each rank receives its chunk from all others
@@ -55,22 +55,14 @@ class ByteGrad(Algorithm["ByteGradHandle"]):
     """
 
     average: bool = True
-    hierarchical: bool = True
-    local_world_size: int | None = None
 
     def __post_init__(self) -> None:
+        HierarchicalAlgorithm.__post_init__(self)
         check_boolean("average", self.average)
-        check_boolean("hierarchical", self.hierarchical)
-        check_local_world_size(self.local_world_size)
-
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there."""
-        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
 
     def make_handle(self, training: Training) -> ByteGradHandle:
         """Begin."""
-        size = ranks_per_node(self.hierarchical, self.local_world_size, training.group.size())
-        return ByteGradHandle(training, self, size, average=self.average)
+        return ByteGradHandle(training, self, average=self.average)
 
 
 class ByteGradHandle(BackgroundHandle):
@@ -79,12 +71,12 @@ class ByteGradHandle(BackgroundHandle):
     def __init__(
         self,
         training: Training,
-        algorithm: Algorithm[Any],
-        ranks_per_node: int,
+        algorithm: HierarchicalAlgorithm[Any],
         *,
         average: bool = True,
     ) -> None:
-        super().__init__(training, algorithm, ranks_per_node=ranks_per_node)
+        size = algorithm.ranks_per_node(training)
+        super().__init__(training, algorithm, ranks_per_node=size)
         self._average = average
 
     def reduce(self, bucket: Bucket) -> GradientFuture:

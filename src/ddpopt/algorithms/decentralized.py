@@ -11,15 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms.groups import find_node_problem, mean, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.groups import mean
+from ddpopt.algorithms.handle import Handle, Training
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.algorithms.peers import rotating_peer
-from ddpopt.algorithms.values import (
-    check_boolean,
-    check_choice,
-    check_count,
-    check_local_world_size,
-)
+from ddpopt.algorithms.values import check_choice, check_count
 from ddpopt.algorithms.worker import Worker
 from ddpopt.errors import OptionError
 
@@ -27,7 +23,7 @@ PEER_SELECTIONS = ("all", "shift_one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decentralized(Algorithm["DecentralizedHandle"]):
+class Decentralized(HierarchicalAlgorithm["DecentralizedHandle"]):
     """Ranks average their weights with all others, or with one other rank in turn.
 
     In step t rank i computes its gradient g_i at its weights x_i, while a copy of x_i is averaged
@@ -50,22 +46,19 @@ class Decentralized(Algorithm["DecentralizedHandle"]):
     """
 
     peer_selection: str = "all"
-    hierarchical: bool = True
     communication_interval: int = 1
-    local_world_size: int | None = None
 
     def __post_init__(self) -> None:
+        HierarchicalAlgorithm.__post_init__(self)
         check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
-        check_boolean("hierarchical", self.hierarchical)
         check_count("communication_interval", self.communication_interval, 1)
-        check_local_world_size(self.local_world_size)
 
     def find_problem(self, training: Training) -> Exception | None:
         """Say why this cannot be attached there."""
-        problem = find_node_problem(self.hierarchical, self.local_world_size, training.group)
+        problem = HierarchicalAlgorithm.find_problem(self, training)
         if problem is not None or self.peer_selection == "all":
             return problem
-        size = ranks_per_node(self.hierarchical, self.local_world_size, training.group.size())
+        size = self.ranks_per_node(training)
         num_peers = training.group.size() // size
         if num_peers % 2:
             kind = f"nodes of {size} ranks" if self.hierarchical else "ranks"
@@ -85,9 +78,7 @@ class DecentralizedHandle(Handle):
     """As `Handle`."""
 
     def __init__(self, training: Training, algorithm: Decentralized) -> None:
-        size = ranks_per_node(
-            algorithm.hierarchical, algorithm.local_world_size, training.group.size()
-        )
+        size = algorithm.ranks_per_node(training)
         super().__init__(training, algorithm, ranks_per_node=size)
         self._interval = algorithm.communication_interval
         self._is_all = algorithm.peer_selection == "all"

@@ -10,13 +10,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ddpopt.algorithms.background import BackgroundHandle
 from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Training
-from ddpopt.algorithms.values import check_boolean, check_local_world_size
+from ddpopt.algorithms.handle import Training
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
+from ddpopt.algorithms.values import check_boolean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientAllReduce(Algorithm["GradientAllReduceHandle"]):
+class GradientAllReduce(HierarchicalAlgorithm["GradientAllReduceHandle"]):
     """Gradients are summed over all ranks, bucket by bucket behind backward, as DDP does.
 
     Attributes:
@@ -32,16 +32,10 @@ class GradientAllReduce(Algorithm["GradientAllReduceHandle"]):
 
     average: bool = True
     hierarchical: bool = False
-    local_world_size: int | None = None
 
     def __post_init__(self) -> None:
+        HierarchicalAlgorithm.__post_init__(self)
         check_boolean("average", self.average)
-        check_boolean("hierarchical", self.hierarchical)
-        check_local_world_size(self.local_world_size)
-
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there."""
-        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
 
     def make_handle(self, training: Training) -> GradientAllReduceHandle:
         """Begin."""
@@ -52,9 +46,7 @@ class GradientAllReduceHandle(BackgroundHandle):
     """As `BackgroundHandle`; its thread has work only if hierarchical."""
 
     def __init__(self, training: Training, algorithm: GradientAllReduce) -> None:
-        size = ranks_per_node(
-            algorithm.hierarchical, algorithm.local_world_size, training.group.size()
-        )
+        size = algorithm.ranks_per_node(training)
         super().__init__(training, algorithm, ranks_per_node=size)
         self._average = algorithm.average
 

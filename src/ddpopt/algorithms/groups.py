@@ -47,17 +47,6 @@ def ranks_per_node(hierarchical: bool, local_world_size: int | None, num_ranks: 
     return size
 
 
-def find_node_problem(
-    hierarchical: bool, local_world_size: int | None, group: dist.ProcessGroup
-) -> Exception | None:
-    """Return what `ranks_per_node` would raise for this group."""
-    try:
-        ranks_per_node(hierarchical, local_world_size, group.size())
-    except OptionError as error:
-        return error
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].

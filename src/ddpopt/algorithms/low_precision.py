@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.algorithms.agreement import naming_peers
-from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Handle, Training
+from ddpopt.algorithms.handle import Handle, Training
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.algorithms.peers import ring_neighbours
 from ddpopt.algorithms.quantization import (
     RANGE_BYTES,
@@ -26,7 +26,7 @@ from ddpopt.algorithms.quantization import (
     pack,
     unpack,
 )
-from ddpopt.algorithms.values import check_boolean, check_count, check_local_world_size
+from ddpopt.algorithms.values import check_count
 from ddpopt.algorithms.weights import FlatWeights
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 
@@ -34,7 +34,7 @@ BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowPrecisionDecentralized(Algorithm["LowPrecisionDecentralizedHandle"]):
+class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralizedHandle"]):
     """Each rank mixes its weights with its two neighbours', told in one byte a weight.
 
     Each rank keeps W, its weights as it last told them, and replicas L and R of its neighbours'
@@ -55,14 +55,11 @@ class LowPrecisionDecentralized(Algorithm["LowPrecisionDecentralizedHandle"]):
         TypeError: a value has another type.
     """
 
-    hierarchical: bool = True
     communication_interval: int = 1
-    local_world_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_boolean("hierarchical", self.hierarchical)
+        HierarchicalAlgorithm.__post_init__(self)
         check_count("communication_interval", self.communication_interval, 1)
-        check_local_world_size(self.local_world_size)
 
     def find_problem(self, training: Training) -> Exception | None:
         """Say why this cannot be attached there."""
@@ -75,7 +72,7 @@ class LowPrecisionDecentralized(Algorithm["LowPrecisionDecentralizedHandle"]):
                     "so that its updates would not be seen; give all optimizers, or freeze it "
                     "before DDP is made"
                 )
-        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
+        return HierarchicalAlgorithm.find_problem(self, training)
 
     def make_handle(self, training: Training) -> LowPrecisionDecentralizedHandle:
         """Begin."""
@@ -98,9 +95,7 @@ class LowPrecisionDecentralizedHandle(Handle):
     """
 
     def __init__(self, training: Training, algorithm: LowPrecisionDecentralized) -> None:
-        size = ranks_per_node(
-            algorithm.hierarchical, algorithm.local_world_size, training.group.size()
-        )
+        size = algorithm.ranks_per_node(training)
         super().__init__(training, algorithm, ranks_per_node=size)
         self.weights = FlatWeights(training.parameters, BUCKET_BYTES)
         self.replicas: Replicas | None = None

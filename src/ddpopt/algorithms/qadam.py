@@ -18,9 +18,9 @@ from torch.optim.adam import adam
 
 from ddpopt.algorithms.byte_grad import ByteGradHandle
 from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import find_node_problem, ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, Training
-from ddpopt.algorithms.values import check_boolean, check_count, check_local_world_size
+from ddpopt.algorithms.handle import Training
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
+from ddpopt.algorithms.values import check_count
 from ddpopt.errors import OptionError
 
 
@@ -202,7 +202,7 @@ def _decayed(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QAdam(Algorithm["QAdamHandle"]):
+class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
     """Gradients are averaged until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     In the warm-up gradients are averaged as DDP does. Then each rank computes its next momentum
@@ -220,13 +220,6 @@ class QAdam(Algorithm["QAdamHandle"]):
         TypeError: a value has another type.
     """
 
-    hierarchical: bool = True
-    local_world_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_boolean("hierarchical", self.hierarchical)
-        check_local_world_size(self.local_world_size)
-
     def find_problem(self, training: Training) -> Exception | None:
         """Say why this cannot be attached there."""
         for optimizer in training.optimizers:
@@ -241,12 +234,11 @@ class QAdam(Algorithm["QAdamHandle"]):
                 "used keeps an old gradient, which would be taken as its momentum; use all "
                 "parameters in each step, or ByteGrad"
             )
-        return find_node_problem(self.hierarchical, self.local_world_size, training.group)
+        return HierarchicalAlgorithm.find_problem(self, training)
 
     def make_handle(self, training: Training) -> QAdamHandle:
         """Begin."""
-        size = ranks_per_node(self.hierarchical, self.local_world_size, training.group.size())
-        return QAdamHandle(training, self, size)
+        return QAdamHandle(training, self)
 
 
 class QAdamHandle(ByteGradHandle):

@@ -25,9 +25,3 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise OptionError unless `value` is one of `choices`."""
     if value not in choices:
         raise OptionError(f"{name} is {value!r}; valid values are {list(choices)}")
-
-
-def check_local_world_size(value: int | None) -> None:
-    """Raise as `check_count` does, unless it is None."""
-    if value is not None:
-        check_count("local_world_size", value, 1)
