@@ -482,6 +482,26 @@ def test_a_skipped_update_makes_no_rank_wait(four_ranks: Ranks) -> None:
     _check_replicas([copies for copies, _ in found])
 
 
+def _update_apart(rank: int) -> int:
+    """Rank 0 makes updates that belong to no step: paused, and once more after a step's."""
+    setting = _setting(2, {})
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    _step(ddp, optimizer, batches(rank, [(8, WIDTH)])[0])
+    if rank == 0:
+        optimizer.step()
+    with handle.paused():
+        if rank == 0:
+            optimizer.step()
+    count = handle.num_communications
+    handle.detach()
+    return count
+
+
+def test_updates_that_belong_to_no_step_communicate_nothing(ranks: Ranks) -> None:
+    assert ranks.run(_update_apart) == [1, 1]
+
+
 def _die(rank: int) -> str:
     setting = _setting(3, {}, timeout_s=20)
     if setting is None:

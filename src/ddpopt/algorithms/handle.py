@@ -103,6 +103,9 @@ class Handle:
     def after_update(self) -> None:
         """Run after the last optimizer's update, or where that is skipped."""
 
+    def end_step(self) -> None:
+        """Run after that, if it ended a step."""
+
     def begin_pause(self) -> None:
         """Run when `paused` begins."""
 
@@ -195,7 +198,7 @@ class Handle:
         self.settle()
         return {
             "algorithm": self.algorithm.name,
-            "settings": dataclasses.asdict(self.algorithm),  # type: ignore[call-overload]  # all are dataclasses
+            "settings": self.algorithm.settings,
             "num_steps": self.num_steps,
             "num_communications": self.num_communications,
             **self.own_state(),
@@ -217,10 +220,7 @@ class Handle:
         self.load_own_state(state)
 
     def _find_problem(self, state: dict[str, Any]) -> Exception | None:
-        expected = {
-            "algorithm": self.algorithm.name,
-            "settings": dataclasses.asdict(self.algorithm),  # type: ignore[call-overload]  # all are dataclasses
-        }
+        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
         if not isinstance(state, dict):
             return TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
         for name, value in expected.items():
@@ -306,9 +306,12 @@ class Handle:
             self.before_update()
 
     def _end_step(self) -> None:
+        is_step = self._is_open
         self._is_open = self._is_updating = False
         self._updated.clear()
         self.after_update()
+        if is_step:
+            self.end_step()
 
 
 HandleT = TypeVar("HandleT", bound=Handle)
@@ -323,6 +326,11 @@ class Algorithm(abc.ABC, Generic[HandleT]):
     def name(self) -> str:
         """Its class's name, as in logs and states."""
         return type(self).__name__
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its values, as plain data."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
 
     @abc.abstractmethod
     def find_problem(self, training: Training) -> Exception | None:

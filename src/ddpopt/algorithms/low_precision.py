@@ -103,7 +103,7 @@ class LowPrecisionDecentralizedHandle(Handle):
             self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
         self._interval = algorithm.communication_interval
 
-    def after_update(self) -> None:
+    def end_step(self) -> None:
         """Mix the weights with the neighbours', if it is this step's turn."""
         if (self.num_steps - 1) % self._interval:
             return
