@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms.groups import mean
+from ddpopt.algorithms.groups import mean, swap
 from ddpopt.algorithms.handle import Handle, Training
 from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.algorithms.peers import rotating_peer
@@ -117,13 +117,5 @@ class DecentralizedHandle(Handle):
             mean(values, group)
             return
         peer = rotating_peer(self.groups.index, self.groups.num_leaders, exchange)
-        other = torch.empty_like(values)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, values, group=group, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
-            ]
-        )
-        for work in works:
-            work.wait()
+        (other,) = swap(values, [peer], group)
         values.add_(other).div_(2)

@@ -165,3 +165,22 @@ def mean(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by its mean over the ranks of `group`, in place. Collective."""
     dist.all_reduce(values, group=group)
     values.div_(dist.get_world_size(group))
+
+
+def swap(
+    values: torch.Tensor, peers: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Send `values` to each of the peers, by place in the group, and return what each has sent.
+
+    Receives come first: gloo tells a peer that it may send behind what it is sending to that peer
+    itself, and the two would take turns on a link that could carry both.
+    """
+    received = [torch.empty_like(values) for _ in peers]
+    operations = [
+        dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
+        for peer, other in zip(peers, received, strict=True)
+    ]
+    operations += [dist.P2POp(dist.isend, values, group=group, group_peer=p) for p in peers]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received

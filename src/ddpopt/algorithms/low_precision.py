@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.algorithms.agreement import naming_peers
+from ddpopt.algorithms.groups import swap
 from ddpopt.algorithms.handle import Handle, Training
 from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.algorithms.peers import ring_neighbours
@@ -201,21 +202,11 @@ class LowPrecisionDecentralizedHandle(Handle):
     def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the left and the right neighbour's `values`, and send them this rank's."""
         index, num_leaders = self._place
-        neighbours = dict.fromkeys(ring_neighbours(index, num_leaders))  # of two ranks, one
-        received = {peer: torch.empty_like(values) for peer in neighbours}
-        if num_leaders > 1:
-            group = self.groups.leaders
-            swaps = [
-                dist.P2POp(operation, tensor, group=group, group_peer=peer)
-                for peer, other in received.items()
-                for operation, tensor in ((dist.isend, values), (dist.irecv, other))
-            ]
-            for work in dist.batch_isend_irecv(swaps):
-                work.wait()
-        else:
-            received[index].copy_(values)
-        left, right = ring_neighbours(index, num_leaders)
-        return received[left], received[right].clone() if left == right else received[right]
+        if self.groups.leaders is None or num_leaders == 1:
+            return values.clone(), values.clone()
+        neighbours = list(dict.fromkeys(ring_neighbours(index, num_leaders)))  # of two ranks, one
+        received = swap(values, neighbours, self.groups.leaders)
+        return received[0], received[-1].clone() if len(received) == 1 else received[-1]
 
     def _ask_for_problems(
         self, differences: Sequence[Compressed], is_changed: bool
