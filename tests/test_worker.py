@@ -62,7 +62,7 @@ def test_the_thread_ends_when_its_owner_is_collected() -> None:
     owner = _Owner()
     owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
     worker = owner.worker  # type: ignore[attr-defined]
-    worker.submit(lambda: owner).wait()  # a task that refers to it
+    worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
     del owner
     gc.collect()
     assert _ends(worker)
