@@ -172,8 +172,8 @@ def swap(
 ) -> list[torch.Tensor]:
     """Send `values` to each of the peers, by place in the group, and return what each has sent.
 
-    Receives come first: gloo tells a peer that it may send behind what it is sending to that peer
-    itself, and the two would take turns on a link that could carry both.
+    Receives come first: with gloo, ranks that begin to send before they can receive take turns on a
+    link that carries both. Measured: steps of 2.9 s instead of 1.6 s at 10 Mbit/s.
     """
     received = [torch.empty_like(values) for _ in peers]
     operations = [
