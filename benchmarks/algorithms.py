@@ -39,6 +39,7 @@ _ALGORITHMS = (
 _STRAGGLING = ("eager", "ddpopt", "allreduce", "decentralized", "async")
 _QUICK: dict[str, Any] = {
     "model": "small",
+    "ranks": 2,
     "rates": ["1gbit"],
     "straggler_rate": "1gbit",
     "rounds": 2,
@@ -48,6 +49,7 @@ _QUICK: dict[str, Any] = {
 }
 _MIN_ROUNDS = 2
 _MAX_STEPS = 200
+_EXCHANGES_A_TURN = 4
 _LOSS_TOLERANCE = 1e-3
 
 
@@ -93,13 +95,18 @@ def _start_teams(session: _Session, stack: contextlib.ExitStack) -> None:
 
 def _schedule(session: _Session, names: Sequence[str]) -> tuple[dict[str, int], int]:
     """Return how many steps a turn of each has, and how many rounds fit the budget."""
-    args, num_steps, round_s = session.args, {}, 0.0
+    args = session.args
+    steps_s: dict[str, float] = {}
     for name in names:
         with session.failing(name):
-            first = _take(session, name, 1)
-            slowest_s = max(first.times_s)
-            num_steps[name] = min(_MAX_STEPS, max(1, math.ceil(args.turn_s / slowest_s)))
-            round_s += num_steps[name] * slowest_s
+            steps_s[name] = max(_take(session, name, 1).times_s)
+    # An asynchronous exchange takes about as long as the slowest of the others' steps.
+    long_turn_s = max(args.turn_s, _EXCHANGES_A_TURN * max(steps_s.values(), default=0.0))
+    num_steps, round_s = {}, 0.0
+    for name, step_s in steps_s.items():
+        turn_s = long_turn_s if find_peer(name)[0].is_asynchronous else args.turn_s
+        num_steps[name] = min(_MAX_STEPS, max(1, math.ceil(turn_s / step_s)))
+        round_s += num_steps[name] * step_s
     return num_steps, min(args.rounds, max(_MIN_ROUNDS, int(args.budget_s / max(round_s, 1e-3))))
 
 

@@ -53,12 +53,16 @@ Start = Callable[[DistributedDataParallel, Settings, dict[str, Any]], Training]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One of them; `start` takes the DDP module, the settings and the algorithm's options."""
+    """One of them; `start` takes the DDP module, the settings and the algorithm's options.
+
+    One that `is_asynchronous` exchanges at times of its own, not in each step.
+    """
 
     name: str
     description: str
     start: Start
     is_compiled: bool = True
+    is_asynchronous: bool = False
 
 
 def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
@@ -170,6 +174,7 @@ _ALL = (
         name="async",
         description="`AsyncModelAverage()`, every 500 ms if nothing else is said",
         start=_attached("AsyncModelAverage"),
+        is_asynchronous=True,
     ),
     Peer(
         name="bytegrad",

@@ -40,8 +40,7 @@ class AlgorithmWorker:
         module = self._model.build()
         torch.manual_seed(task.rank)
         self._batch = self._model.batch()
-        # Buffers are not broadcast, since asynchronous ranks would wait for each other there.
-        ddp = DistributedDataParallel(module, broadcast_buffers=False)
+        ddp = DistributedDataParallel(module)
         peer, options = find_peer(task.peer)
         given = {"inner": task.inner, "split": "forward"}
         compiled = torch.compile(ddp, backend="ddpopt", options=given)

@@ -29,7 +29,7 @@ from benchmarks.convergence_tasks import TASKS, Data, Task
 
 _ALGORITHMS = (
     "allreduce", "decentralized", "shift_one", "decentralized:communication_interval=4",
-    "low_precision", "async:sync_interval_ms=20", "async:sync_interval_ms=200", "bytegrad",
+    "low_precision", "async:sync_interval_ms=10", "async:sync_interval_ms=100", "bytegrad",
     "qadam", "allreduce_adam", "fp16", "powersgd", "post_local_sgd",
 )  # fmt: skip
 _WARMUP = 5  # a fifth of the steps
@@ -39,8 +39,7 @@ def train(task: Task, data: Data, name: str, seed: int) -> Result:
     """Train on all ranks, average, and test."""
     torch.manual_seed(seed)
     module = task.build()
-    # Buffers are not broadcast, since asynchronous ranks would wait for each other there.
-    ddp = DistributedDataParallel(module, broadcast_buffers=False)
+    ddp = DistributedDataParallel(module)
     peer, options = find_peer(name)
     settings = Settings(
         make_optimizer=task.make_optimizer, lr=task.lr, warmup_steps=task.num_steps // _WARMUP

@@ -88,8 +88,8 @@ def markdown(run: Run, picture: str = "") -> str:
         "",
         f"{run.date}; {run.versions}; {run.num_ranks} ranks.",
         f"{run.description}.",
-        f"{num_steps} steps, {num_steps * run.batch * run.num_ranks} samples in all; {num_seeds} "
-        "seeds: means, and the lowest and highest.",
+        f"{num_steps} steps, {num_steps * run.batch * run.num_ranks} samples in all; "
+        + ("one seed." if num_seeds == 1 else f"{num_seeds} seeds: mean, lowest and highest."),
         "",
         *(f"- {name}: {find_peer(name)[0].description}" for name in run.peers),
         "",
@@ -118,8 +118,8 @@ def _table(run: Run) -> Iterable[str]:
             if base
             else "-",
         ]
-        accuracies = [result.accuracy for result in own if result.accuracy is not None]
-        cells += [_shown([100 * share for share in accuracies], ".1f") + " %"] * is_classified
+        if is_classified:
+            cells += [_shown([100 * (result.accuracy or 0) for result in own], ".1f") + " %"]
         exchanges = statistics.mean(r.num_exchanges / len(r.losses) for r in own)
         cells += [f"{exchanges:.2g}" if exchanges else "-"]
         yield f"| {' | '.join(cells)} |"

@@ -143,13 +143,13 @@ _ALL = (
     Task(
         name="convnet",
         description="three 3 x 3 convolutions on scikit-learn's digits, 1,437 images of 8 x 8 to "
-        "train and 360 to test, 8 a step and rank; SGD, lr 0.05, momentum 0.9; with Adam, lr 2e-3",
+        "train and 360 to test, 32 a step and rank; SGD, lr 0.05, momentum 0.9; with Adam, lr 2e-3",
         build=_ConvNet,
         load=_load_digits,
         make_optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
         lr=2e-3,
-        batch=8,
-        num_steps=400,
+        batch=32,
+        num_steps=200,
         is_classification=True,
     ),
 )

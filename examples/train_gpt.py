@@ -2,7 +2,8 @@
 
 Trains a small byte-level GPT on Python's own standard library, compiled with ddpopt, and checks
 at the end that all ranks hold the same parameters. Gloo on CPU, NCCL where every rank has a GPU;
-several nodes by torchrun's own flags. `--compare eager` trains an uncompiled twin as well.
+several nodes by torchrun's own flags. `--compare eager` trains an uncompiled twin as well, and
+`--algorithm async` (or another) communicates in another way than DDP's allreduce.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import sys
 import sysconfig
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,16 @@ except ImportError:
     tqdm = None
 
 EAGER = "eager-ddp"
+ALLREDUCE = "allreduce"
+ALGORITHMS = [
+    ALLREDUCE,
+    "decentralized",
+    "shift-one",
+    "low-precision",
+    "async",
+    "bytegrad",
+    "qadam",
+]
 MAX_TEXT_BYTES = 8_000_000
 REPORT_EVERY = 10
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
@@ -89,13 +101,42 @@ def read_standard_library() -> Tensor:
     return torch.frombuffer(text[:MAX_TEXT_BYTES], dtype=torch.uint8)
 
 
+def start_algorithm(ddp: DDP, args: argparse.Namespace) -> tuple[torch.optim.Optimizer, Any]:
+    """Return the optimizer, and the handle of what communicates in DDP's place, None if nothing."""
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
+    if args.algorithm == ALLREDUCE:
+        return optimizer, None
+    from ddpopt import algorithms
+
+    nodes = {"hierarchical": args.hierarchical}
+    averaging = {**nodes, "communication_interval": args.communication_interval}
+    if args.algorithm == "decentralized":
+        algorithm = algorithms.Decentralized(**averaging)
+    elif args.algorithm == "shift-one":
+        algorithm = algorithms.Decentralized(peer_selection="shift_one", **averaging)
+    elif args.algorithm == "low-precision":
+        algorithm = algorithms.LowPrecisionDecentralized(**averaging)
+    elif args.algorithm == "async":
+        algorithm = algorithms.AsyncModelAverage(
+            sync_interval_ms=args.sync_interval_ms, warmup_steps=args.warmup_steps
+        )
+    elif args.algorithm == "bytegrad":
+        algorithm = algorithms.ByteGrad(**nodes)
+    else:
+        optimizer = algorithms.QAdamOptimizer(
+            ddp.parameters(), lr=args.lr, warmup_steps=args.warmup_steps
+        )
+        algorithm = algorithms.QAdam(**nodes)
+    return optimizer, algorithms.attach(ddp, optimizer, algorithm)
+
+
 def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> tuple[Tensor, float]:
     """Return the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
     device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
     ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
     options = {"inner": args.inner, "split": args.split} if backend == "ddpopt" else None
     compiled = ddp if backend == EAGER else torch.compile(ddp, backend=backend, options=options)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=args.lr)
+    optimizer, handle = start_algorithm(ddp, args)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
     generator = torch.Generator().manual_seed(args.seed + rank)
 
@@ -122,6 +163,8 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
         tokens_per_s = step * windows[:, 1:].numel() * num_ranks / (time.perf_counter() - start_s)
         if rank == 0 and (step + 1) % REPORT_EVERY == 0:
             show(f"{backend} {step + 1}: loss {loss.item():.3f}, {tokens_per_s:,.0f} tokens/s")
+    if handle is not None:
+        handle.detach()  # averages what the ranks have learned on their own
     means = torch.stack(losses) / num_ranks
     dist.all_reduce(means)
     return means.cpu(), tokens_per_s
@@ -150,6 +193,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--backend", default="ddpopt", help=f"a torch.compile backend, or {EAGER}: uncompiled")
     add("--inner", default="inductor", help="what ddpopt compiles its sections with")
     add("--split", default="forward", choices=["forward", "backward"], help="what ddpopt splits")
+    add("--algorithm", default=ALLREDUCE, choices=ALGORITHMS, help="how ranks communicate",
+        type=lambda name: name.replace("_", "-"))  # fmt: skip
+    add("--hierarchical", action="store_true", help="average within each machine first")
+    add("--communication-interval", type=int, default=1, help="steps, of the decentralized ones")
+    add("--sync-interval-ms", type=float, default=500, help="of async")
+    add("--warmup-steps", type=int, default=50, help="with allreduce, of async and qadam")
     add("--seed", type=int, default=0)
     add("--compare", choices=["eager"], help="train an uncompiled twin too, compare the losses")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")

@@ -27,7 +27,7 @@ from ddpopt.parallel.data_parallel import DataParallel
 from ddpopt.parallel.novelty import KnownCalls, signature_of, state_of
 
 CPUS = ["cpu", "cpu"]
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # sums of chunks are rounded otherwise than sums of rows
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # sums of chunks are rounded otherwise than sums of rows
 
 
 class Recorder:

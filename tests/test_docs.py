@@ -68,7 +68,9 @@ EXEMPT = {
     "source .venv/bin/activate": "tests run in an environment already",
     "torchrun --nnodes 2 --nproc-per-node 1 ... -m benchmarks.": "tests/test_benchmarks.py",
     "torchrun --nproc-per-node 2 -m ddpopt bench": "tests/test_cli.py",
+    "torchrun --nproc-per-node 4 examples/train_gpt.py --algorithm": "tests/test_examples.py",
     "torchrun --standalone --nproc-per-node 2 -m benchmarks.": "tests/test_benchmarks.py",
+    "torchrun --standalone --nproc-per-node 4 -m benchmarks.": "tests/test_algorithm_benchmarks.py",
 }
 # Pages that are read without the site, and so have no comments in front of their blocks.
 COMPILE_ONLY = {

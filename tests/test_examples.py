@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -45,4 +47,26 @@ def test_train_gpt_learns_and_equals_its_eager_twin() -> None:
     assert "loss fell" in text
     assert float(re.search(r"\n([\d.e-]+); in the first", text).group(1)) < 1e-3
     assert "sample:\ndef " in text
+    assert "all ranks hold bitwise equal parameters" in text
+
+
+def test_data_parallel_trains_as_one_device() -> None:
+    """Two replicas end with the parameters of one device, up to rounding."""
+    text = _run("examples/data_parallel.py")
+    assert float(re.search(r"differ by at most ([\d.e+-]+)", text).group(1)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["decentralized", "shift_one", "low-precision", "async", "bytegrad", "qadam"],
+)
+def test_train_gpt_learns_with_every_algorithm_and_ends_with_equal_ranks(algorithm: str) -> None:
+    """Ranks whose weights were different in training have equal ones when it is detached."""
+    text = _run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "examples/train_gpt.py", "--algorithm", algorithm, "--steps", "40", "--layers", "1",
+        "--width", "32", "--heads", "2", "--context", "32", "--inner", "aot_eager",
+        "--sync-interval-ms", "20", "--warmup-steps", "5", "--sample", "0",
+    )  # fmt: skip
+    assert "loss fell" in text
     assert "all ranks hold bitwise equal parameters" in text

@@ -26,6 +26,7 @@ from ddpopt.errors import TorchDriftError
 CompilerFn = Callable[..., Callable[..., Any]]
 
 _DYNAMO_DDP = "torch._dynamo.backends.distributed"
+_C10D = "torch.distributed.distributed_c10d"
 
 # TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
 # under dynamo, distributed and ddp alike.
@@ -296,9 +297,8 @@ def naming_groups(name: str) -> Iterator[None]:
     That differs between ranks, which then wait for each other until their timeout; and it comes
     again when groups are destroyed: then ranks look for connections that are gone.
     """
-    module = "torch.distributed.distributed_c10d"
-    original = _private(module, "_process_group_name")
-    names = importlib.import_module(module).__dict__
+    original = _private(_C10D, "_process_group_name")
+    names = importlib.import_module(_C10D).__dict__
     names["_process_group_name"] = lambda *_args, **_kwargs: name
     try:
         yield
@@ -329,7 +329,7 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     ):
         _private_of(ddp, name)
     _private("torch.distributed", "_compute_bucket_assignment_by_size")
-    _private("torch.distributed.distributed_c10d", "_get_process_group_store")
+    _private(_C10D, "_get_process_group_store")
     _queue_callback()
 
 
@@ -454,7 +454,7 @@ def _queue_callback() -> Callable[[Callable[[], None]], None]:
 
 def store_of(group: torch.distributed.ProcessGroup) -> Any:
     """Return the store by which the ranks of a group found each other."""
-    return _private("torch.distributed.distributed_c10d", "_get_process_group_store")(group)
+    return _private(_C10D, "_get_process_group_store")(group)
 
 
 def _produces_sparse_gradient(module: torch.nn.Module) -> bool:
