@@ -94,11 +94,12 @@ class DataParallel(nn.Module):
     def _begin(self) -> None:
         self._compiled = torch.compile(_call_of_its_own(self.module), **self.compile_options)
         self._known_calls = KnownCalls()
+        self._last_calls: list[Any] = []
         self._hooks = replicas.Hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["_compiled"], state["_known_calls"], state["_hooks"]
+        del state["_compiled"], state["_known_calls"], state["_last_calls"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,7 +145,10 @@ class DataParallel(nn.Module):
         modes = Modes.current(used)
         state = (state_of(self.module), modes)
         calls = [(state, (d, signature_of(s))) for d, s in zip(used, shares, strict=True)]
-        is_known = all(call in self._known_calls for call in calls)
+        # Dynamo moves the graph that it finds to the front of its list, and a thread that looks
+        # through the list meanwhile may miss its own, and compile. So a change is made in turn.
+        is_known = calls == self._last_calls and all(call in self._known_calls for call in calls)
+        self._last_calls = calls
         jobs = [
             self._job(index, modes, module, share)
             for index, (module, share) in enumerate(
