@@ -47,8 +47,23 @@ def test_dump_dir_is_a_str(value: object) -> None:
 
 def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
     """A typo does not pass for a setting."""
-    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', 'dump_dir', 'enabled'\]"):
+    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', .*'enabled', 'verify'\]"):
         config.enable = False
+
+
+@pytest.mark.parametrize(("flag", "value"), [("verify", 1), ("disagreement", "ignore")])
+def test_flags_of_safety_are_checked(flag: str, value: object) -> None:
+    """The message names the flag and the value; nothing is set."""
+    before = getattr(config, flag)
+    with pytest.raises(ddpopt.OptionError, match=f"'{flag}' is {value!r}"):
+        setattr(config, flag, value)
+    assert getattr(config, flag) == before
+
+
+def test_flags_of_safety_have_variables() -> None:
+    """DDPOPT_VERIFY and DDPOPT_DISAGREEMENT are read at import."""
+    assert _print_flag("verify", DDPOPT_VERIFY="1").stdout.strip() == "True"
+    assert _print_flag("disagreement", DDPOPT_DISAGREEMENT="error").stdout.strip() == "error"
 
 
 @pytest.mark.parametrize(("text", "printed"), [("0", "False"), ("1", "True")])

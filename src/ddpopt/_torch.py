@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -1016,4 +1017,135 @@ def running_replicas() -> contextlib.AbstractContextManager[None]:
     """
     config = _private("torch._dynamo", "config")
     context: contextlib.AbstractContextManager[None] = config.patch(error_on_nested_fx_trace=False)
+    return context
+
+
+# ---- Steps on a copy --------------------------------------------------------------------------
+
+
+def compiled_parts(model: torch.nn.Module) -> list[Any]:
+    """Return what compiles each module in `model` that `torch.compile` wrapped, once each."""
+    optimized = _private("torch._dynamo", "OptimizedModule")
+    contexts = [
+        _private_of(part, "dynamo_ctx") for part in model.modules() if isinstance(part, optimized)
+    ]
+    return list({id(context): context for context in contexts}.values())
+
+
+def backend_of(context: Any) -> Any:
+    """Return the innermost backend of one of `compiled_parts`."""
+    return innermost_backend(_private_of(context, "callback"))
+
+
+def compile_options(context: Any) -> dict[str, Any]:
+    """Return the `mode` and `options` that `torch.compile` was given for one of them."""
+    return dict(getattr(_compiler_of(context), "kwargs", {}))
+
+
+def _compiler_of(context: Any) -> Any:
+    """Return the backend as `torch.compile` wrapped it, with its options bound."""
+    backend = _private_of(context, "callback")
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def copy_compiled(
+    model: torch.nn.Module, *, is_apart: bool = False
+) -> tuple[torch.nn.Module, DistributedDataParallel]:
+    """Return a copy of a compiled DDP model with a Reducer of its own, and the DDP module in it.
+
+    Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
+    same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
+    """
+    contexts = {
+        id(context): _context_apart(context) if is_apart else context
+        for context in compiled_parts(model)
+    }
+    ddp = unwrap_compiled(model)
+    assert isinstance(ddp, DistributedDataParallel)
+    twin = _copy_ddp(ddp, copy.deepcopy(ddp.module, dict(contexts)))
+    outer = None if model is ddp else contexts[id(_private_of(model, "dynamo_ctx"))]
+    return (twin if outer is None else outer(twin)), twin
+
+
+def _context_apart(context: Any) -> Any:
+    """Return what compiles as `context` does, with code that nothing else shares."""
+    backend = functools.partial(_compiler_of(context))  # backends are told apart by identity
+    return _private("torch._dynamo", "optimize")(
+        backend=backend,
+        nopython=_private_of(context, "fullgraph"),
+        dynamic=_private_of(context, "_dynamic"),
+    )
+
+
+def _copy_ddp(ddp: DistributedDataParallel, module: torch.nn.Module) -> DistributedDataParallel:
+    """Return a DDP module like `ddp` around `module`; its constructor would communicate."""
+    twin: DistributedDataParallel = object.__new__(type(ddp))
+    state = dict(ddp.__dict__)
+    for name in ("reducer", "logger", "_compiled_call_impl"):
+        state.pop(name, None)
+    state |= {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
+    state |= {"_modules": {"module": module}, "_comm_hooks": [], "_has_rebuilt_buckets": False}
+    state |= {"require_backward_grad_sync": True, "require_forward_param_sync": True}
+    state["logger"] = None
+    twin.__dict__.update(state)
+    ignored = _private_of(ddp, "parameters_to_ignore")
+    own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+    twin.__dict__["_module_parameters"] = own
+    if ddp.static_graph:
+        twin._static_graph_delay_allreduce_enqueued = False
+    build_names = _private_of(twin, "_build_debug_param_to_name_mapping")
+    parameters, expect_sparse_gradient = _private_of(twin, "_build_params_for_reducer")()
+    make = _private_of(twin, "_ddp_init_helper")
+    make(parameters, expect_sparse_gradient, build_names(parameters), ddp.static_graph)
+    if ddp.static_graph:
+        _private_of(twin.reducer, "_set_static_graph")()
+        _private_of(twin.logger, "_set_static_graph")()
+    return twin
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Have a module that was just made communicate nothing, in forward and in backward."""
+    ddp.require_backward_grad_sync = False
+    ddp.require_forward_param_sync = False
+    if ddp.static_graph:  # its first backward would allreduce whatever no_sync says
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+
+def calling_model(ddp: DistributedDataParallel) -> torch.nn.Module | None:
+    """Return the result of `torch.compile(ddp)` whose forward is running, None if there is none."""
+    optimized = _private("torch._dynamo", "OptimizedModule")
+    for frame in _frames():
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, optimized) and unwrap_compiled(owner) is ddp:
+            return owner  # type: ignore[no-any-return]
+    return None
+
+
+def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the DDP forward that is running was given.
+
+    Raises:
+        TorchDriftError: the frame that has them is another in this release.
+    """
+    code = _private_of(DistributedDataParallel, "_run_ddp_forward").__code__
+    for frame in _frames():
+        found = frame.f_locals if frame.f_code is code else {}
+        if found.get("self") is ddp and {"inputs", "kwargs"} <= found.keys():
+            return found["inputs"], found["kwargs"]
+    raise _drift("inputs and kwargs in DistributedDataParallel._run_ddp_forward")
+
+
+def _frames() -> Iterator[Any]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def drawing_as_eager() -> contextlib.AbstractContextManager[None]:
+    """Have Inductor compile random operators, in this block, to draw what eager draws."""
+    config = _private("torch._inductor", "config")
+    context: contextlib.AbstractContextManager[None] = config.patch(fallback_random=True)
     return context

@@ -16,7 +16,18 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, dump, listening, logs, rebucketing, records, tuning
+from ddpopt import (
+    _torch,
+    agreement,
+    config,
+    dump,
+    listening,
+    logs,
+    rebucketing,
+    records,
+    tuning,
+    verification,
+)
 from ddpopt.buckets import (
     Bucket,
     Parameter,
@@ -359,6 +370,7 @@ def _compile_whole(
 def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:
     if ddp is not None:
         records.keep(ddp, plan, nodes)
+        agreement.tell(ddp)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
         logs.info("%s", plan)
@@ -420,6 +432,9 @@ def uninstall() -> None:
 
 
 def _before_ddp_forward(ddp: DistributedDataParallel) -> None:
+    agreement.before_forward(ddp)
+    if config.verify:
+        verification.before_forward(ddp)
     rebucketing.allow_backward(ddp)
     tuning.before_forward(ddp)
     if listening.current is not None:
@@ -432,6 +447,8 @@ def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
         listening.current.after_forward(ddp)
     if ran_under is backend:
         warn_if_nothing_compiled(ddp)
+        if config.verify:
+            verification.after_forward(ddp)
 
 
 backend.reset = records.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()

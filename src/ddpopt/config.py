@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from ddpopt.errors import OptionError
 
 BUCKETS = ("ddp", "auto")
+DISAGREEMENTS = ("warning", "error")
 _BOOLEANS = {"0": False, "1": True}
 
 
@@ -67,6 +68,28 @@ def check_dump_dir(value: object) -> str:
     return value
 
 
+def check_verify(value: object) -> bool:
+    """Return `value` if it is a bool.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"'verify' is {value!r}, a {type(value).__name__}; give True or False")
+    return value
+
+
+def check_disagreement(value: object) -> str:
+    """Return `value` if it is one of `DISAGREEMENTS`.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if not isinstance(value, str) or value not in DISAGREEMENTS:
+        raise OptionError(f"'disagreement' is {value!r}; valid values are {list(DISAGREEMENTS)}")
+    return value
+
+
 enabled: bool = _read_boolean("DDPOPT_ENABLED", default=True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
@@ -78,10 +101,20 @@ dump_dir: str = check_dump_dir(os.environ.get("DDPOPT_DUMP_DIR", ""))
 """The folder that each compile's graphs and plan are written to; `""` writes none. Read when a
 graph is compiled. Environment: `DDPOPT_DUMP_DIR`."""
 
+verify: bool = _read_boolean("DDPOPT_VERIFY", default=False)
+"""Whether each DDP model's first training forward is preceded by `ddpopt.verify`, which raises
+`VerificationError` where it fails. Set it on all ranks alike. Environment: `DDPOPT_VERIFY`."""
+
+disagreement: str = check_disagreement(os.environ.get("DDPOPT_DISAGREEMENT", "warning"))
+"""What follows where ranks compiled for different DDP models: a `"warning"` or an `"error"`
+(`DisagreementError`), on every rank. Environment: `DDPOPT_DISAGREEMENT`."""
+
 _CHECKS: dict[str, Callable[[object], object]] = {
     "enabled": check_enabled,
     "buckets": check_buckets,
     "dump_dir": check_dump_dir,
+    "verify": check_verify,
+    "disagreement": check_disagreement,
 }
 
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _CHECKS)

@@ -62,6 +62,21 @@ class PeerError(DDPOptError, RuntimeError):
     """
 
 
+class VerificationError(DDPOptError, RuntimeError):
+    """A compiled step gives other gradients, loss or buffers than eager; the message has the worst.
+
+    Train with `DDPOPT_ENABLED=0` (compiled, not split) or eagerly, and report it with the message.
+    If only rounding differs, call `ddpopt.verify` with higher tolerances.
+    """
+
+
+class DisagreementError(DDPOptError, RuntimeError):
+    """Ranks have different parameters, bucket limits, options or releases under one DDP module.
+
+    Build the model and DDP alike on all ranks, with the same releases of torch and ddpopt.
+    """
+
+
 class NonFiniteError(DDPOptError, ArithmeticError):
     """Weights or gradients are NaN, infinite or too large to be compressed, on some rank.
 

@@ -44,7 +44,7 @@ class _Record:
     `assigned_buckets` are those that `rebucket` gave it, of `bucket_plan`. `caps_bytes` are the
     Reducer's limits when graphs were cut for it, `nodes` are those of the graphs that `plans` are
     of, `recording` is the last that was made, and `is_trial` says that code compiled now is to
-    be replaced when the tuner is done.
+    be replaced when the tuner is done, `is_copy` that it is a rehearsal's module.
     """
 
     caps_bytes: tuple[int, ...] = ()
@@ -57,6 +57,7 @@ class _Record:
     bucket_plan: BucketPlan | None = None
     tuner: Tuner | None = None
     is_trial: bool = False
+    is_copy: bool = False
 
     @property
     def has_forward_sections(self) -> bool:

@@ -1,0 +1,201 @@
+"""Whether ranks compile for the same DDP module, found out without waiting for anybody.
+
+[Note: agreement]
+Each rank tells, when a graph is compiled for a DDP module, what its buckets follow from: the
+module's parameters in the Reducer's order, limits, options, releases. It writes a digest and the
+facts to the store of DDP's process group, once for each DDP module, and again only if they changed.
+A counter in the store says how many ranks have told, another how many of them told the same. The
+last one to tell also says in which step: the verdict is due before the forward of the next one (of
+the one after the next, if no step was under way that communicates). All ranks have ended a backward
+since then, so all find the verdict in the same step, and none raises while another waits in an
+allreduce. If some rank tells nothing within a minute, since it compiles nothing, nothing is
+compared.
+
+What each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ, since
+the Reducer has the same buckets on all ranks and launches them in the same order.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch, config, logs, records
+from ddpopt.errors import DisagreementError, TorchDriftError
+
+_LIMIT_S = 60.0  # after which ranks that have told nothing are not waited for
+_RANKS_SHOWN = 8
+
+Facts = dict[str, Any]
+_UNTOLD = (RuntimeError, NotImplementedError, TorchDriftError)  # stores that cannot, or are gone
+
+
+@dataclass(slots=True)
+class _Told:
+    """What this rank told of one DDP module, and where; `since_s` is None once all is compared."""
+
+    key: str
+    digest: str
+    since_s: float | None
+
+
+_num_modules: collections.Counter[str] = collections.Counter()
+_told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakKeyDictionary()
+_num_steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+
+
+def tell(ddp: DistributedDataParallel) -> None:
+    """Tell the other ranks what a graph is compiled for; see [Note: agreement]. Does not wait."""
+    size = dist.get_world_size(ddp.process_group)
+    if size == 1 or records.of(ddp).is_copy:
+        return
+    try:
+        facts = json.dumps(facts_of(ddp))
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+        before = _told.get(ddp)
+        if before is not None and before.digest == digest:
+            return
+        key = _next_key(ddp) if before is None else f"{before.key}+"
+        store = _torch.store_of(ddp.process_group)
+        store.set(f"{key}/{dist.get_rank(ddp.process_group)}", facts)
+        store.add(f"{key}/{digest}", 1)
+        if store.add(f"{key}/told", 1) == size:
+            is_counted = ddp.require_backward_grad_sync and torch.is_grad_enabled()
+            due = _num_steps.get(ddp, 0) + (1 if is_counted else 2)
+            store.set(f"{key}/due", str(due))
+    except _UNTOLD as error:
+        logs.info("ranks do not compare what they compile: %s", error)
+        return
+    _told[ddp] = _Told(key, digest, time.monotonic())
+
+
+def before_forward(ddp: DistributedDataParallel) -> None:
+    """Count a step, and compare if that is due.
+
+    Raises:
+        DisagreementError: ranks differ, and `config.disagreement` is "error"; on all ranks.
+    """
+    if not ddp.require_backward_grad_sync or not torch.is_grad_enabled():
+        return
+    step = _num_steps[ddp] = _num_steps.get(ddp, 0) + 1
+    told = _told.get(ddp)
+    if told is not None and told.since_s is not None:
+        _act_on(_look(ddp, told, step))
+
+
+def settle(ddp: DistributedDataParallel) -> None:
+    """Compare now; all ranks have told, and all call this.
+
+    Raises:
+        DisagreementError: as `before_forward`.
+    """
+    told = _told.get(ddp)
+    if told is not None and told.since_s is not None:
+        _act_on(_look(ddp, told, None))
+
+
+def _look(ddp: DistributedDataParallel, told: _Told, step: int | None) -> str:
+    """Return what is wrong, if that can be said in this step: "" if nothing is, or not yet."""
+    try:
+        store = _torch.store_of(ddp.process_group)
+        is_told = bool(store.check([f"{told.key}/due"]))
+        if is_told and (step is None or step >= int(store.get(f"{told.key}/due"))):
+            told.since_s = None
+            return _compare(ddp, told, store)
+    except _UNTOLD as error:
+        told.since_s = None
+        logs.info("ranks do not compare what they compile: %s", error)
+        return ""
+    if not is_told and time.monotonic() - (told.since_s or 0.0) > _LIMIT_S:
+        told.since_s = None
+        logs.info(
+            "some rank has compiled nothing for this DDP module within %.0f s, so ranks do not "
+            "compare what they compile",
+            _LIMIT_S,
+        )
+    return ""
+
+
+def _compare(ddp: DistributedDataParallel, told: _Told, store: Any) -> str:
+    size = dist.get_world_size(ddp.process_group)
+    if store.add(f"{told.key}/{told.digest}", 0) == size:
+        return ""
+    facts = [json.loads(store.get(f"{told.key}/{rank}")) for rank in range(size)]
+    return (
+        f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
+        f"modules: {find_difference(facts)}; gradients are averaged in the order of parameters, "
+        "whatever their names: build model and DDP alike on all ranks, with the same releases"
+    )
+
+
+def _act_on(difference: str) -> None:
+    if difference and config.disagreement == "error":
+        raise DisagreementError(difference)
+    if difference:
+        logs.warning("%s", difference)
+
+
+def facts_of(ddp: DistributedDataParallel) -> Facts:
+    """Return what has to be equal on all ranks, from the most to the least telling."""
+    parameters = {
+        parameter.name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        for tensor, parameter in _torch.reducer_parameters(ddp).items()
+    }
+    return {
+        "parameters": list(parameters.items()),
+        "bucket limits in bytes": list(_torch.reducer_caps(ddp)),
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+        "torch": torch.__version__,
+        "ddpopt": _own_version(),
+    }
+
+
+def find_difference(facts: Sequence[Facts]) -> str:
+    """Say in what ranks first differ from rank 0, and which do."""
+    for name, expected in facts[0].items():
+        ranks = [rank for rank, other in enumerate(facts) if other.get(name) != expected]
+        if ranks:
+            shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+            more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+            word = "rank" if len(ranks) == 1 else "ranks"
+            other = facts[ranks[0]].get(name)
+            what = (
+                _first_parameter(other or [], expected)
+                if name == "parameters"
+                else f"{name} is {other} instead of {expected}"
+            )
+            return f"{word} {shown}{more} from rank 0: {what}"
+    return "no difference is left"
+
+
+def _first_parameter(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]]) -> str:
+    for place, (other, own) in enumerate(zip(theirs, ours, strict=False)):
+        if other != own:
+            return f"parameter {place} is {' '.join(other)} instead of {' '.join(own)}"
+    return f"{len(theirs)} parameters instead of {len(ours)}"
+
+
+def _next_key(ddp: DistributedDataParallel) -> str:
+    """Return a name that one DDP module has on all ranks, if they compile in the same order."""
+    own = f"{ddp.process_group.group_name}/{type(ddp.module).__name__}"
+    _num_modules[own] += 1
+    return f"ddpopt/agreement/{type(ddp.module).__name__}/{_num_modules[own]}"
+
+
+def _own_version() -> str:
+    try:
+        return version("ddpopt")
+    except PackageNotFoundError:
+        return "not installed"

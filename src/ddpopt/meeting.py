@@ -1,0 +1,146 @@
+"""A place where ranks wait for each other as long as somebody works, by their group's store.
+
+No collective is used, so no time limit of the process group's runs. It knows phases and texts;
+what ranks do in them is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+
+from ddpopt import _torch, logs
+from ddpopt.errors import PeerError
+
+_POLL_S = 0.05
+_REPORT_S = 30.0
+_BEATS = 10  # in the time after which a rank is given up
+_LONGEST_TEXT = 500  # characters of an error that other ranks are told
+
+_DONE, _FAILED, _ABSENT = "done", "failed", "absent"
+_num_meetings: collections.Counter[str] = collections.Counter()
+
+
+class Meeting:
+    """`with Meeting(...) as meeting:` ends on no rank before it has ended on all.
+
+    Each rank tells in which phase it is, and a thread of it that it lives. A rank that raises in
+    the block, or tells nothing for `silence_s` seconds, ends it on all others with PeerError.
+    Every rank of the group must make equally many meetings of a name.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, silence_s: float) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._store = _torch.store_of(group)
+        key = f"{group.group_name}/{name}"
+        _num_meetings[key] += 1
+        self._key = f"ddpopt/{name}/{_num_meetings[key]}"
+        self._name = name
+        self._silence_s = silence_s
+        self._phase, self._text, self._num_beats = "start", "", 0
+        self._lock = threading.Lock()  # a beat must not overwrite a later phase
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"ddpopt {name}", daemon=True)
+
+    def enter(self, phase: str) -> None:
+        """Tell the other ranks what this one does now."""
+        self._tell(phase)
+
+    def __enter__(self) -> Meeting:
+        self._tell("start")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._tell(_DONE)
+                self._wait()
+            else:
+                with contextlib.suppress(PeerError):  # the block's error is the one to see
+                    reason = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+                    self._tell(_FAILED, f"in {self._phase}, {reason}")
+        finally:
+            self._is_over.set()
+            self._thread.join()
+
+    def _tell(self, phase: str, text: str = "") -> None:
+        with self._lock:
+            self._phase, self._text = phase, text
+            self._num_beats += 1
+            word = f"{phase}\n{self._num_beats}\n{text}"
+            try:
+                self._store.set(f"{self._key}/{self._rank}", word)
+            except RuntimeError as error:
+                raise self._without_store(error) from error
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(self._silence_s / _BEATS):
+            with contextlib.suppress(PeerError):  # the main thread finds out too
+                if self._phase not in (_DONE, _FAILED):
+                    self._tell(self._phase, self._text)
+
+    def _wait(self) -> None:
+        """Return when all ranks are done.
+
+        Raises:
+            PeerError: a rank raised or is silent, or the store has gone.
+        """
+        heard: dict[int, tuple[str, float]] = {}  # each rank's last word, and when it was new
+        report_s = time.monotonic() + _REPORT_S
+        while True:
+            now_s = time.monotonic()
+            phases = {rank: self._hear(rank, heard, now_s) for rank in range(self._size)}
+            missing = {rank: phase for rank, phase in phases.items() if phase != _DONE}
+            if not missing:
+                return
+            silent = [rank for rank in missing if now_s - heard[rank][1] > self._silence_s]
+            if silent:
+                rank = silent[0]
+                raise PeerError(
+                    f"{self._name}: rank {rank} has told nothing for {self._silence_s:.0f} s "
+                    f"(its last word: {phases[rank]}); it has ended, hangs, or did not make this "
+                    "call; look at its log and start all ranks again, or give a higher silence_s"
+                )
+            if now_s > report_s:
+                report_s = now_s + _REPORT_S
+                self._report(missing)
+            time.sleep(_POLL_S)
+
+    def _hear(self, rank: int, heard: dict[int, tuple[str, float]], now_s: float) -> str:
+        """Return a rank's phase; raise if it failed."""
+        key = f"{self._key}/{rank}"
+        try:
+            word = self._store.get(key).decode() if self._store.check([key]) else _ABSENT
+        except RuntimeError as error:
+            raise self._without_store(error) from error
+        if heard.get(rank, ("", 0.0))[0] != word:
+            heard[rank] = (word, now_s)
+        phase, _, rest = word.partition("\n")
+        if phase == _FAILED:
+            raise PeerError(
+                f"{self._name}: rank {rank} raised {rest.partition(chr(10))[2]}; this is that "
+                "rank's error: look at its log"
+            )
+        return phase
+
+    def _report(self, missing: dict[int, str]) -> None:
+        if self._rank == min(set(range(self._size)) - missing.keys()):  # one rank's log is enough
+            named = ", ".join(f"rank {rank} ({phase})" for rank, phase in missing.items())
+            logs.warning("%s: still waiting for %s", self._name, named)
+
+    def _without_store(self, error: RuntimeError) -> PeerError:
+        return PeerError(
+            f"{self._name}: the process group's store has gone ({error}); the process that holds "
+            "it, mostly rank 0's, has ended: look at its log and start all ranks again"
+        )

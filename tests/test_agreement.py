@@ -1,0 +1,272 @@
+"""Ranks that compile different things: gradients stay equal, or all stop with one error in time."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MLP, assert_equal_states, batches, train, twins
+from ranks import Ranks
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _torch, agreement, config, records
+from ddpopt.errors import DisagreementError
+from ddpopt.warming import warmup
+
+CAP_MB = 0.03
+SHORT_S = 4.0
+SPLITS = ["forward", "backward"]
+
+
+def _options(split: str = "backward", **options: Any) -> dict[str, Any]:
+    return {"backend": "ddpopt", "options": {"inner": "aot_eager", "split": split, **options}}
+
+
+class Named(nn.Module):
+    """Two layers of one shape, whose names are given in the order in which they are registered."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.b(x).tanh()
+
+
+# ---- Ranks that compile different things train on ---------------------------------------------
+
+
+def _train_beside_eager(
+    rank: int, split: str, what: str, shapes: list[tuple[int, int]]
+) -> tuple[int, bool]:
+    """Train while rank 1 does something else; return what was compiled, and whether it is split."""
+    before = counters["stats"]["unique_graphs"]
+    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
+    is_other = rank == 1
+    options = _options(split, **({"enabled": False} if what == "falls back" and is_other else {}))
+    if what == "another split" and is_other:
+        options = _options("forward" if split == "backward" else "backward")
+    model = torch.compile(ddp, **options, dynamic=False)
+    inputs = batches(
+        rank, shapes if is_other or what != "recompiles" else [shapes[0]] * len(shapes)
+    )
+    with config.patch(disagreement="error"):
+        ours = train(ddp, inputs, model)
+    assert_equal_states(ours, train(expected, inputs))
+    plans = records.plans_of(ddp)
+    return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_rank_recompiles_alone(ranks: Ranks, split: str) -> None:
+    """It meets a new shape in the third step and another in the fifth: nobody waits or differs."""
+    shapes = [(8, 64), (8, 64), (5, 64), (8, 64), (3, 64), (8, 64)]
+    (first, _), (second, _) = ranks.run(_train_beside_eager, split, "recompiles", shapes)
+    assert first == 1
+    assert second == 3
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("what", ["falls back", "another split"])
+def test_one_rank_compiles_otherwise(ranks: Ranks, split: str, what: str) -> None:
+    """Buckets are the Reducer's, equal on all ranks whatever each compiled."""
+    first, second = ranks.run(_train_beside_eager, split, what, [(8, 64)] * 4)
+    assert first[1]
+    assert second[1] == (what == "another split")
+
+
+def _train_with_caches(rank: int, folder: str) -> int:
+    """Train on Inductor, rank 1 with its caches warm and rank 0 with cold ones; return its hits."""
+    counters.clear()
+    alone = dist.new_group([1], backend="gloo")
+    with mock.patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}"}):
+        options = {"backend": "ddpopt", "options": {"split": "backward"}}
+        if rank == 1:  # alone, so by a group of its own
+            ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01, process_group=alone)
+            torch.compile(ddp, **options)(torch.randn(8, 64)).sum().backward()
+            torch._dynamo.reset()
+            counters.clear()
+        ddp, expected = twins(MLP(2), bucket_cap_mb=0.01)
+        model = torch.compile(ddp, **options)
+        inputs = batches(rank, [(8, 64)] * 3)
+        assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def test_one_rank_has_warm_caches(ranks: Ranks, tmp_path: Any) -> None:
+    """On Inductor: what comes from a cache trains with what was compiled."""
+    cold, warm = ranks.run(_train_with_caches, str(tmp_path))
+    assert cold == 0
+    assert warm > 0
+
+
+# ---- Compiling longer than collectives may take -----------------------------------------------
+
+
+@contextlib.contextmanager
+def _short_group() -> Iterator[dist.ProcessGroup]:
+    yield dist.new_group(timeout=datetime.timedelta(seconds=SHORT_S), backend="gloo")
+
+
+def _slow(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    time.sleep(3 * SHORT_S / 2)  # two sections
+    return _torch.lookup_backend("aot_eager")(gm, inputs)
+
+
+def _compile_slowly(rank: int) -> tuple[str, float]:
+    """Train without a warmup in a group whose collectives may take a third of the compile."""
+    with _short_group() as group:
+        ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01, process_group=group)
+        inner = _slow if rank == 1 else "aot_eager"
+        model = torch.compile(ddp, **_options("forward", inner=inner))
+        began = time.monotonic()
+        try:
+            train(ddp, batches(rank, [(8, 64)] * 2), model)
+        except RuntimeError as error:
+            return str(error), time.monotonic() - began
+        return "", time.monotonic() - began
+
+
+def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout() -> None:
+    """All ranks end with the group's error; none hangs. `test_warming.py` has it with a warmup."""
+    workers = Ranks()
+    try:
+        errors = workers.run(_compile_slowly)
+    finally:
+        workers.stop()
+    assert all(error for error, _ in errors), errors
+
+
+# ---- What must not differ ---------------------------------------------------------------------
+
+
+def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[str]]:
+    """Train where rank 1 differs; return the error, the steps made, and warnings."""
+    is_other = rank == 1
+    names = "ba" if what == "order" and is_other else "ab"
+    cap_mb = 0.01 if what == "caps" and is_other else CAP_MB
+    ddp = DistributedDataParallel(Named(names), bucket_cap_mb=cap_mb)
+    model = torch.compile(ddp, **_options())
+    own_version = mock.patch.object(
+        agreement, "_own_version", return_value="0.0" if what == "version" and is_other else "9.9"
+    )
+    num_steps = 0
+    with (
+        own_version,
+        config.patch(disagreement=disagreement),
+        mock.patch.object(agreement.logs, "warning") as warning,
+    ):
+        try:
+            for x in batches(rank, [(8, 64)] * 4):
+                model(x).sum().backward()
+                num_steps += 1
+            error = ""
+        except DisagreementError as caught:
+            error = str(caught)
+    dist.barrier()  # the group is in order
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return error, num_steps, [text for text in said if text.startswith("ranks compiled for")]
+
+
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        ("order", "parameter 0 is b.weight float32[64, 64] instead of a.weight float32[64, 64]"),
+        ("caps", "bucket limits in bytes is [10485] instead of [31457]"),
+        ("version", "ddpopt is 0.0 instead of 9.9"),
+    ],
+)
+@pytest.mark.parametrize("disagreement", ["error", "warning"])
+def test_all_ranks_hear_of_a_difference_in_the_same_step(
+    ranks: Ranks, what: str, difference: str, disagreement: str
+) -> None:
+    """Before the second step; an error stops all, a warning none."""
+    first, second = ranks.run(_disagree, what, disagreement)
+    assert first == second
+    error, num_steps, warnings = first
+    assert (num_steps, len(warnings)) == ((1, 0) if disagreement == "error" else (4, 1))
+    said = error or warnings[0]
+    assert f"rank 1 from rank 0: {difference}" in said
+    assert "DistributedDataParallel(Named)" in said
+
+
+def _disagree_at_warmup(rank: int) -> str:
+    ddp = DistributedDataParallel(Named("ba" if rank else "ab"))
+    model = torch.compile(ddp, **_options())
+    with config.patch(disagreement="error"), pytest.raises(DisagreementError) as caught:
+        warmup(model, *batches(rank, [(8, 64)]))
+    return str(caught.value)
+
+
+def test_a_warmup_compares_before_any_step(ranks: Ranks) -> None:
+    """All ranks have told when it ends."""
+    first, second = ranks.run(_disagree_at_warmup)
+    assert first == second
+    assert "parameter 0 is b.weight" in first
+
+
+# ---- It costs nothing, and never waits --------------------------------------------------------
+
+
+def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
+    """Return how often a step talks to the store; rank 1 may compile nothing."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
+    real, counts = _torch.store_of, []
+    with (
+        mock.patch.object(_torch, "store_of", side_effect=real) as calls,
+        mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
+    ):
+        for x in batches(rank, [(8, 64)] * 5):
+            model(x).sum().backward()
+            counts.append(calls.call_count)
+    return counts
+
+
+def test_steps_without_a_compile_do_not_talk(ranks: Ranks) -> None:
+    """The first step tells, the second compares, and that is all."""
+    for counts in ranks.run(_count_store_calls, False):
+        assert counts[1:] == [counts[1]] * 4
+
+
+def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
+    """The others stop asking when the limit is over, and train on meanwhile."""
+    compiled, uncompiled = ranks.run(_count_store_calls, True)
+    assert compiled[1:] == [compiled[1]] * 4
+    assert uncompiled == [0] * 5
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    """Nothing is told."""
+    model = torch.compile(DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB), **_options())
+    with mock.patch.object(_torch, "store_of") as store_of:
+        model(torch.randn(8, 64)).sum().backward()
+    assert not store_of.called
+
+
+def test_the_first_difference_is_named_with_its_ranks() -> None:
+    """Parameters come before limits, those before releases; many ranks are cut short."""
+    base = {"parameters": [["a", "x"]], "torch": "1"}
+    other = {"parameters": [["a", "x"], ["b", "y"]], "torch": "2"}
+    assert agreement.find_difference([base, base | {"torch": "2"}]) == (
+        "rank 1 from rank 0: torch is 2 instead of 1"
+    )
+    assert agreement.find_difference([base, base, other]) == (
+        "rank 2 from rank 0: 2 parameters instead of 1"
+    )
+    said = agreement.find_difference([base, *[other] * 12])
+    assert re.match(r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more from rank 0: ", said)
+    assert issubclass(DisagreementError, ddpopt.DDPOptError)
