@@ -26,7 +26,7 @@ from ddpopt.warming import warmup
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
-SHORT_S = 3.0  # of a group, where compiling takes longer
+SHORT_S = 5.0  # of a group, where compiling takes longer
 SLOW_S = 3 * SHORT_S
 
 

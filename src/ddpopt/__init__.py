@@ -1,8 +1,8 @@
 """ddpopt: overlap DDP's gradient communication with a compiled backward.
 
 `torch.compile(ddp_model, backend="ddpopt")` needs no import of this package; import it to inspect
-(`explain`, `record`), to find better buckets (`plan`, `rebucket`, `simulate`), to communicate less
-(`algorithms`) or to switch it off (`config`).
+(`explain`, `record`), to check before a long run (`verify`, `warmup`), to find better buckets
+(`plan`, `rebucket`, `simulate`), to communicate less (`algorithms`) or to switch it off (`config`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ddpopt.calibration import calibrate
 from ddpopt.errors import (
     AttachError,
     DDPOptError,
+    DisagreementError,
     Fallback,
     ForwardInstead,
     NonFiniteError,
@@ -26,6 +27,7 @@ from ddpopt.errors import (
     TorchDriftError,
     TraceError,
     UnsupportedModeError,
+    VerificationError,
 )
 from ddpopt.inspection.recording import record
 from ddpopt.inspection.report import Explanation, explain
@@ -37,6 +39,8 @@ from ddpopt.planning.timeline import Timeline
 from ddpopt.rebucketing import rebucket
 from ddpopt.recorded import Recording
 from ddpopt.simulator import Simulation, Stragglers, simulate
+from ddpopt.verification import Verification, verify
+from ddpopt.warming import warmup
 
 if TYPE_CHECKING:
     from ddpopt.estimation import estimate
@@ -60,6 +64,7 @@ __all__ = [
     "DDPOptError",
     "DataParallel",
     "Device",
+    "DisagreementError",
     "Explanation",
     "Fallback",
     "ForwardInstead",
@@ -79,6 +84,8 @@ __all__ = [
     "TorchDriftError",
     "TraceError",
     "UnsupportedModeError",
+    "Verification",
+    "VerificationError",
     "algorithms",
     "calibrate",
     "config",
@@ -90,4 +97,6 @@ __all__ = [
     "rebucket",
     "record",
     "simulate",
+    "verify",
+    "warmup",
 ]

@@ -2,14 +2,14 @@
 
 [Note: agreement]
 Each rank tells, when a graph is compiled for a DDP module, what its buckets follow from: the
-module's parameters in the Reducer's order, limits, options, releases. It writes a digest and the
-facts to the store of DDP's process group, once for each DDP module, and again only if they changed.
-A counter in the store says how many ranks have told, another how many of them told the same. The
-last one to tell also says in which step: the verdict is due before the forward of the next one (of
-the one after the next, if no step was under way that communicates). All ranks have ended a backward
-since then, so all find the verdict in the same step, and none raises while another waits in an
-allreduce. If some rank tells nothing within a minute, since it compiles nothing, nothing is
-compared.
+module's parameters in the Reducer's order, limits, options, releases. It writes a digest of that to
+the store of DDP's process group, once for each DDP module, and again only if it changed; the first
+rank of a digest adds what it is of. A counter in the store says how many ranks have told, another
+how many of them told the same. The last one to tell also says in which step: the verdict is due
+before the forward of the next one (of the one after the next, if no step was under way that
+communicates). All ranks have ended a backward since then, so all find the verdict in the same step,
+and none raises while another waits in an allreduce. If some rank tells nothing within a minute,
+since it compiles nothing, nothing is compared.
 
 What each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ, since
 the Reducer has the same buckets on all ranks and launches them in the same order.
@@ -68,8 +68,9 @@ def tell(ddp: DistributedDataParallel) -> None:
             return
         key = _next_key(ddp) if before is None else f"{before.key}+"
         store = _torch.store_of(ddp.process_group)
-        store.set(f"{key}/{dist.get_rank(ddp.process_group)}", facts)
-        store.add(f"{key}/{digest}", 1)
+        store.set(f"{key}/{dist.get_rank(ddp.process_group)}", digest)
+        if store.add(f"{key}/{digest}", 1) == 1:  # once for all ranks: facts can be long
+            store.set(f"{key}/facts/{digest}", facts)
         if store.add(f"{key}/told", 1) == size:
             is_counted = ddp.require_backward_grad_sync and torch.is_grad_enabled()
             due = _num_steps.get(ddp, 0) + (1 if is_counted else 2)
@@ -131,7 +132,9 @@ def _compare(ddp: DistributedDataParallel, told: _Told, store: Any) -> str:
     size = dist.get_world_size(ddp.process_group)
     if store.add(f"{told.key}/{told.digest}", 0) == size:
         return ""
-    facts = [json.loads(store.get(f"{told.key}/{rank}")) for rank in range(size)]
+    digests = [store.get(f"{told.key}/{rank}").decode() for rank in range(size)]
+    known = {digest: json.loads(store.get(f"{told.key}/facts/{digest}")) for digest in digests}
+    facts = [known[digest] for digest in digests]
     return (
         f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
         f"modules: {find_difference(facts)}; gradients are averaged in the order of parameters, "
