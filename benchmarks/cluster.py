@@ -82,6 +82,15 @@ class Cluster:
             _shape(namespace, _INTERFACE, rate)
             _shape(self.bridge, f"port{rank}", rate)
 
+    def set_link(self, rank: int, *, is_up: bool) -> None:
+        """Pull a rank's cable out of the bridge, or plug it in again."""
+        port, state = f"port{rank}", "up" if is_up else "down"
+        _call("ip", "-n", self.bridge, "link", "set", port, state)
+
+    def address(self, rank: int) -> str:
+        """Return where the other ranks reach a rank."""
+        return f"{_SUBNET}.{rank + 1}" if self.is_shaped else "127.0.0.1"
+
 
 @contextlib.contextmanager
 def open_cluster(num_ranks: int, *, is_emulated: bool = True) -> Iterator[Cluster]:

@@ -3,7 +3,8 @@
 Trains a small byte-level GPT on Python's own standard library, compiled with ddpopt, and checks
 at the end that all ranks hold the same parameters. Gloo on CPU, NCCL where every rank has a GPU;
 several nodes by torchrun's own flags. `--compare eager` trains an uncompiled twin as well, and
-`--algorithm async` (or another) communicates in another way than DDP's allreduce.
+`--algorithm async` (or another) communicates in another way than DDP's allreduce. With
+`torchrun --max-restarts 3` and `--checkpoint run.pt` it survives the loss of a rank.
 """
 
 import argparse
@@ -13,11 +14,13 @@ import os
 import sys
 import sysconfig
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checkpoint import Checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -139,11 +142,17 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
     optimizer, handle = start_algorithm(ddp, args)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
     generator = torch.Generator().manual_seed(args.seed + rank)
+    parts = {"model": model, "optimizer": optimizer, "warmup": warmup}
+    saved = Checkpoint(args.checkpoint, parts, generator) if args.checkpoint else None
+    first, means = saved.load() if saved else (0, torch.empty(0))
+    if first and rank == 0:
+        print(f"going on after step {first} of {args.checkpoint}", flush=True)
 
     has_bar = rank == 0 and tqdm is not None and sys.stderr.isatty()
-    steps = tqdm(range(args.steps)) if has_bar else range(args.steps)
+    steps = range(first, args.steps)
+    steps = tqdm(steps) if has_bar else steps
     show = steps.set_postfix_str if has_bar else functools.partial(print, flush=True)
-    losses, start_s = [], 0.0
+    losses, start_s, tokens_per_s = [], 0.0, 0.0
     for step in steps:
         starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
         windows = text[starts + torch.arange(args.context + 1)].to(device, torch.long)
@@ -154,20 +163,31 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
         optimizer.step()
         warmup.step()
         losses.append(loss.detach())
-        if step == 0:
+        if step == first:
             start_s = time.perf_counter()  # the first step compiles and is left out
             if rank == 0 and backend == "ddpopt":
                 import ddpopt  # for this table alone: the backend is found by its name
 
                 print(f"\n{ddpopt.explain(ddp)}", flush=True)
-        tokens_per_s = step * windows[:, 1:].numel() * num_ranks / (time.perf_counter() - start_s)
+        tokens = (step - first) * windows[:, 1:].numel() * num_ranks
+        tokens_per_s = tokens / (time.perf_counter() - start_s)
         if rank == 0 and (step + 1) % REPORT_EVERY == 0:
             show(f"{backend} {step + 1}: loss {loss.item():.3f}, {tokens_per_s:,.0f} tokens/s")
+        if saved and ((step + 1) % args.checkpoint_every == 0 or step + 1 == args.steps):
+            means, losses = torch.cat([means, average_over_ranks(losses)]), []
+            saved.save(step + 1, means)
     if handle is not None:
         handle.detach()  # averages what the ranks have learned on their own
-    means = torch.stack(losses) / num_ranks
+    return torch.cat([means, average_over_ranks(losses)]), tokens_per_s
+
+
+def average_over_ranks(losses: list[Tensor]) -> Tensor:
+    """Return the mean of each loss, on the CPU."""
+    if not losses:
+        return torch.empty(0)
+    means = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(means)
-    return means.cpu(), tokens_per_s
+    return means.cpu()
 
 
 def is_equal_on_all_ranks(model: nn.Module) -> bool:
@@ -199,10 +219,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--communication-interval", type=int, default=1, help="steps, of the decentralized ones")
     add("--sync-interval-ms", type=float, default=500, help="of async")
     add("--warmup-steps", type=int, default=50, help="with allreduce, of async and qadam")
+    add("--checkpoint", type=Path, help="a file to save to, and to go on from if it exists")
+    add("--checkpoint-every", type=int, default=50, help="steps between two saves")
     add("--seed", type=int, default=0)
     add("--compare", choices=["eager"], help="train an uncompiled twin too, compare the losses")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.checkpoint and args.algorithm != ALLREDUCE:
+        parser.error("--checkpoint saves rank 0's weights, which only allreduce keeps equal")
+    return args
 
 
 def open_process_group() -> torch.device:
@@ -234,6 +259,7 @@ def main() -> None:
     )
     is_equal = is_equal_on_all_ranks(model)
     if args.compare:
+        args.checkpoint = None  # which is the other's
         eager_losses, eager_tokens_per_s = train(twin, EAGER, text, args)
         # Training amplifies rounding: a correct Inductor compile drifts too, after 100 steps or so.
         gaps = (losses - eager_losses).abs()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import records
 from ddpopt.plans import Plan
 
 _MIB = 1024 * 1024
@@ -40,6 +41,8 @@ class FakeDDP(DistributedDataParallel):
         self.static_graph = static_graph
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.require_backward_grad_sync = True
+        self.process_group = dist.GroupMember.NON_GROUP_MEMBER
+        records.of(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import gc
 import inspect
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -723,7 +724,7 @@ def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout() -> 
         assert len(said) == 6
         for text in said[:5]:
             assert text.startswith("PeerError: averaging weights in the background of step ")
-            assert "another rank has ended, hangs" in text
+            assert re.search(r"rank 2 \(.*\) has ended", text)
         assert said[5] == "nothing"  # it was detached all the same
         assert seconds < 60
         assert not threads

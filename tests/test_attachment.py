@@ -483,5 +483,5 @@ def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(select
         )[0]
     finally:
         ranks.stop()
-    assert message.startswith("PeerError: averaging weights in step 3 failed: another rank has")
+    assert message.startswith("PeerError: averaging weights in step 3 failed: rank 1 (host ")
     assert seconds < 60

@@ -23,7 +23,7 @@ from models import MLP
 
 from ddpopt import _torch
 from ddpopt.bucket_plan import plan_buckets
-from ddpopt.cli import benching, clusters, doctor, main, program
+from ddpopt.cli import benching, clusters, doctor, main, output, program
 from ddpopt.cli.loading import Loaded, find_factory
 from ddpopt.cli.private_names import private_names
 from ddpopt.errors import SectionCompileError
@@ -184,6 +184,19 @@ def test_explain_writes_a_page(
     assert "layers.5.weight" in (folder / "page.html").read_text()
 
 
+def test_explain_replaces_a_page_and_follows_no_link(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so before the model is made."""
+    (folder / "page.html").symlink_to(folder / "precious")
+    told = _refused(capsys, "explain", "models_of_mine.py:broken", "--html", "page.html")
+    assert "page.html cannot be written: it is a link, and links are not followed" in told
+    (folder / "page.html").unlink()
+    (folder / "page.html").write_text("an earlier one")
+    assert main(("explain", SMALL, *CAP, "--html", "page.html")) == 0
+    assert "an earlier one" not in (folder / "page.html").read_text()
+
+
 def test_explain_fails_where_nothing_is_compiled(
     one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +264,40 @@ def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
         f"ddpopt.cli.{name}" for name in ("arguments", "clusters", "errors", "output", "program")
     }
     assert not loaded & {"ddpopt.backend", "ddpopt.estimation", "networkx", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "it has no 'version'"),
+        ('{"version": 1, "\\u001b[2J": 0}', "no plan that ddpopt saved"),
+        ("[" * 10**5, "it is nested too deeply"),
+        ('{"version": ' + "9" * 10**5 + "}", "a number of 100000 characters"),
+    ],
+)
+def test_simulate_refuses_what_is_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    """With exit status 2, and nothing in it for a terminal to obey."""
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    told = _refused(capsys, "simulate", str(path), "--world-size", "4")
+    assert f"{path} is no plan that ddpopt saved" in told
+    assert message in told
+    assert told.replace("\n", "").isprintable()
+
+
+def test_a_plan_without_end_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor one that a pipe might bring some day."""
+    assert "not a regular file" in _refused(capsys, "sweep", "/dev/zero")
+
+
+def test_control_characters_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """In sentences and in tables; line ends stay in sentences."""
+    table = output.Table(header=("name",), rows=[("a\x1b[2J\nb",)])
+    screen = output.Screen(as_json=False)
+    screen.show(output.Report(data={}, parts=["one\n\x1b]0;two\x07", table]))
+    assert capsys.readouterr().out == "one\n\\x1b]0;two\\x07\n  name\n  a\\x1b[2J\\nb\n"
 
 
 # ---- calibrate and bench ----------------------------------------------------------------------
@@ -390,6 +437,19 @@ def test_trace_merge_refuses_what_is_no_trace(
         assert message in _refused(capsys, "trace", "merge", str(tmp_path / path), "-o", output)
     nowhere = str(tmp_path / "nowhere" / "merged.json")
     assert "no folder" in _refused(capsys, "trace", "merge", str(tmp_path), "-o", nowhere)
+
+
+def test_trace_merge_does_not_write_over_what_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the path to it."""
+    path = tmp_path / "rank0.json"
+    _record(path, 0, 0.0)
+    before = path.read_text()
+    for output_path in (path, tmp_path / ".." / tmp_path.name / "rank0.json"):
+        told = _refused(capsys, "trace", "merge", str(tmp_path), "-o", str(output_path))
+        assert "which is one of the traces; name another" in told
+    assert path.read_text() == before
 
 
 # ---- doctor -----------------------------------------------------------------------------------

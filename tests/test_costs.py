@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -79,3 +80,12 @@ def test_bad_input_is_refused_by_name_and_limit(make, message: str) -> None:
 def _profile(ready_s: list[float], backward_s: float) -> Profile:
     gradients = tuple(Gradient(name=f"{t}", num_bytes=4, ready_s=t) for t in ready_s)
     return Profile(gradients=gradients, backward_s=backward_s)
+
+
+def test_numbers_from_which_infinity_would_follow_are_refused() -> None:
+    """An iteration of such times would never end: sums overflow, and differences are NaN."""
+    gradient = Gradient(name="p", num_bytes=4, ready_s=0.0)
+    with pytest.raises(ddpopt.PlanError, match=r"cut_s is 1e\+308; it must be .* below 1e\+18"):
+        Profile(gradients=(gradient,), backward_s=1.0, cut_s=1e308)
+    with pytest.raises(ddpopt.PlanError, match="startup_s is inf"):
+        AllreduceCost(startup_s=math.inf, s_per_byte=0.0)

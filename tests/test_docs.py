@@ -66,6 +66,8 @@ EXEMPT = {
     "pip install": "needs the network",
     "python -m benchmarks.": "tests/test_benchmarks.py",
     "source .venv/bin/activate": "tests run in an environment already",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "tests/test_examples.py",
+    "torchrun --max-restarts 3 --nproc-per-node 2 examples/train_gpt.py": "tests/test_examples.py",
     "torchrun --nnodes 2 --nproc-per-node 1 ... -m benchmarks.": "tests/test_benchmarks.py",
     "torchrun --nproc-per-node 2 -m ddpopt bench": "tests/test_cli.py",
     "torchrun --nproc-per-node 4 examples/train_gpt.py --algorithm": "tests/test_examples.py",

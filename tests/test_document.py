@@ -126,6 +126,23 @@ def test_save_writes_what_the_name_says(one_rank: None, tmp_path: Path, suffix: 
     assert text.lower().startswith(start.lower())
 
 
+@pytest.mark.parametrize("suffix", ["html", "json", "txt"])
+def test_save_replaces_a_file_and_follows_no_link(
+    one_rank: None, tmp_path: Path, suffix: str
+) -> None:
+    """A link may have been planted by whoever foresaw the name."""
+    explanation = _explain()
+    path, precious = tmp_path / f"model.{suffix}", tmp_path / "precious"
+    path.write_text("an earlier one")
+    explanation.save(path)
+    assert "an earlier one" not in path.read_text()
+    path.unlink()
+    path.symlink_to(precious)
+    with pytest.raises(FileExistsError, match="links are not followed"):
+        explanation.save(path)
+    assert not precious.exists()
+
+
 def test_another_name_is_an_error(one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(ddpopt.OptionError, match=r"does not end in \.html, \.json or \.txt"):
         _explain().save(tmp_path / "model.pdf")

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import fx, nn
 from ddpopt import drawing
 from ddpopt.drawing import draw_svg, find_parameters, to_dot
 
+SVG_TAGS = {"svg", "g", "title", "polygon", "text", "path"}
 NODE = re.compile(r'^  (n\d+) \[label="((?:[^"\\]|\\.)*)", fillcolor="(#\w+)"\];$', re.MULTILINE)
 EDGE = re.compile(r"^  (n\d+) -> (n\d+);$", re.MULTILINE)
 CLUSTER = re.compile(
@@ -101,31 +103,27 @@ def test_quotes_backslashes_and_line_ends_are_shown_and_do_nothing(gm: fx.GraphM
     assert label == 'a \\"quoted\\" \\\\N name\\noftwo lines\\"]; evil [label=\\"'
 
 
-def test_graphviz_draws_beside_the_file(path: Path) -> None:
-    """By `dot -Tsvg -o x.svg x.dot`."""
-    _install_dot(path, 'echo "$@" > "$3"')
-    draw_svg(path / "x.dot", num_nodes=3)
-    assert (path / "x.svg").read_text() == f"-Tsvg -o {path}/x.svg {path}/x.dot\n"
+def test_graphviz_reads_the_graph_and_returns_the_drawing(path: Path) -> None:
+    """It is given no name of a file, and what it draws is returned."""
+    _install_dot(path, 'echo "$@"; exec /bin/cat')
+    assert draw_svg("digraph {}\n", num_nodes=3) == "-Tsvg\ndigraph {}\n"
+    assert [file.name for file in path.iterdir()] == ["dot"]
 
 
 def test_a_graph_that_is_too_large_is_not_drawn(path: Path) -> None:
     """It would take minutes."""
-    _install_dot(path, 'echo "$@" > "$3"')
-    draw_svg(path / "x.dot", num_nodes=100_000)
-    assert not (path / "x.svg").exists()
+    _install_dot(path, "echo drawn")
+    assert draw_svg("digraph {}", num_nodes=100_000) == ""
 
 
-@pytest.mark.parametrize(
-    "script", ['echo half > "$3"; exit 1', 'echo half > "$3"; exec /bin/sleep 60']
-)
+@pytest.mark.parametrize("script", ["echo half; exit 1", "echo half; exec /bin/sleep 60"])
 def test_a_drawing_that_fails_or_takes_too_long_is_left_out(
     path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    """Nothing is raised, and no half of a file stays behind."""
+    """Nothing is raised, and half of a drawing is none."""
     monkeypatch.setattr(drawing, "_TIMEOUT_S", 0.5)
     _install_dot(path, script)
-    draw_svg(path / "x.dot", num_nodes=3)
-    assert not (path / "x.svg").exists()
+    assert draw_svg("digraph {}", num_nodes=3) == ""
 
 
 def test_without_graphviz_one_line_says_how_to_draw(
@@ -133,19 +131,33 @@ def test_without_graphviz_one_line_says_how_to_draw(
 ) -> None:
     """However many graphs there are."""
     for _ in range(3):
-        draw_svg(path / "x.dot", num_nodes=3)
+        assert draw_svg("digraph {}", num_nodes=3) == ""
     lines = [r.getMessage() for r in caplog.records if "Graphviz" in r.getMessage()]
     assert len(lines) == 1
     assert "dot -Tsvg original.dot -o original.svg" in lines[0]
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
-def test_graphviz_itself_reads_what_is_written(gm: fx.GraphModule, tmp_path: Path) -> None:
+def test_graphviz_itself_reads_what_is_written(gm: fx.GraphModule) -> None:
     """Odd names included."""
     drawing._graphviz.cache_clear()
-    dot = tmp_path / "x.dot"
-    dot.write_text(to_dot(gm, {"mul": 'a "b" \\N <c> & d\n'}, find_parameters(gm, gm)))
-    draw_svg(dot, num_nodes=3)
-    svg = (tmp_path / "x.svg").read_text()
+    dot = to_dot(gm, {"mul": 'a "b" \\N <c> & d\n'}, find_parameters(gm, gm))
+    svg = draw_svg(dot, num_nodes=3)
     assert svg.count('class="node"') == len(list(gm.graph.nodes))
     assert "a &quot;b&quot; \\N &lt;c&gt; &amp; d" in svg.replace("&#160;", " ")
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_names_that_look_like_markup_stay_text_in_the_drawing(gm: fx.GraphModule) -> None:
+    """Of nodes and of sections: they end no string of DOT, and are no element of SVG."""
+    evil = '</text><script>alert(1)</script>"]; n0 [URL="javascript:alert(1)"]; <b>&lt;</b> \x1b[2J'
+    for node in gm.graph.nodes:
+        node._rename("a")
+        node.name = evil
+    drawing._graphviz.cache_clear()
+    svg = draw_svg(to_dot(gm, {evil: evil}, set()), num_nodes=3)
+    elements = list(ElementTree.fromstring(svg).iter())
+    assert {element.tag.rpartition("}")[2] for element in elements} <= SVG_TAGS
+    texts = [element.text for element in elements if element.tag.endswith("}text")]
+    shown = evil.replace("\x1b", "")
+    assert sum((text or "").replace("\xa0", " ") == shown for text in texts) > 1

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import config, dump
+from ddpopt.plans import Plan
 
 CAP_MB = 0.0316  # two layers fill a bucket, so there are three
 
@@ -144,6 +145,52 @@ def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind
     (other,) = set(dump_dir.iterdir()) - {taken}
     assert other.name.startswith(f"{taken.name}-")
     assert list(other.glob("*/plan.json"))
+
+
+def test_a_folder_that_was_replaced_by_a_link_is_not_written_to(
+    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whoever owns the folder above, between two compiles; training goes on."""
+    dump_dir, precious = tmp_path / "dumps", tmp_path / "precious"
+    precious.mkdir()
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    with config.patch(dump_dir=str(dump_dir)):
+        train(ddp, batches(0, [(2, 64)]), compiled)
+        (process,) = dump_dir.iterdir()
+        process.rename(tmp_path / "away")
+        process.symlink_to(precious)
+        train(ddp, batches(0, [(5, 64)]), compiled)
+    assert not list(precious.iterdir())
+    assert "no longer dumped" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../b", "x\0y", "n" * 5000, ".."])
+def test_no_name_of_a_graph_leads_out_of_the_folder(
+    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Dynamo's are plain; a folder's name is made plain all the same, and short."""
+    monkeypatch.setattr(dump, "graph_name", lambda _gm: name)
+    _train(tmp_path / "dumps")
+    (folder,) = _compile_folders(tmp_path / "dumps")
+    assert re.fullmatch(r"\w{1,60}", folder.name)
+    assert (folder / "plan.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["dumps"]
+
+
+@pytest.mark.parametrize("rank", ["../../evil", "3" * 5000, "\u0663"])
+def test_the_environments_rank_leads_to_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    """Without a process group RANK is believed, as far as it is a number."""
+    monkeypatch.setattr(dump.dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("RANK", rank)
+    gm = fx.symbolic_trace(torch.nn.ReLU())
+    with config.patch(dump_dir=str(tmp_path / "dumps")):
+        dump.dump_plan(gm, Plan(graph="0/0", inner="eager", num_nodes=1, split="forward"))
+    (process,) = (tmp_path / "dumps").iterdir()
+    assert re.fullmatch(r"rank\d{1,60}-pid\d+", process.name)
+    assert list(process.glob("*/plan.json"))
 
 
 def test_a_dump_that_fails_costs_one_warning_and_no_training(

@@ -205,12 +205,15 @@ def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:
     """DDP reduces them by itself after backward."""
     model = MLP()
     delayed = [(f"layers.{i}.weight", model.layers[i].weight) for i in (0, 4)]
-    ddp = DistributedDataParallel(
-        torch.compile(model, backend="ddpopt", options={"inner": "aot_eager"}),
-        delay_all_reduce_named_params=[(f"_orig_mod.{n}", p) for n, p in delayed],
-        param_to_hook_all_reduce=delayed[0][1],
-        **SMALL,
-    )
+    try:
+        ddp = DistributedDataParallel(
+            torch.compile(model, backend="ddpopt", options={"inner": "aot_eager"}),
+            delay_all_reduce_named_params=[(f"_orig_mod.{n}", p) for n, p in delayed],
+            param_to_hook_all_reduce=delayed[0][1],
+            **SMALL,
+        )
+    except TypeError as error:  # torch 2.11
+        pytest.skip(f"DDP takes no fraction of a MiB with delayed parameters: {error}"[:80])
     for _ in range(4):
         ddp(torch.randn(3, 64)).sum().backward()
     (plan,) = ddpopt.explain(ddp).plans

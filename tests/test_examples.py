@@ -7,14 +7,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def _run(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Else torchrun 2.13 keeps its store, in which restarted ranks find addresses of the dead.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     done = subprocess.run(
         [sys.executable, *command],
         cwd=EXAMPLES.parent,
@@ -70,3 +77,57 @@ def test_train_gpt_learns_with_every_algorithm_and_ends_with_equal_ranks(algorit
     )  # fmt: skip
     assert "loss fell" in text
     assert "all ranks hold bitwise equal parameters" in text
+
+
+# ---- Restarts: what is lost is done again, bitwise --------------------------------------------
+
+
+def _train_with_checkpoint(path: Path, place: str) -> tuple[str, dict[str, Any]]:
+    """Train 24 steps, saving each eighth, with a rank killed at `place`; return the last save."""
+    text = _run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--max-restarts", "3", "tests/dying_gpt.py", place, "--steps", "24", "--layers", "1",
+        "--width", "32", "--heads", "2", "--context", "32", "--inner", "aot_eager",
+        "--bucket-cap-mb", "0.02", "--sample", "0",
+        "--checkpoint", str(path), "--checkpoint-every", "8",
+    )  # fmt: skip
+    assert "all ranks hold bitwise equal parameters" in text
+    return text, torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The last checkpoint of a run in which nobody is killed."""
+    text, saved = _train_with_checkpoint(tmp_path_factory.mktemp("calm") / "run.pt", "nowhere")
+    assert "going on after" not in text
+    return saved
+
+
+@pytest.mark.parametrize("place", ["step", "write"])
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    tmp_path: Path, undisturbed: dict[str, Any], place: str
+) -> None:
+    """Under torchrun's restarts: rank 1 in step 13, or rank 0 with half of a checkpoint written.
+
+    The file is then the one before; losses and all that is saved end bitwise as undisturbed.
+    """
+    text, saved = _train_with_checkpoint(tmp_path / "run.pt", place)
+    assert "going on after step 8 of" in text
+    assert len(saved["losses"]) == 24
+    _assert_bitwise_equal(saved, undisturbed)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def _assert_bitwise_equal(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            _assert_bitwise_equal(value, theirs[key])
+    elif isinstance(ours, list | tuple):
+        for own, other in zip(ours, theirs, strict=True):
+            _assert_bitwise_equal(own, other)
+    else:
+        assert ours == theirs

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
 from ddpopt.errors import Fallback
 from ddpopt.inspection.page import render_page
 
 HOSTILE = '</script><!--<img src=x onerror="document.title=1"><b>{{policy}}\u2028'
+MARKUP = "</script><img src=x onerror='alert(1)'><!--\"&amp;\x1b[2J\n\u202e"
 VOID = {"meta", "link", "input", "img", "br", "hr"}
 FLAGS = [
     "--headless",
@@ -313,6 +317,57 @@ def test_names_cannot_end_the_element_that_holds_the_data() -> None:
     page, tame = render_page(_hostile()), render_page(example())
     for text in ("</script", "<!--", "<img", "\u2028"):
         assert page.count(text) == tame.count(text)
+
+
+class _Layer(torch.nn.Module):
+    """Its parameter's name is hostile, as far as torch allows: a dot is not allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter(MARKUP, torch.nn.Parameter(torch.randn(64, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self._parameters[MARKUP])
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for k in range(3):
+            self.add_module(f"{k}{MARKUP}", _Layer())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_names_of_a_models_own_parameters_stay_text(
+    one_rank: None, tmp_path: Path, split: str
+) -> None:
+    """From `torch.compile` to the saved page, for a model, modules and parameters named so."""
+    model = type(MARKUP, (_Model,), {})()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
+    for _ in range(4):
+        compiled(torch.randn(2, 64)).sum().backward()
+    explanation = ddpopt.explain(ddp)
+    assert [len(plan.sections) for plan in explanation.plans] == [3]
+    explanation.save(tmp_path / "model.html")
+    document = Document((tmp_path / "model.html").read_text())
+    assert [e.attributes for e in document.find("script")] == [
+        {"type": "application/json", "id": "explanation"},
+        {},
+    ]
+    assert not document.find("img")
+    assert not any(name.startswith("on") for e in document.elements for name in e.attributes)
+    (data, _) = document.find("script")
+    content = json.loads(data.text)
+    assert content["model"] == MARKUP
+    names = [name for section in content["graphs"][0]["sections"] for name in section["parameters"]]
+    assert sorted(names) == [f"{k}{MARKUP}.{MARKUP}" for k in range(3)]
+    assert str(explanation).replace("\n", "").isprintable()
 
 
 def test_the_script_never_parses_markup() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,3 +233,22 @@ def test_two_recordings_at_a_time_are_refused(one_rank: None) -> None:
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="this is a Linear"), ddpopt.record(nn.Linear(1, 1)):
         pass
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """A link where the trace would go was planted; nothing is recorded, and nothing stays open."""
+    ddp = DistributedDataParallel(MLP())
+    (tmp_path / "rank0.json").symlink_to(tmp_path / "precious")
+    with (
+        pytest.raises(FileExistsError, match="links are not followed"),
+        ddpopt.record(ddp, tmp_path),
+    ):
+        pytest.fail("the block has begun")
+    (tmp_path / "rank0.json").unlink()
+    for _ in range(2):  # a run's own file is replaced by its next
+        with ddpopt.record(ddp, tmp_path / "new" / "folder"):
+            ddp(torch.randn(2, WIDTH)).sum().backward()
+    assert (tmp_path / "new" / "folder" / "rank0.json").is_file()
+    assert not (tmp_path / "precious").exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +174,74 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"otherData": {"format": "another"}}', '{"traceEvents": 3, "otherData": []}'],
+    ("change", "message"),
+    [
+        (lambda trace: "", "it is no JSON"),
+        (lambda trace: [], "it is a list of 0"),
+        (lambda trace: {}, "it has no 'otherData'"),
+        (lambda trace: {**trace, "traceEvents": 3}, "traceEvents is 3; it must be a list"),
+        (lambda trace: {**trace, "traceEvents": [[]]}, r"traceEvents\[0\] is a list of 0"),
+        (lambda trace: {**trace, "traceEvents": [{"ph": "X"}]}, r"\[0\] has no 'ts'"),
+        (lambda trace: {**trace, "traceEvents": [{"ph": "X", "ts": "0"}]}, r"\[0\]\.ts is '0'"),
+        (lambda trace: _told(trace, format="another"), r"otherData\.format is 'another', not 'ddp"),
+        (lambda trace: _told(trace, format="\x1b[2J"), r"format is '\\x1b\[2J', not 'ddp"),
+        (lambda trace: _told(trace, rank=True), "rank is true; it must be a whole number"),
+        (lambda trace: _told(trace, rank=-1), "rank is -1"),
+        (lambda trace: _told(trace, origin_unix_ns=10**30), "origin_unix_ns is 1000"),
+        (lambda trace: _told(trace, allreduces=[[0, 0, 1.0]]), r"allreduces\[0\] is a list of 3"),
+        (lambda trace: _told(trace, allreduces=[[0, 0, 1.0, 1e300]]), r"allreduces\[0\]\[3\] is"),
+        (lambda trace: _told(trace, allreduces=[[0, 0, math.nan, 1]]), "a number that is NaN"),
+    ],
 )
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_trace_is_named(
+    tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    """With what is wrong, and where."""
+    changed = change(_recording(0, "a").trace())
     path = tmp_path / "rank0.json"
-    path.write_text(text)
-    with pytest.raises(ddpopt.TraceError, match=r"rank0\.json is no trace"):
-        ddpopt.merge_traces([path])
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(ddpopt.TraceError, match=message) as raised:
+        ddpopt.merge_traces([tmp_path])
+    assert str(raised.value).startswith(f"{path} is no trace that ddpopt.record wrote: ")
+    assert str(raised.value).isprintable()
+
+
+def _told(trace: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**trace, "otherData": {**trace["otherData"], **changes}}
+
+
+def test_a_file_that_is_too_large_or_has_no_end_is_refused(tmp_path: Path) -> None:
+    """The limit of a rank's trace is 256 MiB."""
+    with (tmp_path / "rank0.json").open("wb") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(ddpopt.TraceError, match="over the limit of 268435456"):
+        ddpopt.merge_traces([tmp_path])
+    (tmp_path / "rank0.json").unlink()
+    os.mkfifo(tmp_path / "rank0.json")
+    with pytest.raises(ddpopt.TraceError, match="not a regular file"):
+        ddpopt.merge_traces([tmp_path])
+
+
+def test_a_name_that_no_terminal_should_see_is_shown_as_text(tmp_path: Path) -> None:
+    """Of a file in a folder that is somebody else's."""
+    (tmp_path / "rank\x1b[2J.json").write_text("{}")
+    with pytest.raises(ddpopt.TraceError, match=r"rank\\x1b\[2J\.json is no trace"):
+        ddpopt.merge_traces([tmp_path])
+
+
+def test_a_link_is_not_followed_where_a_recording_is_saved(tmp_path: Path) -> None:
+    """`rank0.json` is a name that anybody can foresee."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "rank0.json").symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError, match="links are not followed"):
+        _recording(0, "a").save(tmp_path / "rank0.json")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_recording_replaces_an_earlier_one(tmp_path: Path) -> None:
+    for machine in ("a", "b"):
+        (path,) = _save(tmp_path, _recording(0, machine))
+        assert json.loads(path.read_text())["otherData"]["machine"] == machine
 
 
 def test_a_folder_without_traces_is_an_error(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from ddpopt.errors import (
     UnsupportedModeError,
     VerificationError,
 )
+from ddpopt.faults import naming_peers
 from ddpopt.inspection.recording import record
 from ddpopt.inspection.report import Explanation, explain
 from ddpopt.inspection.traces import merge_traces
@@ -93,6 +94,7 @@ __all__ = [
     "explain",
     "measure_device",
     "merge_traces",
+    "naming_peers",
     "plan",
     "rebucket",
     "record",

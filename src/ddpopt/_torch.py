@@ -1,8 +1,9 @@
 """Every private name of torch that ddpopt touches, one wrapper each; no other file touches one.
 
 Names are looked up when they are used: a release that moved one raises `TorchDriftError` there,
-the backend reports it as `Fallback.TORCH_DRIFT`, and training goes on unsplit. Unless a comment
-says otherwise, each name was seen at its place in torch 2.11, 2.12 and 2.13.
+the backend reports it as `Fallback.TORCH_DRIFT`, and training goes on unsplit; see
+tests/test_drift.py. Unless a comment says otherwise, each name was seen at its place in torch 2.11,
+2.12, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -58,8 +59,14 @@ def _private_of(owner: Any, name: str) -> Any:
 def _drift(missing: str) -> TorchDriftError:
     return TorchDriftError(
         f"torch {torch.__version__} has no {missing}, which ddpopt needs; "
-        "ddpopt was tested with torch 2.11 to 2.13"
+        "ddpopt was tested with torch 2.11 to 2.15"
     )
+
+
+@functools.cache
+def _do_without(purpose: str, missing: str) -> None:
+    """Warn, once a process, of a missing name without which only `purpose` is lost."""
+    logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, purpose)
 
 
 # ---- Dynamo: who compiles a graph -------------------------------------------------------------
@@ -132,15 +139,16 @@ def guard_on(check: Callable[[], bool], description: str) -> None:
 
     When it is false Dynamo compiles anew, as when a tensor's shape has changed.
     """
-    context = _private("torch._guards", "TracingContext").try_get()
-    if context is None:
+    tracing = _private("torch._guards", "TracingContext").try_get()
+    if tracing is None:
         return
 
     def create(builder: Any, _guard: Any) -> None:
         builder.guard_manager.root.add_lambda_guard(lambda _: check(), [description], None)
 
     source = _private("torch._dynamo.source", "GlobalStateSource")()
-    context.guards_context.dynamo_guards.add(_private("torch._guards", "Guard")(source, create))
+    guards = _private_of(_private_of(tracing, "guards_context"), "dynamo_guards")
+    guards.add(_private("torch._guards", "Guard")(source, create))
 
 
 def optimize_ddp_mode() -> str:
@@ -154,12 +162,16 @@ def optimize_ddp_mode() -> str:
 def is_compiled_autograd_on() -> bool:
     """Whether compiled autograd will take backward over."""
     is_enabled = _private("torch._dynamo.compiled_autograd", "compiled_autograd_enabled")
-    return bool(is_enabled or _private("torch._dynamo", "config").compiled_autograd)
+    config = _private("torch._dynamo", "config")
+    return bool(is_enabled or _private_of(config, "compiled_autograd"))
 
 
 def suppresses_errors() -> bool:
     """Whether Dynamo is to run eagerly what a backend fails to compile."""
-    return bool(_private("torch._dynamo", "config").suppress_errors)
+    try:
+        return bool(_private_of(_private("torch._dynamo", "config"), "suppress_errors"))
+    except TorchDriftError:
+        return False  # an exception is being handled, and must not be hidden by another
 
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
@@ -168,8 +180,9 @@ def control_flow_exceptions() -> tuple[type[BaseException], ...]:
         names = ("SkipFrame", "RestartAnalysis", "TensorifyScalarRestartAnalysis", "Unsupported")
         fallbacks = _private("torch._dynamo.output_graph", "exceptions_allowed_to_be_fallback")
         return (*(_private("torch._dynamo.exc", name) for name in names), *fallbacks)
-    except TorchDriftError:
-        return ()  # an exception is being handled, and must not be hidden by another
+    except TorchDriftError as error:  # the caller handles another, which this must not hide
+        _do_without("telling Dynamo's own exceptions from errors", str(error))
+        return ()
 
 
 # ---- DDP and its Reducer ----------------------------------------------------------------------
@@ -566,7 +579,7 @@ def depth_below_frame(placeholder: fx.Node) -> int:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identify a tensor's memory, so that aliases compare equal; None where it has no storage."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(_private_of(tensor.untyped_storage(), "_cdata"))
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other storage-less layouts
 
@@ -590,7 +603,7 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     node = _private_of(size, "node")
-    return int(node.hint) if node.has_hint() else 1
+    return int(node.hint) if _private_of(node, "has_hint")() else 1
 
 
 def own_memory(fake: torch.Tensor) -> torch.Tensor:
@@ -628,7 +641,7 @@ def constant_of(value: object) -> int | None:
     """Return the number that a symbolic integer is known to equal, None where it may vary."""
     if not isinstance(value, torch.SymInt):
         return None
-    constant: int | None = _private_of(value, "node").maybe_as_int()
+    constant: int | None = _private_of(_private_of(value, "node"), "maybe_as_int")()
     return constant
 
 
@@ -816,9 +829,9 @@ def _cut_backward_settings() -> Iterator[None]:
     )
     with _no_donated_buffers(), functorch_config.patch(off):
         yield
-    context = _private("torch._guards", "TracingContext").try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []  # AOTAutograd's spelling of "none"
+    tracing = _private("torch._guards", "TracingContext").try_get()
+    if tracing is not None and (metadata := _private_of(tracing, "fw_metadata")) is not None:
+        metadata.bw_donated_idxs = []  # AOTAutograd's spelling of "none"
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -830,8 +843,8 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 def has_cuda_graphs(inductor: CompilerFn) -> bool:
     """Whether what `inductor()` made records CUDA graphs."""
     options = _private_of(inductor, "config")
-    default = _private("torch._inductor", "config").triton.cudagraphs
-    return bool(options.get("triton.cudagraphs", default))
+    triton = _private_of(_private("torch._inductor", "config"), "triton")
+    return bool(options.get("triton.cudagraphs", _private_of(triton, "cudagraphs")))
 
 
 def is_subclass(value: object) -> bool:
@@ -919,16 +932,20 @@ def artifact_logger(module: str, artifact: str) -> logging.Logger:
     """Return the logger that `TORCH_LOGS=<artifact>` turns on, or a silent one where it moved."""
     try:
         logger: logging.Logger = _private("torch._logging", "getArtifactLogger")(module, artifact)
-    except TorchDriftError:
+    except TorchDriftError as error:
+        _do_without(f"TORCH_LOGS={artifact}", str(error))
         return logging.getLogger(f"{module}.{artifact}")
     return logger
 
 
 def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
     """Write a payload to torch's structured trace, which tlparse reads; nothing when it is off."""
-    with contextlib.suppress(TorchDriftError):
+    try:
         trace = _private("torch._logging", "trace_structured")
-        trace(name, lambda: metadata, payload_fn=payload)
+    except TorchDriftError as error:
+        _do_without("payloads for tlparse", str(error))
+        return
+    trace(name, lambda: metadata, payload_fn=payload)
 
 
 # ---- Several compiled models side by side -----------------------------------------------------
@@ -1149,3 +1166,11 @@ def drawing_as_eager() -> contextlib.AbstractContextManager[None]:
     config = _private("torch._inductor", "config")
     context: contextlib.AbstractContextManager[None] = config.patch(fallback_random=True)
     return context
+
+
+def place_of_store(store: Any) -> tuple[str, int] | None:
+    """Return the host and port at which a store is reached, None if not by the network."""
+    while isinstance(store, _private("torch.distributed", "PrefixStore")):
+        store = store.underlying_store
+    is_tcp = isinstance(store, _private("torch.distributed", "TCPStore"))
+    return (store.host, store.port) if is_tcp else None

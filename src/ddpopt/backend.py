@@ -21,6 +21,7 @@ from ddpopt import (
     agreement,
     config,
     dump,
+    faults,
     listening,
     logs,
     rebucketing,
@@ -38,6 +39,7 @@ from ddpopt.buckets import (
 )
 from ddpopt.errors import (
     CutRefusedError,
+    DDPOptError,
     Fallback,
     ForwardInstead,
     SectionCompileError,
@@ -80,6 +82,8 @@ def backend(
     ddp, detail = None, ""
     try:
         ddp = _torch.active_ddp()
+        if ddp is not None:
+            faults.introduce()  # before compiling, in which a rank may be lost too
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
@@ -88,6 +92,10 @@ def backend(
             _guard_on_rules(records.rules_of(ddp))
     except TorchDriftError as error:
         reason, detail = Fallback.TORCH_DRIFT, str(error)
+    except DDPOptError:
+        raise
+    except Exception as error:  # a name of torch's is there, but something else than it was
+        reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
     if ddp is not None and reason is None:
         return _compile_under_ddp(gm, example_inputs, ddp, resolved)
     plan = _blank_plan(gm, resolved, reason, detail)
@@ -111,6 +119,8 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
 
 
 def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) -> Fallback | None:
+    if options.drift:
+        raise TorchDriftError(options.drift)
     if _torch.optimize_ddp_mode() == "no_optimization":
         return Fallback.DYNAMO_DISABLED
     if not options.enabled:
@@ -361,8 +371,10 @@ def _compile_whole(
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
     compiled = options.inner(gm, list(example_inputs))
     _announce(ddp, plan, nodes)
-    has_drifted = plan.fallback is Fallback.TORCH_DRIFT  # the runner needs the names that moved
-    if ddp is None or has_drifted:
+    if plan.fallback is Fallback.TORCH_DRIFT:  # the runner needs the names that moved
+        records.note_drift()
+        return compiled
+    if ddp is None:
         return compiled
     return GraphRunner(plan, nodes, telling(compiled, Label(plan.graph, 0)))
 

@@ -1,7 +1,7 @@
 """BucketPlan: which gradients share a bucket, with what it was planned from. Plain data.
 
 It is made before DDP exists or for a DDP module that runs, saved as JSON, and applied by DDP's
-own arguments or by `rebucket`.
+own arguments or by `rebucket`. A file of it may come from anywhere: see `reading.py`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,61 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpopt import reading
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile, by_group
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.planning.timeline import Timeline, predict
-from ddpopt.plans import format_bytes, shorten, table
+from ddpopt.plans import format_bytes, printable, shorten, table
+from ddpopt.reading import List, MalformedError, Number, Record, Text, Whole
+from ddpopt.writing import write_text
 
 _MIB = 1024 * 1024
 _VERSION = 1
 DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
+
+_MOST_BYTES = 32 * _MIB  # of a file: some 170,000 parameters
+_MOST_GRADIENTS = 1_000_000
+_TIME = Number(0, 1e9)  # so that sums of them stay finite
+_SHAPE = Record(
+    {
+        "profile": Record(
+            {
+                "gradients": List(
+                    Record(
+                        {"name": Text(), "num_bytes": Whole(1, 2**53), "ready_s": _TIME},
+                        optional={"group": Text(is_plain=True)},
+                    ),
+                    1,
+                    _MOST_GRADIENTS,
+                ),
+                "backward_s": _TIME,
+            },
+            optional={
+                **dict.fromkeys(("forward_s", "between_s", "cut_s", "after_s"), _TIME),
+                "source": Text(is_plain=True),
+            },
+        ),
+        "cost": Record(
+            {"startup_s": _TIME, "s_per_byte": _TIME},
+            optional={
+                "interference": Number(0, 1 - 1e-9),
+                "contention": Number(1, 1e9),
+                "launch_s": _TIME,
+            },
+        ),
+        "world_size": Whole(1, 2**31 - 1),
+        "sizes": List(Whole(1, _MOST_GRADIENTS), 1, _MOST_GRADIENTS),
+        "hash": Text(),
+    },
+    optional={"version": Whole(_VERSION, _VERSION)},
+)
+_VERSIONED = Record({"version": Whole(0, 2**31)}, is_open=True)  # others may look otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +84,8 @@ class BucketPlan:
     groups, they make a bucket for each.
 
     Raises:
-        PlanError: `sizes` does not add up to the number of gradients, or `world_size` is below 1.
+        PlanError: `sizes` does not add up to the number of gradients, two of these have one name,
+            or `world_size` is below 1.
     """
 
     profile: Profile
@@ -57,9 +99,11 @@ class BucketPlan:
         total = len(self.profile.gradients)
         if sum(self.sizes) != total or min(self.sizes) < 1:
             raise PlanError(
-                f"the sizes of buckets {list(self.sizes)} must be above 0 and add up to the "
-                f"number of gradients, {total}"
+                f"the sizes of buckets, {reading.show(list(self.sizes))}, must be above 0 and add "
+                f"up to the number of gradients, {total}; they add up to {sum(self.sizes)}"
             )
+        if len({gradient.name for gradient in self.profile.gradients}) < total:
+            raise PlanError("two gradients have the same name; give each its parameter's name")
 
     @functools.cached_property
     def buckets(self) -> tuple[PlannedBucket, ...]:
@@ -113,43 +157,59 @@ class BucketPlan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: the text is none, of another version, or was changed by hand.
+            PlanError: the text is none, of another version, or was changed by hand; or it is of
+                more than 32 MiB.
         """
-        try:
-            content = json.loads(text)
-            version = content["version"]
-            if version != _VERSION:
-                raise PlanError(f"the plan is of version {version!r}; this reads {_VERSION}")
-            profile = content["profile"]
-            gradients = tuple(Gradient(**gradient) for gradient in profile.pop("gradients"))
-            plan = cls(
-                profile=Profile(gradients=gradients, **profile),
-                cost=AllreduceCost(**content["cost"]),
-                world_size=content["world_size"],
-                sizes=tuple(content["sizes"]),
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"this is no plan that ddpopt saved: {error!r}") from error
-        if content.get("hash") != plan.hash:
-            raise PlanError(
-                f"the plan's hash is {content.get('hash')!r}, but its buckets have {plan.hash!r}; "
-                "plan again rather than edit a plan"
-            )
-        return plan
+        return cls._read("the text", lambda: text)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file as JSON."""
-        Path(path).write_text(self.to_json())
+        """Write the plan to a file as JSON; one of yours is replaced, a link is not followed.
+
+        Raises:
+            OSError: it cannot be written, or something else has that name.
+        """
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> BucketPlan:
-        """Read a plan that was saved.
+        """Read a plan that was saved. It may come from anybody: it is data, and is checked.
 
         Raises:
-            PlanError: the file holds no plan.
+            PlanError: the file holds no plan, see `from_json`, or is no regular file.
             OSError: it cannot be read.
         """
-        return cls.from_json(Path(path).read_text())
+        return cls._read(printable(str(path)), lambda: reading.read_text(path, _MOST_BYTES))
+
+    @classmethod
+    def _read(cls, source: str, text: Callable[[], str]) -> BucketPlan:
+        try:
+            content = reading.parse(text(), _VERSIONED, _MOST_BYTES)
+            if content["version"] != _VERSION:
+                raise PlanError(
+                    f"it is of version {content['version']}, and this ddpopt reads {_VERSION}"
+                )
+            return cls._of(_SHAPE.read(content))
+        except (MalformedError, PlanError) as error:
+            raise PlanError(
+                f"{source} is no plan that ddpopt saved: {error}; plan again rather than edit a "
+                "plan, and save it with the release that reads it"
+            ) from error
+
+    @classmethod
+    def _of(cls, content: dict[str, Any]) -> BucketPlan:
+        profile = content["profile"]
+        gradients = tuple(Gradient(**gradient) for gradient in profile.pop("gradients"))
+        plan = cls(
+            profile=Profile(gradients=gradients, **profile),
+            cost=AllreduceCost(**content["cost"]),
+            world_size=content["world_size"],
+            sizes=content["sizes"],
+        )
+        if content["hash"] != plan.hash:
+            raise PlanError(
+                f"its hash is {reading.show(content['hash'])}, but its buckets have {plan.hash!r}"
+            )
+        return plan
 
     def __str__(self) -> str:
         timeline = self.timeline()

@@ -9,10 +9,11 @@ whatever is set here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ddpopt.errors import OptionError
 
@@ -32,26 +33,31 @@ def _read_boolean(variable: str, default: bool) -> bool:
     return _BOOLEANS[text]
 
 
-def check_enabled(value: object) -> bool:
+def check_boolean(flag: str, value: object) -> bool:
     """Return `value` if it is a bool.
 
     Raises:
         OptionError: it is anything else.
     """
     if not isinstance(value, bool):
-        raise OptionError(f"'enabled' is {value!r}, a {type(value).__name__}; give True or False")
+        raise OptionError(f"{flag!r} is {value!r}, a {type(value).__name__}; give True or False")
     return value
 
 
-def check_buckets(value: object) -> str:
-    """Return `value` if it is one of `BUCKETS`.
+def check_choice(flag: str, value: object, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of `choices`.
 
     Raises:
         OptionError: it is anything else.
     """
-    if not isinstance(value, str) or value not in BUCKETS:
-        raise OptionError(f"'buckets' is {value!r}; valid values are {list(BUCKETS)}")
+    if not isinstance(value, str) or value not in choices:
+        raise OptionError(f"{flag!r} is {value!r}; valid values are {list(choices)}")
     return value
+
+
+check_enabled = functools.partial(check_boolean, "enabled")
+check_buckets = functools.partial(check_choice, "buckets", choices=BUCKETS)
+_check_disagreement = functools.partial(check_choice, "disagreement", choices=DISAGREEMENTS)
 
 
 def check_dump_dir(value: object) -> str:
@@ -65,28 +71,6 @@ def check_dump_dir(value: object) -> str:
             f"'dump_dir' is {value!r}, a {type(value).__name__}; give the name of a folder, or '' "
             "for no dumps"
         )
-    return value
-
-
-def check_verify(value: object) -> bool:
-    """Return `value` if it is a bool.
-
-    Raises:
-        OptionError: it is anything else.
-    """
-    if not isinstance(value, bool):
-        raise OptionError(f"'verify' is {value!r}, a {type(value).__name__}; give True or False")
-    return value
-
-
-def check_disagreement(value: object) -> str:
-    """Return `value` if it is one of `DISAGREEMENTS`.
-
-    Raises:
-        OptionError: it is anything else.
-    """
-    if not isinstance(value, str) or value not in DISAGREEMENTS:
-        raise OptionError(f"'disagreement' is {value!r}; valid values are {list(DISAGREEMENTS)}")
     return value
 
 
@@ -105,16 +89,21 @@ verify: bool = _read_boolean("DDPOPT_VERIFY", default=False)
 """Whether each DDP model's first training forward is preceded by `ddpopt.verify`, which raises
 `VerificationError` where it fails. Set it on all ranks alike. Environment: `DDPOPT_VERIFY`."""
 
-disagreement: str = check_disagreement(os.environ.get("DDPOPT_DISAGREEMENT", "warning"))
+disagreement: str = _check_disagreement(os.environ.get("DDPOPT_DISAGREEMENT", "warning"))
 """What follows where ranks compiled for different DDP models: a `"warning"` or an `"error"`
 (`DisagreementError`), on every rank. Environment: `DDPOPT_DISAGREEMENT`."""
+
+name_peers: bool = _read_boolean("DDPOPT_NAME_PEERS", default=True)
+"""Whether a process opens a socket by which other ranks see that it lives, so that errors of lost
+connections name the rank. Read when a graph is first compiled. Environment: `DDPOPT_NAME_PEERS`."""
 
 _CHECKS: dict[str, Callable[[object], object]] = {
     "enabled": check_enabled,
     "buckets": check_buckets,
     "dump_dir": check_dump_dir,
-    "verify": check_verify,
-    "disagreement": check_disagreement,
+    "verify": functools.partial(check_boolean, "verify"),
+    "disagreement": _check_disagreement,
+    "name_peers": functools.partial(check_boolean, "name_peers"),
 }
 
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _CHECKS)

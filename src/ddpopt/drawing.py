@@ -1,6 +1,6 @@
 """Draw a graph: as text in Graphviz' language DOT, and as SVG where Graphviz is installed.
 
-It decides nothing about files; `dump.py` says what is drawn and where it goes.
+It touches no file; `dump.py` says what is drawn and where it goes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import contextlib
 import functools
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -52,8 +51,9 @@ def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collec
 
 def _quote(text: str) -> str:
     """Return a DOT string that shows `text` as it is."""
-    # Graphviz ends a string only at a quote, but reads what follows a backslash as an escape.
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    # Graphviz ends a string only at a quote, but reads backslashes as escapes, and entities.
+    escaped = text.replace("&", "&amp;").replace("\\", "\\\\")
+    escaped = escaped.replace('"', '\\"').replace("\n", "\\n")
     return f'"{"".join(c for c in escaped if c.isprintable())}"'
 
 
@@ -78,30 +78,24 @@ def _is_parameter(gm: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(value, torch.nn.Parameter)
 
 
-def draw_svg(dot: Path, num_nodes: int) -> None:
-    """Draw a file in DOT to an SVG of the same name beside it, if Graphviz can do it in time."""
+def draw_svg(dot: str, num_nodes: int) -> str:
+    """Return the drawing of a graph in DOT as SVG, "" unless Graphviz can make it in time."""
     program = _graphviz()
     if program is None or num_nodes > _MOST_NODES:
-        return
-    svg = dot.with_suffix(".svg")
-    with _deleted_unless_complete(svg):
-        subprocess.run(
-            [program, "-Tsvg", "-o", str(svg), str(dot)],
+        return ""
+    try:
+        done = subprocess.run(
+            [program, "-Tsvg"],
+            input=dot.encode(),
             timeout=_TIMEOUT_S,
             check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-
-
-@contextlib.contextmanager
-def _deleted_unless_complete(svg: Path) -> Iterator[None]:
-    try:
-        yield
     except (OSError, subprocess.SubprocessError) as error:
-        svg.unlink(missing_ok=True)
-        logs.info("Graphviz made no drawing %s: %s", svg, error)
+        logs.info("Graphviz made no drawing: %s", error)
+        return ""
+    return done.stdout.decode(errors="replace")
 
 
 @functools.cache  # so that it is said once

@@ -3,18 +3,17 @@
     <config.dump_dir>/rank0-pid123/4_0/original.py, section_0.py, ..., stitched.py, plan.json
 
 Each graph is there as code, as DOT and, where Graphviz is installed, as SVG. Nothing is formatted
-while `dump_dir` is empty, and a dump that fails costs a warning, never the training run.
+while `dump_dir` is empty, and a dump that fails costs a warning, never the training run. `dump_dir`
+may be shared with others: see [Note: files of others] in writing.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
 import os
 import re
-import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +26,13 @@ from ddpopt.drawing import draw_svg, find_parameters, to_dot
 from ddpopt.plans import BackwardCuts, NodeText, Plan
 from ddpopt.splitting.backward import SectionGraph
 from ddpopt.splitting.nodes import call_nodes, graph_name
+from ddpopt.writing import PrivateFolder
 
-_NUM_ATTEMPTS = 8  # to find a name that no file has
+_LONGEST_NAME = 60  # of a folder
 
 # Of each compile, by its graph as Dynamo gave it, and of each process, by `dump_dir` and its id.
-_folders: weakref.WeakKeyDictionary[fx.GraphModule, Path] = weakref.WeakKeyDictionary()
-_process_folders: dict[tuple[str, int], Path] = {}
+_folders: weakref.WeakKeyDictionary[fx.GraphModule, PrivateFolder] = weakref.WeakKeyDictionary()
+_process_folders: dict[tuple[str, int], PrivateFolder] = {}
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
@@ -98,7 +98,7 @@ def dump_plan(gm: fx.GraphModule, plan: Plan) -> None:
     def write() -> None:
         folder = _Folder.of(gm)
         folder.write_plan(plan)
-        if not (folder.path / "original.py").exists():
+        if not (folder.place.path / "original.py").exists():
             folder.write_graph("original", gm)
 
     _attempt(write)
@@ -124,33 +124,35 @@ def _attempt(write: Callable[[], None]) -> None:
 class _Folder:
     """That of one compile. Nobody else can write to it, so its files may be written again."""
 
-    path: Path
+    place: PrivateFolder
     gm: fx.GraphModule
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> _Folder:
-        path = _folders.get(gm)
-        if path is None:
-            path = _make_folder(_process_folder(), re.sub(r"\W+", "_", graph_name(gm)))
-            _folders[gm] = path
-        return cls(path, gm)
+        place = _folders.get(gm)
+        if place is None:
+            place = _process_folder().make_inside(_plain(graph_name(gm)))
+            _folders[gm] = place
+        return cls(place, gm)
 
     def write_graph(
         self, name: str, graph: fx.GraphModule, section_of: Mapping[str, str] | None = None
     ) -> None:
-        self._write(f"{name}.py", graph.print_readable(print_output=False))
-        parameters = find_parameters(graph, self.gm)
-        dot = self._write(f"{name}.dot", to_dot(graph, section_of or {}, parameters))
-        draw_svg(dot, len(graph.graph.nodes))
+        self.place.write_text(f"{name}.py", graph.print_readable(print_output=False))
+        dot = to_dot(graph, section_of or {}, find_parameters(graph, self.gm))
+        self.place.write_text(f"{name}.dot", dot)
+        svg = draw_svg(dot, len(graph.graph.nodes))
+        if svg:
+            self.place.write_text(f"{name}.svg", svg)
 
     def write_plan(self, plan: Plan) -> None:
         content = dataclasses.asdict(plan)
-        self._write("plan.json", json.dumps(content, indent=1, default=_name_of) + "\n")
+        self.place.write_text("plan.json", json.dumps(content, indent=1, default=_name_of) + "\n")
 
-    def _write(self, name: str, text: str) -> Path:
-        path = self.path / name
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        return path
+
+def _plain(name: str) -> str:
+    """Return a name that leads to no other folder."""
+    return re.sub(r"\W+", "_", name)[:_LONGEST_NAME]
 
 
 def _name_of(value: object) -> str:
@@ -158,31 +160,18 @@ def _name_of(value: object) -> str:
     return value.name if isinstance(value, enum.Enum) else str(value)
 
 
-def _process_folder() -> Path:
+def _process_folder() -> PrivateFolder:
     """Return the folder of this process, which a fork of it does not share."""
     key = (config.dump_dir, os.getpid())
     if key not in _process_folders:
         parent = Path(config.dump_dir).absolute()
         parent.mkdir(parents=True, exist_ok=True)
-        _process_folders[key] = _make_folder(parent, f"rank{_rank()}-pid{os.getpid()}")
+        name = f"rank{_rank()}-pid{os.getpid()}"
+        _process_folders[key] = PrivateFolder.make(parent, name)
     return _process_folders[key]
 
 
 def _rank() -> str:
     if dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())
-    return re.sub(r"\D", "", os.environ.get("RANK", "")) or "0"
-
-
-def _make_folder(parent: Path, name: str) -> Path:
-    """Make a new folder for this user alone; where the name is taken, it gets a random end.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    ends = ["", *(f"-{secrets.token_hex(4)}" for _ in range(_NUM_ATTEMPTS))]
-    for path in (parent / f"{name}{end}" for end in ends):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            return path
-    raise FileExistsError(f"there are too many folders {parent / name}-*")
+    return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"

@@ -61,6 +61,9 @@ class PeerError(DDPOptError, RuntimeError):
     Look at that rank's log; start all ranks again, as torchrun does with `--max-restarts`.
     """
 
+    ranks: tuple[int, ...] = ()
+    """The ranks of the default process group that are known to be at fault."""
+
 
 class VerificationError(DDPOptError, RuntimeError):
     """A compiled step gives other gradients, loss or buffers than eager; the message has the worst.

@@ -7,14 +7,14 @@ options do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddpopt import _torch, config
-from ddpopt.errors import ForwardInstead, OptionError
+from ddpopt.errors import ForwardInstead, OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
 SPLITS = ("forward", "backward")
@@ -26,7 +26,8 @@ class Options:
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
-    backward graph that AOTAutograd makes, or why there is none.
+    backward graph that AOTAutograd makes, or why there is none. `drift` names what this torch
+    lacks to have them as asked.
     """
 
     inner: _torch.CompilerFn
@@ -35,6 +36,7 @@ class Options:
     split: str
     buckets: str
     aot: _torch.AOTCompilerFn | ForwardInstead
+    drift: str = ""
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -50,7 +52,14 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     if split not in SPLITS:
         raise OptionError(f"the option 'split' is {split!r}; valid values are {list(SPLITS)}")
     inner = given.pop("inner", "inductor")
-    compiler = _resolve_inner(inner, mode, given)
+    aot: _torch.AOTCompilerFn | ForwardInstead = ForwardInstead.INNER
+    compiler, drift = _run_uncompiled, ""
+    try:
+        compiler = _resolve_inner(inner, mode, given)
+        aot = _aot_compiler(inner, compiler)
+    except TorchDriftError as error:
+        is_found = compiler is not _run_uncompiled
+        drift = str(error) if is_found else f"{error}; the graph runs uncompiled"
     return Options(
         inner=compiler,
         inner_name=inner
@@ -59,8 +68,15 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         enabled=enabled,
         split=split,
         buckets=buckets,
-        aot=_aot_compiler(inner, compiler),
+        aot=aot,
+        drift=drift,
     )
+
+
+def _run_uncompiled(gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+    """Compile as the backend `eager` does, without looking it up."""
+    forward: Callable[..., Any] = gm.forward
+    return forward
 
 
 def _aot_compiler(inner: Any, compiler: _torch.CompilerFn) -> _torch.AOTCompilerFn | ForwardInstead:
@@ -93,6 +109,8 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
         raise OptionError("the option 'inner' is 'ddpopt', which would compile with itself")
     try:
         return _torch.lookup_backend(inner)
+    except TorchDriftError:
+        raise
     except Exception as error:  # InvalidBackend, or an entry point of somebody else's that fails
         raise OptionError(
             f"the option 'inner' is {inner!r}, which is no backend that loads here ({error}); "
@@ -101,7 +119,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
-    known = _torch.inductor_options()
+    known = _torch.inductor_options() if options else []
     for key in options:
         if key.replace("-", "_") not in known:
             close = difflib.get_close_matches(key, [*OWN_OPTIONS, *known])

@@ -191,8 +191,16 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def printable(text: str) -> str:
+    """Return text with control characters as escapes, so that no name can steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def shorten(names: Sequence[str]) -> str:
     """Return as many names as fit a column, and how many more there are."""
+    names = [printable(name) for name in names]
     width = itertools.accumulate(len(name) + 2 for name in names)
     num_shown = max(1, sum(end <= _COLUMN_WIDTH for end in width))
     shown = ", ".join(names[:num_shown])

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpopt import _torch, records
 from ddpopt.bucket_plan import BucketPlan
 from ddpopt.errors import PlanError
+from ddpopt.plans import printable
 
 _NAMES_SHOWN = 3
 
@@ -69,7 +70,7 @@ def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     planned = {gradient.name: gradient for gradient in plan.profile.gradients}
     for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
         if names:
-            shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+            shown = ", ".join(map(printable, sorted(names)[:_NAMES_SHOWN]))
             return f"{len(names)} parameters are not {where} ({shown}); plan for this very model"
     for name, parameter in own.items():
         if planned[name].num_bytes != parameter.num_bytes:

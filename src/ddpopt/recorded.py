@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt.plans import format_bytes, table
+from ddpopt.writing import write_text
 
 TRACE_FORMAT = "ddpopt trace 1"
 _COMPUTATION, _COMMUNICATION = 1, 2  # the trace's threads of each rank
@@ -139,9 +140,13 @@ class Recording:
         """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
         The rank is a process, computation and communication are threads of it. Traces of several
-        ranks become one by `ddpopt.merge_traces`.
+        ranks become one by `ddpopt.merge_traces`. A file of yours is replaced, a link is not
+        followed.
+
+        Raises:
+            OSError: it cannot be written, or something else has that name.
         """
-        Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
+        write_text(path, json.dumps(self.trace()))
 
     def trace(self) -> dict[str, Any]:
         """Return what `save` writes: Chrome's trace format, times in microseconds."""

@@ -71,6 +71,7 @@ class _Record:
 
 
 epoch = 0  # how often a module was given other buckets
+has_drifted = False  # whether a graph was compiled without telling for which module
 _records: weakref.WeakKeyDictionary[DistributedDataParallel, _Record] = weakref.WeakKeyDictionary()
 
 
@@ -154,6 +155,14 @@ def arrival_around(
     return tuple(later), tuple(earlier)
 
 
+def note_drift() -> None:
+    """Note that a graph is compiled whose runs will not be told of, for want of private names."""
+    global has_drifted  # noqa: PLW0603  # a matter of the process: its torch lacks a name
+    has_drifted = True
+
+
 def clear() -> None:
     """Forget everything, as `torch._dynamo.reset()` forgets compiled code."""
+    global has_drifted  # noqa: PLW0603  # as above
     _records.clear()
+    has_drifted = False

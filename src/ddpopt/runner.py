@@ -5,7 +5,6 @@ It compiles nothing. Its cost per step is one look at which DDP module is active
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,8 +68,12 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     if not ddp.require_backward_grad_sync:
         return False  # DDP writes its log in steps that communicate
     record.num_comparisons += 1
-    with contextlib.suppress(TorchDriftError):  # nothing but the comparison is lost
+    try:
         record.actual_buckets = _torch.rebuilt_buckets(ddp)
+    except TorchDriftError as error:  # nothing but the comparison is lost
+        logs.warning("DDP's buckets are not compared with those planned: %s", error)
+        record.actual_buckets = ()
+        return True
     if record.actual_buckets is None:
         return record.num_comparisons >= _MOST_COMPARISONS
     for plan in record.plans.values():
@@ -142,10 +145,14 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     if ddp in _checked:
         return
     _checked.add(ddp)
-    if records.plans_of(ddp):
+    if records.plans_of(ddp) or records.has_drifted:
         return
-    name = type(ddp.module).__name__
-    if _torch.is_skipped_by_dynamo(ddp.module.forward):
+    name, is_skipped, detail = type(ddp.module).__name__, False, ""
+    try:
+        is_skipped = _torch.is_skipped_by_dynamo(ddp.module.forward)
+    except TorchDriftError as error:
+        detail = f"; {error}"
+    if is_skipped:
         logs.warning(
             "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
             "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
@@ -158,6 +165,7 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     else:
         logs.warning(
             "torch.compile compiled nothing of this DistributedDataParallel(%s); "
-            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up",
+            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up%s",
             name,
+            detail,
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ddpopt import faults
 from ddpopt.errors import AttachError, OptionError, PeerError
 
 _KINDS: dict[str, type[Exception]] = {
@@ -37,6 +38,7 @@ def agree(
         PeerError: a rank did not make this call.
         Exception: the first problem, with its class and its rank, on all ranks.
     """
+    faults.introduce()
     told = None if problem is None else (type(problem).__name__, str(problem))
     words = [_Word((), None)] * dist.get_world_size(group)
     with naming_peers("comparing settings with the other ranks"):
@@ -64,13 +66,10 @@ def _difference(first: Sequence[Fact], other: Sequence[Fact]) -> str:
 
 @contextlib.contextmanager
 def naming_peers(what: str) -> Iterator[None]:
-    """Turn torch's error of a broken or late connection in this block into `PeerError`."""
+    """As `ddpopt.naming_peers`, for a block that does nothing but communicate."""
     try:
         yield
-    except (dist.DistError, RuntimeError) as error:
-        if isinstance(error, PeerError):
-            raise
-        raise PeerError(
-            f"{what} failed: another rank has ended, hangs, or did not come within the process "
-            f"group's timeout; look at the other ranks' logs and start all of them again ({error})"
-        ) from error
+    except PeerError:
+        raise
+    except RuntimeError as error:  # as torch's are, whatever their text
+        raise faults.peer_error(what, error) from error

@@ -84,6 +84,8 @@ class AsyncModelAverageHandle(Handle):
     each other in the second forward, once.
     """
 
+    is_quiet_between_steps = False
+
     def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
         super().__init__(training, algorithm)
         self._warmup_steps = algorithm.warmup_steps

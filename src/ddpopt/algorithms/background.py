@@ -54,4 +54,5 @@ class BackgroundHandle(Handle):
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
+            self.note_failure()
             raise failure

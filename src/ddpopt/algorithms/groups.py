@@ -7,6 +7,7 @@ Nodes have equal numbers of ranks, and a node's ranks follow each other, as torc
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import weakref
@@ -37,6 +38,10 @@ def ranks_per_node(hierarchical: bool, local_world_size: int | None, num_ranks: 
             "hierarchical=True (the default) needs the number of ranks on each node, and "
             "LOCAL_WORLD_SIZE is not set; start with torchrun, give local_world_size, or pass "
             "hierarchical=False"
+        )
+    if not str(given).isdecimal() or not int(given):
+        raise OptionError(
+            f"local_world_size or LOCAL_WORLD_SIZE is {given!r}; it must be a whole number above 0"
         )
     size = int(given)
     if num_ranks % size:
@@ -77,37 +82,75 @@ class Lease(Generic[T]):
     """Process groups that are one algorithm's until they are released.
 
     Then they are kept for the next algorithm on the same ranks, since connecting takes long.
+    `lend_to` has them released as well when an owner is collected, if it has said `note_quiet`.
     """
 
     def __init__(self, parent: dist.ProcessGroup, key: _Key, value: T) -> None:
         self._parent = parent
         self._key = key
+        self._place: _Place | None = None
         self.value = value
 
+    def lend_to(self, owner: object) -> None:
+        """Release them when `owner` is collected, if nothing was under way then."""
+        weakref.finalize(owner, self._recover).atexit = False
+
+    def note_busy(self) -> None:
+        """Ranks communicate from now on: who stops here may leave others waiting."""
+        self._place = None
+
+    def note_quiet(self, place: _Place) -> None:
+        """All that was communicated up to `place`, which ranks count alike, has ended here."""
+        self._place = place
+
     def release(self) -> None:
-        """Give them back; all that was communicated has ended on this rank."""
-        _free.setdefault(self._parent, {})[self._key] = self.value
+        """Give them back; all that was communicated has ended on all ranks."""
+        self._give_back(_RELEASED)
+
+    def _recover(self) -> None:
+        if self._place is not None:
+            self._give_back(self._place)
+
+    def _give_back(self, place: _Place) -> None:
+        self._place = None
+        _free.setdefault(self._parent, {})[self._key] = (place, self.value)
 
 
 _Key = tuple[str, int]  # a kind, and a number that is equal on all ranks
-_free: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Any]] = weakref.WeakKeyDictionary()
+_Place = tuple[int, ...]  # where in its run an algorithm was; equal if none waits for another
+_RELEASED: _Place = ()
+_free: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, tuple[_Place, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 _next_number = 0  # of the groups that are made next; their names must never come again
 
 
 def _lease(parent: dist.ProcessGroup, kind: str, make: Callable[[str], T]) -> Lease[T]:
-    """Return what is free on all ranks, or what `make` makes with a name. Collective."""
+    """Return what is free on all ranks at the same place, or what `make` makes with a name.
+
+    Collective.
+    """
     global _next_number  # noqa: PLW0603  # names are the process's
     free = _free.setdefault(parent, {})
-    own = [number for known, number in free if known == kind]
+    own = _known(free, kind)
+    if not own:  # models that were dropped are in cycles; collecting is faster than connecting
+        gc.collect()
+        own = _known(free, kind)
     told = [(0, own)] * parent.size()
     dist.all_gather_object(told, (_next_number, own), group=parent)
-    common = set.intersection(*(set(numbers) for _, numbers in told))
+    common = set.intersection(*(set(known) for _, known in told))
     if common:
-        key = (kind, min(common))
-        return Lease(parent, key, free.pop(key))
+        number, _ = min(common)
+        _, value = free.pop((kind, number))
+        return Lease(parent, (kind, number), value)
     number = max(number for number, _ in told)
     _next_number = number + 1
     return Lease(parent, (kind, number), make(f"ddpopt-{number}"))
+
+
+def _known(free: dict[_Key, tuple[_Place, Any]], kind: str) -> list[tuple[int, _Place]]:
+    """List the free groups of a kind; of a copy, since what is collected meanwhile may add some."""
+    return [(key[1], place) for key, (place, _) in list(free.items()) if key[0] == kind]
 
 
 def _new_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:

@@ -64,6 +64,8 @@ class Handle:
         num_communications: How often ranks exchanged weights, or reduced gradients.
     """
 
+    is_quiet_between_steps = True  # nothing is communicated in the background there
+
     def __init__(
         self, training: Training, algorithm: Algorithm[Any], *, ranks_per_node: int = 1
     ) -> None:
@@ -71,6 +73,7 @@ class Handle:
         self.training = training
         self.weights = FlatWeights(training.parameters)
         self._leases: list[Lease[Any]] = []
+        self._has_failed = False
         self.groups = self.hold(make_groups(training.group, training.device, ranks_per_node))
         self.num_steps = 0
         self.num_communications = 0
@@ -157,11 +160,17 @@ class Handle:
             PeerError: a rank did not take part.
         """
         self.check_attached()
-        with self.paused(), naming_peers("averaging the weights of all ranks"):
+        self._note_busy()
+        with (
+            _noting_failure(self),
+            self.paused(),
+            naming_peers("averaging the weights of all ranks"),
+        ):
             flat = self.weights.copy()
             for values in flat:
                 mean(values, self.groups.everyone)
             self.weights.assign(flat)
+        self._note_quiet()
 
     def detach(self, *, average: bool = True) -> None:
         """End the algorithm and give DDP its own allreduce back. Collective.
@@ -176,6 +185,8 @@ class Handle:
         """
         if not self._is_attached:
             return
+        if not average:
+            self.note_failure()  # other ranks may wait for this one
         try:
             if average:
                 self.average()
@@ -215,9 +226,11 @@ class Handle:
         self.check_attached()
         self.settle()
         problem = self._find_problem(state)
+        self._note_busy()
         agree(self.groups.everyone, [] if problem else self.facts_of(state), problem)
         self.num_steps, self.num_communications = state["num_steps"], state["num_communications"]
         self.load_own_state(state)
+        self._note_quiet()
 
     def _find_problem(self, state: dict[str, Any]) -> Exception | None:
         expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
@@ -255,9 +268,18 @@ class Handle:
             self._end_step()
 
     def hold(self, lease: Lease[T]) -> T:
-        """Return the process groups of a lease, which `detach` releases."""
+        """Return the process groups of a lease, which `detach` releases.
+
+        So does collecting this handle, if no rank can wait for it on them then.
+        """
         self._leases.append(lease)
+        lease.lend_to(self)
         return lease.value
+
+    def note_failure(self) -> None:
+        """Note that a rank did not take part, so that others may wait for this one for ever."""
+        self._has_failed = True
+        self._note_busy()
 
     def wait(self, future: torch.futures.Future[Any], what: str) -> Any:
         """Return a future's result, or raise PeerError."""
@@ -278,11 +300,13 @@ class Handle:
         self.settle()
         self._is_open, self._has_run_backward, self._is_updating = True, False, False
         self.num_steps += 1
+        self._note_busy()
         self.begin_step()
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a bucket of DDP's that is complete."""
         self._has_run_backward = True
+        self._note_busy()
         return self.reduce(bucket)
 
     def on_update(self, *, has_closure: bool) -> None:
@@ -303,6 +327,7 @@ class Handle:
     def _start_update(self) -> None:
         if not self._is_updating:
             self._is_updating = True
+            self._note_busy()
             self.before_update()
 
     def _end_step(self) -> None:
@@ -312,6 +337,16 @@ class Handle:
         self.after_update()
         if is_step:
             self.end_step()
+        self._note_quiet()
+
+    def _note_busy(self) -> None:
+        for lease in self._leases:
+            lease.note_busy()
+
+    def _note_quiet(self) -> None:
+        if self.is_quiet_between_steps and not self._has_failed:
+            for lease in self._leases:
+                lease.note_quiet((self.num_steps, self.num_communications))
 
 
 HandleT = TypeVar("HandleT", bound=Handle)
@@ -341,9 +376,19 @@ class Algorithm(abc.ABC, Generic[HandleT]):
         """Begin; weights and optimizers are equal on all ranks. Collective."""
 
 
+@contextlib.contextmanager
+def _noting_failure(handle: Handle) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        handle.note_failure()
+        raise
+
+
 def _before_forward(handle: Handle) -> Callable[..., None]:
     def count(_module: torch.nn.Module, _arguments: object) -> None:
-        handle.on_forward()
+        with _noting_failure(handle):
+            handle.on_forward()
 
     return _torch.uncompiled(count)
 
@@ -357,12 +402,14 @@ def _watch_optimizers(handle: Handle) -> Iterator[Any]:
             live = weak()
             if live is not None:
                 closures = (*args[1:], kwargs.get("closure"))  # the first is the optimizer
-                live.on_update(has_closure=any(closure is not None for closure in closures))
+                with _noting_failure(live):
+                    live.on_update(has_closure=any(closure is not None for closure in closures))
 
         def after(*_ignored: object, index: int = index) -> None:
             live = weak()
             if live is not None:
-                live.on_updated(index)
+                with _noting_failure(live):
+                    live.on_updated(index)
 
         yield optimizer.register_step_pre_hook(_torch.uncompiled(before))
         yield optimizer.register_step_post_hook(_torch.uncompiled(after))

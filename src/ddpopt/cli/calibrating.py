@@ -13,6 +13,7 @@ from ddpopt.cli.errors import check_can_write, explained
 from ddpopt.cli.groups import torchrun_group
 from ddpopt.cli.output import Report, Screen
 from ddpopt.planning.costs import AllreduceCost
+from ddpopt.writing import write_text
 
 
 def run(args: argparse.Namespace, _screen: Screen) -> Report | None:
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace, _screen: Screen) -> Report | None:
     parts = [_text(cost, world_size, backend)]
     if args.output is not None:
         with explained(f"{args.output} cannot be written"):
-            args.output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            write_text(args.output, json.dumps(data, indent=1) + "\n")
         parts.append(f"written: {args.output}")
     return Report(data=data, parts=parts)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpopt.errors import DDPOptError
+from ddpopt.writing import find_obstacle
 
 
 class InputError(DDPOptError, ValueError):
@@ -30,9 +31,8 @@ def check_can_write(path: Path | None) -> None:
     """Find out before long work whether its result can be written to a file.
 
     Raises:
-        InputError: its folder is missing.
+        InputError: its folder is missing, or there is something else than a file.
     """
-    if path is not None and not path.absolute().parent.is_dir():
-        raise InputError(
-            f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first"
-        )
+    obstacle = find_obstacle(path) if path is not None else ""
+    if obstacle:
+        raise InputError(f"{path} cannot be written: {obstacle}")

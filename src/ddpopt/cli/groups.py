@@ -69,7 +69,10 @@ def _use_own_gpu() -> None:
             "the backend is 'nccl', which needs a GPU and a build of torch that has it; give "
             "--backend gloo"
         )
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    text, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not text.isdecimal():
+        raise InputError(f"LOCAL_RANK is {text!r}, which is no number; start by torchrun")
+    local_rank = int(text)
     if local_rank >= num_gpus:
         raise InputError(
             f"LOCAL_RANK is {local_rank}, but this machine has {num_gpus} GPUs, and nccl needs one "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpopt.plans import table
+from ddpopt.plans import printable, table
 
 _STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
 
@@ -51,11 +51,13 @@ class Screen:
             return
         for part in report.parts:
             if isinstance(part, str):
-                print(part)
-            elif self._has_rich:
-                _print_by_rich(part)
+                print("\n".join(map(printable, part.split("\n"))))
+                continue
+            rows = [tuple(map(printable, row)) for row in part.rows]
+            if self._has_rich:
+                _print_by_rich(part.header, rows)
             else:
-                print("\n".join(table(part.header, part.rows)))
+                print("\n".join(table(part.header, rows)))
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[], None]]:
@@ -74,12 +76,12 @@ def _find(module: str) -> object:
     return importlib.util.find_spec(module)
 
 
-def _print_by_rich(part: Table) -> None:
+def _print_by_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     text = importlib.import_module("rich.text").Text  # so that nothing is taken for markup
     shown = importlib.import_module("rich.table").Table()
-    for index, title in enumerate(part.header):
-        is_last = index == len(part.header) - 1
+    for index, title in enumerate(header):
+        is_last = index == len(header) - 1
         shown.add_column(text(title), justify="left" if is_last else "right", overflow="fold")
-    for row in part.rows:
+    for row in rows:
         shown.add_row(*(text(cell, style=_STYLES.get(cell, "")) for cell in row))
     importlib.import_module("rich.console").Console().print(shown)

@@ -31,6 +31,7 @@ from ddpopt import _torch, records
 from ddpopt.listening import Label, listen
 from ddpopt.plans import format_bytes
 from ddpopt.recorded import RecordedBucket, RecordedSection, RecordedStep, Recording
+from ddpopt.writing import find_obstacle
 
 # What process groups call their allreduces in a profile: gloo:all_reduce, nccl:all_reduce; on a
 # GPU the kernel tells when it has finished.
@@ -54,12 +55,15 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         model: A DistributedDataParallel module, or what `torch.compile` made of one, under any
             backend or none; sections are those of ddpopt.
         folder: Where to write this rank's trace, as `rank0.json`; it is made if it is missing.
+            A file of yours is replaced, a link is not followed.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
         RuntimeError: another `record` block is open.
+        OSError: the trace cannot be written.
     """
     ddp = records.ddp_of(model)
+    path = None if folder is None else _place_of(Path(folder), dist.get_rank(ddp.process_group))
     recording = Recording(
         rank=dist.get_rank(ddp.process_group),
         world_size=dist.get_world_size(ddp.process_group),
@@ -79,9 +83,18 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
     recording.notes = tuple(reader.notes)
     records.of(ddp).recording = recording
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        recording.save(Path(folder) / f"rank{recording.rank}.json")
+    if path is not None:
+        recording.save(path)
+
+
+def _place_of(folder: Path, rank: int) -> Path:
+    """Return where a trace goes; that it cannot is better told before the training steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{rank}.json"
+    obstacle = find_obstacle(path)
+    if obstacle:
+        raise FileExistsError(f"{path} cannot be written: {obstacle}")
+    return path
 
 
 def _machine() -> str:

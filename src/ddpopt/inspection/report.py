@@ -22,8 +22,9 @@ from ddpopt.errors import OptionError
 from ddpopt.inspection.document import document_of, to_json
 from ddpopt.inspection.page import render_page
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
-from ddpopt.plans import Plan, format_bytes, shorten, table
+from ddpopt.plans import Plan, format_bytes, printable, shorten, table
 from ddpopt.recorded import RecordedBucket, RecordedStep, format_ms, summary_of
+from ddpopt.writing import write_text
 
 NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 NOTHING_PREDICTED = (
@@ -84,9 +85,9 @@ class Explanation:
     def __str__(self) -> str:
         if not self.plans:
             return (
-                f"ddpopt has compiled no graph of this {self.model}. Either its forward has not "
-                "run yet, or it does not run under torch.compile(..., backend='ddpopt'), or "
-                "Dynamo skips it (as it skips a torch.nn container right under DDP)."
+                f"ddpopt has compiled no graph of this {printable(self.model)}. Either its forward "
+                "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
+                "or Dynamo skips it (as it skips a torch.nn container right under DDP)."
             )
         parts = [self._bucket_table(), *self._times()] if self.buckets else []
         parts += [self.tuning] if self.tuning else []
@@ -105,10 +106,12 @@ class Explanation:
     def save(self, path: str | Path) -> None:
         """Write a page for a browser (`.html`), JSON (`.json`) or this object's text (`.txt`).
 
-        The page is one file that loads nothing.
+        The page is one file that loads nothing. A file of yours is replaced, a link is not
+        followed.
 
         Raises:
             OptionError: the name ends otherwise.
+            OSError: it cannot be written, or something else has that name.
         """
         path = Path(path)
         if path.suffix == ".html":
@@ -119,7 +122,7 @@ class Explanation:
             text = f"{self}\n"
         else:
             raise OptionError(f"{path} does not end in .html, .json or .txt; choose one of them")
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
 
     def _bucket_table(self) -> str:
         header = ("bucket", "size", "completed by", "launched", "DDP's", "parameters")
@@ -134,7 +137,7 @@ class Explanation:
             )
             for bucket in self.buckets
         ]
-        lines = [f"{self.model}: {len(rows)} DDP buckets", "", *table(header, rows)]
+        lines = [f"{printable(self.model)}: {len(rows)} DDP buckets", "", *table(header, rows)]
         shared = [bucket.index for bucket in self.buckets if bucket.shares_section_with]
         if shared:
             names = ", ".join(map(str, shared))

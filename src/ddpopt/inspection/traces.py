@@ -10,29 +10,50 @@ finishes is the offset, unless a bound says otherwise. Ranks of one machine have
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpopt import reading
 from ddpopt.errors import TraceError
+from ddpopt.plans import printable
+from ddpopt.reading import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
 from ddpopt.recorded import TRACE_FORMAT
 
-_MOST_BYTES = 2**30
+_MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
+_MOST_EVENTS = 10_000_000
+_TIME = Number(-1e15, 1e15)  # in seconds or microseconds
+_INDEX = Whole(0, 2**31)
+_TOLD = Record(
+    {
+        "rank": _INDEX,
+        "machine": Text(),
+        "origin_unix_ns": Whole(0, 2**63),
+        "allreduces": List(Row((_INDEX, _INDEX, _TIME, Maybe(_TIME))), 0, _MOST_EVENTS),
+    },
+    is_open=True,
+)
+_SHAPE = Record(
+    {
+        "otherData": Record({"format": Text()}, is_open=True),
+        "traceEvents": List(Record({"ph": Text(), "ts": _TIME}, is_open=True), 0, _MOST_EVENTS),
+    },
+    is_open=True,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    """One rank's file. `allreduces` maps step and bucket to launch and finish."""
+    """One rank's file, by its name. `allreduces` maps step and bucket to launch and finish."""
 
-    path: Path
+    name: str
     rank: int
     machine: str
     origin_ns: int
     allreduces: dict[tuple[int, int], tuple[float, float]]
-    events: list[dict[str, Any]]
+    events: Sequence[dict[str, Any]]
 
 
 def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
@@ -47,13 +68,13 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             the traces are not of the same steps.
         OSError: a file cannot be read.
     """
-    traces = sorted((_read(path) for path in _files(paths)), key=lambda trace: trace.rank)
+    traces = sorted((_read(path) for path in trace_files(paths)), key=lambda trace: trace.rank)
     if not traces:
         raise TraceError(f"there is no trace in {[str(path) for path in paths]}")
     for trace, following in itertools.pairwise(traces):
         if trace.rank == following.rank:
             raise TraceError(
-                f"{trace.path} and {following.path} are both of rank {trace.rank}; give one file "
+                f"{trace.name} and {following.name} are both of rank {trace.rank}; give one file "
                 "a rank"
             )
     first = traces[0]
@@ -81,7 +102,8 @@ def _shift(event: dict[str, Any], by_ns: int) -> dict[str, Any]:
     return {**event, "ts": (round(event["ts"] * 1e3) + by_ns) / 1e3}
 
 
-def _files(paths: Sequence[str | Path]) -> list[Path]:
+def trace_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files that `merge_traces` reads."""
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("rank*.json")) if path.is_dir() else [path]
@@ -89,33 +111,31 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _read(path: Path) -> _Trace:
-    num_bytes = path.stat().st_size
-    if num_bytes > _MOST_BYTES:
-        raise TraceError(f"{path} has {num_bytes} bytes, over the limit of {_MOST_BYTES}")
+    name = printable(str(path))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = reading.parse(reading.read_text(path, _MOST_BYTES), _SHAPE, _MOST_BYTES)
         told = content["otherData"]
         if told["format"] != TRACE_FORMAT:
-            raise ValueError(f"its format is {told['format']!r}, not {TRACE_FORMAT!r}")
-        return _Trace(
-            path=path,
-            rank=int(told["rank"]),
-            machine=str(told["machine"]),
-            origin_ns=int(told["origin_unix_ns"]),
-            allreduces={
-                (int(step), int(bucket)): (float(launched_s), float(finished_s))
-                for step, bucket, launched_s, finished_s in told["allreduces"]
-                if finished_s is not None
-            },
-            events=[
-                {**event, "ph": str(event["ph"]), "ts": float(event["ts"])}
-                for event in content["traceEvents"]
-            ],
-        )
-    except (ValueError, KeyError, TypeError) as error:
+            shown = reading.show(told["format"])
+            raise MalformedError(f"is {shown}, not {TRACE_FORMAT!r}", "otherData.format")
+        told = _TOLD.read(told)
+    except MalformedError as error:
         raise TraceError(
-            f"{path} is no trace that ddpopt.record wrote ({type(error).__name__}: {error})"
+            f"{name} is no trace that ddpopt.record wrote: {error}; give the "
+            "files that it wrote, one for each rank"
         ) from error
+    return _Trace(
+        name=name,
+        rank=told["rank"],
+        machine=told["machine"],
+        origin_ns=told["origin_unix_ns"],
+        allreduces={
+            (step, bucket): (launched_s, finished_s)
+            for step, bucket, launched_s, finished_s in told["allreduces"]
+            if finished_s is not None
+        },
+        events=content["traceEvents"],
+    )
 
 
 def _offset_s(first: _Trace, trace: _Trace) -> float | None:
@@ -131,7 +151,7 @@ def _offset_s(first: _Trace, trace: _Trace) -> float | None:
     most = min(finished - launched for (launched, _), (_, finished) in pairs)
     if least > most:
         raise TraceError(
-            f"{first.path} and {trace.path} do not fit together: by every offset of their clocks a "
+            f"{first.name} and {trace.name} do not fit together: by every offset of their clocks a "
             "rank would have finished an allreduce before the other launched it; record the same "
             "steps on all ranks"
         )

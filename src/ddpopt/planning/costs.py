@@ -14,6 +14,7 @@ from typing import Any
 from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
+_BEYOND = 1e18  # no number is so large: what is computed from them has to stay finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,11 +238,13 @@ def _ring(num_ranks: int) -> _Ring:
     return _Ring(steps, steps / num_ranks)
 
 
-def _check(owner: Any, name: str, at_least: float = 0, below: float = math.inf) -> None:
+def _check(owner: Any, name: str, at_least: float = 0, below: float = _BEYOND) -> None:
     value = getattr(owner, name)
     if not isinstance(value, int | float) or not at_least <= value < below:
-        limit = f"{at_least} or more" + (f" and below {below}" if below < math.inf else ", finite")
-        raise PlanError(f"{type(owner).__name__}.{name} is {value!r}; it must be {limit}")
+        raise PlanError(
+            f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
+            f"below {below:g}"
+        )
 
 
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:

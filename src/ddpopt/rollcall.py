@@ -1,0 +1,194 @@
+"""The ranks of the default process group, as far as this one knows them, and what they told.
+
+It talks through the group's store, each exchange bounded and on a connection of its own. What
+words mean is the affair of `faults.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ddpopt import _torch
+from ddpopt.errors import TorchDriftError
+from ddpopt.presence import Identity, Presence, find_presence, introduction
+
+_STORE_S = 2.0  # for one exchange with the store
+_ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
+_POLL_S = 0.5
+_MEET_S = 600.0  # in which ranks come to tell who they are
+_LONGEST_TEXT = 500
+_KEY = "ddpopt/faults"
+_WITHDRAWN = "withdrawn"
+
+# Of stores that cannot, or are gone, and where no socket can be opened.
+_UNTOLD = (RuntimeError, NotImplementedError, AttributeError, OSError, TorchDriftError)
+
+T = TypeVar("T")
+
+
+class Word(NamedTuple):
+    """What a rank told: its `port` says that it is from this process and not from one before."""
+
+    rank: int
+    port: int
+    kind: str
+    text: str
+
+
+class StoreGoneError(Exception):
+    """The process group's store fails, or does not answer in time."""
+
+
+class RollCall:
+    """Tells the other ranks who this process is when it is made, and learns who they are.
+
+    `known` has the identity of each rank that has told it and answered, and its own; `place` is
+    the host and port of the store, None if it has none. A thread waits for those who have not told
+    yet, and ends when all have.
+
+    Raises:
+        RuntimeError: the group's store cannot do it; OSError where no socket can be opened.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # the store ends with it
+        self.size = dist.get_world_size(group)
+        store = _torch.store_of(group)
+        self.place = _torch.place_of_store(store)
+        self.own, self._listener = introduction(dist.get_rank(group), self.place)
+        store.set(f"{_KEY}/{self.own.rank}", self.own.to_json())
+        self.known = {self.own.rank: self.own}
+        self._has_told = False
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._meet, args=(store.clone(),), name="ddpopt roll call", daemon=True
+        )
+        self._thread.start()
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether these are the ranks of `group`."""
+        return self._group() is group
+
+    def close(self) -> None:
+        """Be no longer there."""
+        self._is_closed.set()
+        self._thread.join(_STORE_S)
+        self._listener.close()
+
+    def tell(self, kind: str, text: str = "") -> None:
+        """Tell a word, if the store takes it in time."""
+        with contextlib.suppress(StoreGoneError):
+            self.tell_and_hear(kind, text)
+
+    def tell_and_hear(self, kind: str, text: str = "") -> dict[int, Word]:
+        """Tell a word, then return what `hear` does.
+
+        Raises:
+            StoreGoneError: the store does not answer.
+        """
+        word = Word(self.own.rank, self.own.port, kind, text[:_LONGEST_TEXT])
+        self._has_told = kind != _WITHDRAWN
+
+        def put_and_read(store: Any) -> dict[int, Word]:
+            index = store.add(f"{_KEY}/words", 1)
+            store.set(f"{_KEY}/word/{index}", json.dumps(word))
+            return self._read(store)
+
+        return self._exchange(put_and_read)
+
+    def withdraw(self) -> None:
+        """Take a word back: training goes on."""
+        if self._has_told:
+            self.tell(_WITHDRAWN)
+
+    def hear(self) -> dict[int, Word]:
+        """Return the last word of each rank that told one, in the order in which they did.
+
+        Raises:
+            StoreGoneError: the store does not answer.
+        """
+        return self._exchange(self._read)
+
+    def presence_without(self, words: Mapping[int, Word]) -> Mapping[int, Presence]:
+        """Ask for the processes of the known ranks that told nothing."""
+        silent = [self.known[rank] for rank in self.silent(words)]
+        return find_presence(self.own, silent, _ASK_S)
+
+    def silent(self, words: Mapping[int, Word]) -> list[int]:
+        """Return the known ranks that told nothing, without this one."""
+        return sorted(self.known.keys() - words.keys() - {self.own.rank})
+
+    def _read(self, store: Any) -> dict[int, Word]:
+        self._greet(store)  # who came late
+        words: dict[int, Word] = {}
+        for index in range(1, store.add(f"{_KEY}/words", 0) + 1):
+            key = f"{_KEY}/word/{index}"
+            if not store.check([key]):
+                continue  # it is just being told
+            word = Word(*json.loads(store.get(key)))
+            teller = self.known.get(word.rank)
+            if teller is not None and teller.port == word.port:
+                words.pop(word.rank, None)
+                if word.kind != _WITHDRAWN:
+                    words[word.rank] = word
+        return words
+
+    def _exchange(self, call: Callable[[Any], T]) -> T:
+        """Return `call(store)`, or raise StoreGoneError after `_STORE_S` at the latest.
+
+        In a thread, on a connection of its own: a call on a machine that is cut off returns late,
+        and other calls on its connection would wait for it.
+        """
+        group = self._group()
+        if group is None:
+            raise StoreGoneError("the process group was destroyed")
+        answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((True, call(_torch.store_of(group).clone())))
+            except _UNTOLD as error:
+                answers.put((False, str(error)[:_LONGEST_TEXT]))
+
+        threading.Thread(target=run, name="ddpopt store", daemon=True).start()
+        try:
+            is_good, answer = answers.get(timeout=_STORE_S)
+        except queue.Empty:
+            raise StoreGoneError(f"no answer within {_STORE_S:.0f} s") from None
+        if not is_good:
+            raise StoreGoneError(answer)
+        return answer  # type: ignore[no-any-return]
+
+    def _greet(self, store: Any) -> None:
+        """Learn who has come since."""
+        told = _read_identities(store, set(range(self.size)) - self.known.keys())
+        found = find_presence(self.own, told.values(), _ASK_S / 2)
+        is_there = (Presence.HERE, Presence.STOPPED)
+        self.known |= {rank: told[rank] for rank in told if found[rank] in is_there}
+
+    def _meet(self, store: Any) -> None:
+        """Learn who the others are while the store is there; in a thread, which ends then.
+
+        Only who answers now counts. A store may still have the ranks of an attempt before, as
+        torchrun's has, and a firewall may answer in the place of a machine.
+        """
+        end_s = time.monotonic() + _MEET_S
+        with contextlib.suppress(*_UNTOLD):
+            while len(self.known) < self.size and time.monotonic() < end_s:
+                self._greet(store)
+                if self._is_closed.wait(_POLL_S):
+                    return
+
+
+def _read_identities(store: Any, ranks: Iterable[int]) -> dict[int, Identity]:
+    told = [rank for rank in ranks if store.check([f"{_KEY}/{rank}"])]
+    return {rank: Identity.from_json(store.get(f"{_KEY}/{rank}")) for rank in told}

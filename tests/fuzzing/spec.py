@@ -1,0 +1,121 @@
+"""What a case is: a model, DDP's options, ddpopt's options and a training loop, as plain data.
+
+Nothing but strings, numbers, booleans and tuples, so that a case can be sent to other processes,
+compared, hashed, and pasted into `kept.py` as it is printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = ("float32", "float64", "bfloat16")
+
+# What runs around other blocks.
+AROUND = ("residual", "parallel", "chunk", "checkpoint", "autocast", "no_grad")
+# What some parameters of take no part in backward, in some steps or on some ranks.
+PARTLY_UNUSED = ("unused", "detached", "choose")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of a model that maps (batch, WIDTH) to (batch, WIDTH); see `blocks.py` for kinds.
+
+    `choice` selects a variant of the kind. `frozen` is "", "weight" or "all". `inner` are the
+    blocks that a block of `AROUND` runs.
+    """
+
+    kind: str
+    choice: int = 0
+    dtype: str = "float32"
+    frozen: str = ""
+    inner: tuple[Block, ...] = ()
+
+    def all(self) -> Iterator[Block]:
+        """Give this block and all within it."""
+        yield self
+        for block in self.inner:
+            yield from block.all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model, and how it is trained.
+
+    `batches` are the sizes of the batches of each step; all but a step's last run under `no_sync`.
+    `outputs` are returned beside the main one, in a `container`. `hooks` are put on parameters.
+    `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default.
+    """
+
+    blocks: tuple[Block, ...]
+    seed: int = 0
+    batches: tuple[tuple[int, ...], ...] = ((3,), (3,))
+    outputs: tuple[str, ...] = ()
+    container: str = "tensor"
+    feed: str = "positional"
+    input_dtype: str = "float32"
+    is_input_trained: bool = False
+    is_input_mutated: bool = False
+    is_registered_in_reverse: bool = False
+    hooks: tuple[str, ...] = ()
+    momentum: bool = False
+    clears_to_none: bool = True
+    evaluates_between: bool = False
+    cap_bytes: int | None = 200
+    static_graph: bool = False
+    find_unused: bool = False
+    bucket_view: bool = False
+    broadcasts_buffers: bool = True
+    compiles_inside: bool = False
+    split: str = "backward"
+    inner: str = "aot_eager"
+
+    def all_blocks(self) -> Iterator[Block]:
+        """Give all blocks, those within others too."""
+        for block in self.blocks:
+            yield from block.all()
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The dtypes in which the case computes."""
+        dtypes = {block.dtype for block in self.all_blocks()} | {self.input_dtype, "float32"}
+        if any(block.kind == "autocast" for block in self.all_blocks()):
+            dtypes.add("bfloat16")
+        return dtypes
+
+    def features(self) -> set[str]:
+        """Return what can be counted of a case."""
+        found = {f"block {block.kind}" for block in self.all_blocks()}
+        found |= {f"dtype {dtype}" for dtype in self.dtypes}
+        found |= {f"output {name}" for name in self.outputs} | {f"hook {h}" for h in self.hooks}
+        found |= {f"frozen {block.frozen}" for block in self.all_blocks() if block.frozen}
+        for name in ("container", "feed", "split", "inner"):
+            found.add(f"{name} {getattr(self, name)}")
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is True:
+                found.add(field.name)
+        if len({sizes[-1] for sizes in self.batches}) > 1:
+            found.add("another batch size in a later step")
+        if max(map(len, self.batches)) > 1:
+            found.add("no_sync")
+        return found
+
+    def __str__(self) -> str:
+        return source_of(self)
+
+
+def source_of(value: Any) -> str:
+    """Return the Python expression that makes `value`, without what is by default."""
+    if isinstance(value, tuple):
+        items = [source_of(item) for item in value]
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = [
+        f"{field.name}={source_of(getattr(value, field.name))}"
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"

@@ -1,0 +1,167 @@
+"""Train a case on one rank, with one compiler or none, and note everything that can be compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fuzzing.blocks import WIDTH
+from fuzzing.building import Model
+from fuzzing.spec import Case
+
+COLLECTIVE_LIMIT_S = 60  # after which a rank whose peer raised gives up its allreduce
+
+Compile = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def own_group() -> Iterator[dist.ProcessGroup]:
+    """Give a group for one training, so that what one leaves undone cannot disturb the next."""
+    limit = datetime.timedelta(seconds=COLLECTIVE_LIMIT_S)
+    group = dist.new_group(timeout=limit)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def train(
+    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
+) -> tuple[Notes, DistributedDataParallel]:
+    """Train for the steps of a case."""
+    torch._dynamo.reset()
+    torch.manual_seed(case.seed)
+    model: nn.Module = Model(case)
+    _hook(case, model)
+    named = dict(model.named_parameters())
+    if case.compiles_inside:
+        forward = ddp = _wrap(case, compile_(model), group)
+    else:
+        ddp = _wrap(case, model, group)
+        forward = compile_(ddp)
+    trained = [p for p in named.values() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9 if case.momentum else 0.0)
+    notes = Notes()
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+    torch.manual_seed(1000 * case.seed + rank)
+    for step, sizes in enumerate(case.batches):
+        if step and case.evaluates_between:
+            ddp.eval()
+            with torch.no_grad():
+                _note_output(notes, f"eval {step}", forward(_feed(case, _draw(2, generator))))
+            ddp.train()
+        for part, size in enumerate(sizes):
+            where = f"step {step}.{part}"
+            is_last = part == len(sizes) - 1
+            x = _draw(size, generator).to(getattr(torch, case.input_dtype))
+            x.requires_grad_(case.is_input_trained)
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                output = forward(x=x) if case.feed == "keyword" else forward(_feed(case, x))
+                loss = _note_output(notes, where, output)
+                loss.backward()
+            notes.values[f"{where} input"] = x.detach().clone()
+            _note_gradients(notes, where, {"input": x, **named})
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case.clears_to_none)
+    for name, parameter in named.items():
+        notes.values[f"parameter {name}"] = parameter.detach().clone()
+    for name, buffer in model.named_buffers():
+        notes.values[f"buffer {name}"] = buffer.detach().clone()
+    return notes, ddp
+
+
+def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    caps = {} if case.cap_bytes is None else {"bucket_cap_mb": case.cap_bytes / 1024 / 1024}
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        static_graph=case.static_graph,
+        find_unused_parameters=case.find_unused,
+        gradient_as_bucket_view=case.bucket_view,
+        broadcast_buffers=case.broadcasts_buffers,
+        **caps,
+    )
+
+
+def _hook(case: Case, model: nn.Module) -> None:
+    """Put the hooks of a case on every other parameter."""
+    for parameter in [p for p in model.parameters() if p.requires_grad][::2]:
+        if "gradient" in case.hooks:
+            parameter.register_hook(lambda gradient: gradient * 1.5)
+        if "accumulated" in case.hooks:
+            parameter.register_post_accumulate_grad_hook(_count)
+
+
+def _count(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:  # compiled code has them run for unused parameters too
+        parameter.num_accumulated = getattr(parameter, "num_accumulated", 0) + 1
+
+
+def _draw(size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(size, WIDTH, generator=generator)
+
+
+def _feed(case: Case, x: torch.Tensor) -> Any:
+    return {"dict": {"x": x}, "list": [x, None]}.get(case.feed, x)
+
+
+def _note_output(notes: Notes, where: str, output: Any) -> torch.Tensor:
+    """Note all tensors of an output; return a loss of those that have gradients."""
+    found = dict(_flatten("output", output))
+    first: dict[int, str] = {}
+    said = []
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            notes.values[f"{where} {name}"] = value.detach().clone()
+            same = first.setdefault(id(value), name)
+            needs = ", needs gradient" if value.requires_grad else ""
+            said.append(f"{name}: {value.dtype}{needs}, is {same}")
+        else:
+            said.append(f"{name}: {value!r}")
+    notes.texts[where] = "; ".join(said)
+    terms = [
+        value.double().square().mean() * (index + 1)
+        for index, value in enumerate(found.values())
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    loss = torch.stack(terms).sum() if terms else torch.zeros(())
+    notes.values[f"{where} loss"] = loss.detach().clone()
+    return loss
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _flatten(f"{name}.{index}", item)
+    else:
+        yield name, value
+
+
+def _note_gradients(notes: Notes, where: str, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.grad is not None:
+            gradient = tensor.grad.detach()
+            notes.values[f"{where} gradient {name}"] = gradient.clone().to_dense()
+        notes.texts[f"{where} hooks {name}"] = str(getattr(tensor, "num_accumulated", 0))
