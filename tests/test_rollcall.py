@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,12 +110,12 @@ def test_only_a_rank_that_answers_is_known(
 ) -> None:
     """Not one of the attempt before, whose identity is in the store, nor one behind a firewall."""
     assert dist.group.WORLD is not None
-    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "get_world_size", return_value=2)
     monkeypatch.setattr(
         rollcall, "find_presence", lambda _own, others, _s: {other.rank: answer for other in others}
     )
     own, listener = introduction(1, None)
-    _torch.store_of(dist.group.WORLD).set("ddpopt/faults/1", own.to_json())
+    _torch.store_of(dist.group.WORLD).set(f"{rollcall._KEY}/1", own.to_json())
     made = RollCall(dist.group.WORLD)
     try:
         end_s = time.monotonic() + LIMIT_S
@@ -121,3 +125,21 @@ def test_only_a_rank_that_answers_is_known(
     finally:
         made.close()
         listener.close()
+
+
+def test_a_rank_that_ended_before_it_was_asked_is_known_on_its_machine(one_rank: None) -> None:
+    """By the number of its process."""
+    assert dist.group.WORLD is not None
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own, listener = introduction(1, None)
+    listener.close()
+    gone = dataclasses.replace(own, pid=ended.pid)
+    with unittest.mock.patch.object(dist, "get_world_size", return_value=2):
+        _torch.store_of(dist.group.WORLD).set(f"{rollcall._KEY}/1", gone.to_json())
+        made = RollCall(dist.group.WORLD)
+    try:
+        made.hear()
+        assert made.presence_without({}) == {1: Presence.ENDED}
+    finally:
+        made.close()

@@ -171,6 +171,16 @@ def _look_at_process(pid: int) -> Presence:
     return Presence.HERE
 
 
+def has_gone(own: Identity, other: Identity) -> bool:
+    """Whether a process of this machine is no longer there, by its number; Linux only."""
+    if other.machine != own.machine or not Path("/proc/self/stat").exists():
+        return False
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX"  # a zombie, which its parent has not asked for yet
+    return True
+
+
 def _own_address(store_place: tuple[str, int] | None) -> str:
     """Return the address by which this machine talks to the store's, else its name's."""
     with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import threading
 import time
@@ -19,14 +20,16 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.errors import TorchDriftError
-from ddpopt.presence import Identity, Presence, find_presence, introduction
+from ddpopt.presence import Identity, Presence, find_presence, has_gone, introduction
 
 _STORE_S = 2.0  # for one exchange with the store
 _ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
+_FIRST_POLL_S = 0.02
 _POLL_S = 0.5
 _MEET_S = 600.0  # in which ranks come to tell who they are
 _LONGEST_TEXT = 500
-_KEY = "ddpopt/faults"
+# torchrun may keep the store, and in it the ranks of an attempt before.
+_KEY = f"ddpopt/faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _WITHDRAWN = "withdrawn"
 
 # Of stores that cannot, or are gone, and where no socket can be opened.
@@ -173,20 +176,24 @@ class RollCall:
         told = _read_identities(store, set(range(self.size)) - self.known.keys())
         found = find_presence(self.own, told.values(), _ASK_S / 2)
         is_there = (Presence.HERE, Presence.STOPPED)
-        self.known |= {rank: told[rank] for rank in told if found[rank] in is_there}
+        for rank, other in told.items():
+            if found[rank] in is_there or has_gone(self.own, other):
+                self.known[rank] = other
 
     def _meet(self, store: Any) -> None:
         """Learn who the others are while the store is there; in a thread, which ends then.
 
-        Only who answers now counts. A store may still have the ranks of an attempt before, as
-        torchrun's has, and a firewall may answer in the place of a machine.
+        Only who answers now counts, since a firewall may answer in the place of a machine; or whose
+        process on this machine has ended already.
         """
         end_s = time.monotonic() + _MEET_S
+        poll_s = _FIRST_POLL_S
         with contextlib.suppress(*_UNTOLD):
             while len(self.known) < self.size and time.monotonic() < end_s:
                 self._greet(store)
-                if self._is_closed.wait(_POLL_S):
+                if self._is_closed.wait(poll_s):
                     return
+                poll_s = min(2 * poll_s, _POLL_S)
 
 
 def _read_identities(store: Any, ranks: Iterable[int]) -> dict[int, Identity]:
