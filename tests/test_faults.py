@@ -288,7 +288,9 @@ class _RollCall:
         words: Mapping[int, str] | None,
         presences: Mapping[int, Presence],
         unknown: tuple[int, ...] = (),
+        compiling: tuple[int, ...] = (),
     ) -> None:
+        self.compiling, self.told = compiling, ""
         self.known = {
             rank: Identity(
                 rank=rank,
@@ -307,6 +309,12 @@ class _RollCall:
 
     def tell_and_hear(self, kind: str) -> dict[int, Word]:
         return self.hear()
+
+    def tell(self, kind: str, text: str) -> None:
+        self.told = text
+
+    def noted(self, ranks: list[int]) -> dict[int, str]:
+        return {rank: "compiles" for rank in ranks if rank in self.compiling}
 
     def hear(self) -> dict[int, Word]:
         if self._words is None:
@@ -371,6 +379,18 @@ def test_a_store_that_is_gone_while_all_are_there(monkeypatch: pytest.MonkeyPatc
     text, ranks = _judge(monkeypatch, None)
     assert text.startswith("the process group's store at node0:29500 has gone (no answer): the")
     assert ranks == ()
+
+
+def test_a_rank_that_compiles_is_named_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears it when it is done, and says the same."""
+    monkeypatch.setattr(faults, "_SETTLE_S", 0.05)
+    roll_call: Any = _RollCall({1: "lost"}, {}, compiling=(2,))
+    finding = faults._find_fault(roll_call)
+    assert finding.ranks == (2,)
+    assert finding.text.startswith("rank 2 (host node2, pid 102) compiled for longer than the")
+    assert roll_call.told == finding.text
+    text, ranks = _judge(monkeypatch, {1: f"lost {finding.text}", 2: "lost", 3: "lost"})
+    assert (text, ranks) == (finding.text, ())
 
 
 def test_who_is_there_is_not_accused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,11 @@ def backend(
         raise
     except Exception as error:  # a name of torch's is there, but something else than it was
         reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
-    if ddp is not None and reason is None:
-        return _compile_under_ddp(gm, example_inputs, ddp, resolved)
-    plan = _blank_plan(gm, resolved, reason, detail)
-    return _compile_whole(gm, example_inputs, ddp, resolved, plan)
+    with faults.compiling():
+        if ddp is not None and reason is None:
+            return _compile_under_ddp(gm, example_inputs, ddp, resolved)
+        plan = _blank_plan(gm, resolved, reason, detail)
+        return _compile_whole(gm, example_inputs, ddp, resolved, plan)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:

@@ -31,6 +31,7 @@ _POLL_S = 0.1
 _RANKS_SHOWN = 8
 _LONGEST_TEXT = 500
 _LOST, _RAISED = "lost a connection", "raised"
+_COMPILES = "compiles"
 _CONNECTION = re.compile(
     r"gloo/|nccl|process ?group|c10d|socket|timed? ?out|broken pipe"
     r"|connection (was )?(closed|reset|refused)",
@@ -104,6 +105,20 @@ def is_connection_error(error: BaseException) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let ranks that lose patience in a collective know that this one compiles in this block."""
+    roll_call = _here.roll_call
+    if roll_call is None:
+        yield
+        return
+    roll_call.note(_COMPILES)
+    try:
+        yield
+    finally:
+        roll_call.note("")
+
+
 def introduce() -> None:
     """Tell the other ranks who this process is, without waiting for any. Idempotent."""
     if not config.name_peers:
@@ -175,6 +190,11 @@ def _find_fault(roll_call: RollCall) -> _Finding:
                 words = roll_call.hear()
             except StoreGoneError as error:
                 problem = str(error)
+    if finding is None and not problem:
+        try:
+            finding = _find_compiler(roll_call, words) or _adopt(words)
+        except StoreGoneError as error:
+            problem = str(error)
     if finding is None:
         finding = _blame_store(roll_call, problem) if problem else _doubt(roll_call, words)
     if roll_call.own.has_store:
@@ -203,6 +223,25 @@ def _judge(roll_call: RollCall, words: Mapping[int, Word]) -> _Finding | None:
             said = presence.value if len(ranks) == 1 else presence.of_several
             return _Finding(f"{_names(roll_call, ranks)}{more} {said}", ranks)
     return None
+
+
+def _find_compiler(roll_call: RollCall, words: Mapping[int, Word]) -> _Finding | None:
+    """Name the ranks that still compile, and tell them for what the others gave up."""
+    noted = roll_call.noted(roll_call.silent(words))
+    ranks = tuple(rank for rank, doing in noted.items() if doing == _COMPILES)
+    if not ranks:
+        return None
+    text = (
+        f"{_names(roll_call, ranks)} compiled for longer than the process group's timeout; call "
+        "ddpopt.warmup before the first step, or give init_process_group a longer timeout"
+    )
+    roll_call.tell(_LOST, text)
+    return _Finding(text, ranks)
+
+
+def _adopt(words: Mapping[int, Word]) -> _Finding | None:
+    """Return what another rank found out, which cannot be seen any more."""
+    return next((_Finding(word.text, ()) for word in words.values() if word.text), None)
 
 
 def _blame_store(roll_call: RollCall, problem: str) -> _Finding:

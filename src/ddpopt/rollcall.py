@@ -113,6 +113,32 @@ class RollCall:
         if self._has_told:
             self.tell(_WITHDRAWN)
 
+    def note(self, doing: str) -> None:
+        """Tell what this rank does from now on, "" for nothing of note, if the store takes it."""
+        text = f"{self.own.port} {doing}"
+        with contextlib.suppress(StoreGoneError):
+            self._exchange(lambda store: store.set(f"{_KEY}/doing/{self.own.rank}", text))
+
+    def noted(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return what those of these known ranks do that noted something.
+
+        Raises:
+            StoreGoneError: the store does not answer.
+        """
+
+        def read(store: Any) -> dict[int, str]:
+            found = {}
+            for rank in ranks:
+                key = f"{_KEY}/doing/{rank}"
+                port, _, doing = (store.get(key).decode() if store.check([key]) else "").partition(
+                    " "
+                )
+                if doing and port == str(self.known[rank].port):
+                    found[rank] = doing
+            return found
+
+        return self._exchange(read)
+
     def hear(self) -> dict[int, Word]:
         """Return the last word of each rank that told one, in the order in which they did.
 

@@ -108,12 +108,13 @@ def check(rank: int, case: Case, plant: str) -> Finding:
 def _check(rank: int, case: Case, plant: str) -> Finding:
     eager = _attempt(case, rank, lambda module: module)
     with planted.bug(plant):
-        ours = _attempt(case, rank, functools.partial(_compile, case, {}))
+        ours = _attempt(case, rank, functools.partial(_compile, case))
     if eager.raised_anywhere:
         return Finding(outcome=REFUSED, detail=eager.error)
     if not ours.raised_anywhere and not _anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
-    unsplit = _attempt(case, rank, functools.partial(_compile, case, {"enabled": False}))
+    with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole
+        unsplit = _attempt(case, rank, functools.partial(torch.compile, backend=case.inner))
     if unsplit.raised_anywhere:
         return Finding(outcome=REFUSED_UNSPLIT, detail=unsplit.error, sections=ours.sections)
     if ours.raised_anywhere:
@@ -166,8 +167,8 @@ def _anywhere(is_so: bool) -> bool:
     return bool(count)
 
 
-def _compile(case: Case, more: dict[str, Any], module: nn.Module) -> Callable[..., Any]:
-    options = {"inner": case.inner, "split": case.split, **more}
+def _compile(case: Case, module: nn.Module) -> Callable[..., Any]:
+    options = {"inner": case.inner, "split": case.split}
     return torch.compile(module, backend="ddpopt", options=options)
 
 
