@@ -5,7 +5,6 @@ between ranks, which is what their random generators draw and their losses, it a
 """
 
 import os
-import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,16 +55,13 @@ class Checkpoint:
 
 def write_whole(state: object, path: Path) -> None:
     """Save so that `path` has the old content or the new, whenever this is interrupted."""
-    name = f".{path.name}.{secrets.token_hex(4)}.partial"  # so that nobody can plant a link there
-    partial = path.with_name(name)  # on one file system, so that it can move
-    try:
-        with partial.open("xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}.partial")  # on one file system, so that it can move
+    partial.unlink(missing_ok=True)  # of a run that was killed here
+    with partial.open("xb") as file:  # made anew: a link that somebody plants is not followed
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the move too survives a loss of power

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,16 +31,6 @@ SLOW_S = 3 * SHORT_S
 
 def _options(split: str, inner: Any = "aot_eager") -> dict[str, Any]:
     return {"backend": "ddpopt", "options": {"inner": inner, "split": split}}
-
-
-@contextlib.contextmanager
-def _short_group(timeout_s: float = SHORT_S) -> Iterator[dist.ProcessGroup]:
-    """A group of all ranks whose collectives fail after a short time."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
 
 
 def _slow(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -127,7 +116,9 @@ def test_the_search_for_better_buckets_still_begins(split: str) -> None:
 def _warm_slowly(rank: int, split: str) -> list[str]:
     """Warm up with one rank that compiles for three times the group's timeout; then train."""
     _slept.clear()
-    with _short_group() as group, mock.patch.object(meeting, "_REPORT_S", SHORT_S):
+    timeout = datetime.timedelta(seconds=SHORT_S)
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    with mock.patch.object(meeting, "_REPORT_S", SHORT_S):
         ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB, process_group=group)
         inner = _slow if rank == 1 and split == "forward" else "aot_eager"
         real = _torch.aot_eager

@@ -24,7 +24,7 @@ from ddpopt.errors import ForwardInstead
 from ddpopt.plans import Plan
 from fuzzing import planted
 from fuzzing.spec import Case
-from fuzzing.training import Compile, Notes, own_group, train
+from fuzzing.training import Compile, Notes, group_of_trainings, leave_group, train
 
 # Largest difference of an element over the largest element, where the order of sums differs.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2}
@@ -149,13 +149,15 @@ class _Attempt:
 
 def _attempt(case: Case, rank: int, compile_: Compile) -> _Attempt:
     notes, plans, error = Notes(), (), ""
-    with own_group() as group:
-        try:
-            notes, ddp = train(case, rank, compile_, group)
-            plans = ddpopt.explain(ddp).plans
-        except Exception:
-            error = traceback.format_exc()
-        raised_anywhere = _anywhere(bool(error))
+    group = group_of_trainings()
+    try:
+        notes, ddp = train(case, rank, compile_, group)
+        plans = ddpopt.explain(ddp).plans
+    except Exception:
+        error = traceback.format_exc()
+    raised_anywhere = _anywhere(bool(error))
+    if raised_anywhere:
+        leave_group()
     error = error or "another rank raised" * raised_anywhere
     return _Attempt(notes=notes, error=error, plans=plans, raised_anywhere=raised_anywhere)
 
