@@ -69,7 +69,18 @@ class CompiledSection:
         num_kept = len(self.keeps)
         for slot, value in zip(self.keeps, made, strict=False):
             run[slot] = value
-        return made[num_kept:]
+        return [_in_own_memory(gradient) for gradient in made[num_kept:]]
+
+
+def _in_own_memory(gradient: Any) -> Any:
+    """Return a sparse gradient with rows of its own, anything else as it is.
+
+    Its rows can be a value that a later section reads, and DDP divides them in place. No graph can
+    say so: Inductor takes copies of sparse tensors out.
+    """
+    if isinstance(gradient, torch.Tensor) and gradient.layout is not torch.strided:
+        return gradient.clone()
+    return gradient
 
 
 def run_first_section(
