@@ -12,15 +12,19 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import MLP, batches, twins
+from ranks import Ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import gates, records
 
 SIZE = 16
 CAP = {"bucket_cap_mb": 0.0001}  # a bucket for each weight
@@ -462,3 +466,47 @@ def test_autocast_around_backward_alone_does_what_it_does_unsplit(one_rank: None
             loss.backward()
 
     _assert_same(run, MLP(4, SIZE))
+
+
+class _SparseRows(nn.Module):
+    """The gradient of the rows is that of what they are added to, which goes on to `first`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.table = nn.Embedding(5, SIZE, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        rows = (x[:, 0].detach().abs() * 3).long().clamp(max=4)
+        return self.last(torch.tanh(x * 0.5 + (x + self.table(rows))))
+
+
+def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
+    """Return how far the first layer's gradients are from the mean of the ranks' own."""
+    module = _SparseRows()
+    alone = copy.deepcopy(module)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.0002, find_unused_parameters=True)
+    options = {"inner": inner, "split": "backward"}
+    model = torch.compile(ddp, backend="ddpopt", options=options)
+    (x,) = batches(rank, [(3, SIZE)])
+    keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
+    with mock.patch.object(gates, "_in_own_memory", keep):
+        model(x).square().mean().backward()
+    (plan,) = records.plans_of(ddp)
+    assert len(plan.sections) > 2
+    alone(x).square().mean().backward()
+    expected = alone.first.weight.grad
+    assert expected is not None
+    dist.all_reduce(expected)
+    actual = module.first.weight.grad
+    assert actual is not None
+    return float((actual - expected / 2).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_dividing_a_sparse_gradient_does_not_reach_later_sections(ranks: Ranks, inner: str) -> None:
+    """DDP divides its rows in place; without rows of their own the next section would read them."""
+    assert max(ranks.run(_sparse_gradients, inner, True)) < 1e-5
+    if inner == "aot_eager":
+        assert min(ranks.run(_sparse_gradients, inner, False)) > 0.1

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from fuzzing.spec import Block, Case
+from fuzzing.spec import Case
 
-KEPT: dict[str, Case] = {
-    "rows of a sparse gradient, which DDP divides, were read by a later section": Case(
-        blocks=(Block(kind="parallel", inner=(Block(kind="embedding", choice=1),)),),
-        find_unused=True,
-    ),
-}
+KEPT: dict[str, Case] = {}
