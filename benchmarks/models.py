@@ -128,7 +128,11 @@ def load_example() -> Any:
         raise MissingPackageError(f"the model gpt is that of {_EXAMPLE}, which is not there")
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example  # Dynamo imports by name what it has inlined
-    spec.loader.exec_module(example)
+    sys.path.insert(0, str(_EXAMPLE.parent))  # it imports a neighbour
+    try:
+        spec.loader.exec_module(example)
+    finally:
+        sys.path.remove(str(_EXAMPLE.parent))
     return example
 
 
