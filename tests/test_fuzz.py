@@ -14,7 +14,7 @@ from fuzzing.kept import KEPT
 from fuzzing.spec import Block, Case
 from ranks import Ranks
 
-NUM_CASES = 30
+NUM_CASES = 24
 
 
 @pytest.fixture(scope="module")
