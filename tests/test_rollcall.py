@@ -110,7 +110,7 @@ def test_only_a_rank_that_answers_is_known(
 ) -> None:
     """Not one of the attempt before, whose identity is in the store, nor one behind a firewall."""
     assert dist.group.WORLD is not None
-    monkeypatch.setattr(dist, "get_world_size", return_value=2)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     monkeypatch.setattr(
         rollcall, "find_presence", lambda _own, others, _s: {other.rank: answer for other in others}
     )
