@@ -165,20 +165,21 @@ def _meaning(code: int) -> Presence:
 
 def _look_at_process(pid: int) -> Presence:
     """Tell a stopped process of this machine from a running one; Linux only."""
-    with contextlib.suppress(OSError, IndexError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return Presence.STOPPED if state in "Tt" else Presence.HERE
-    return Presence.HERE
+    return Presence.STOPPED if _state_of(pid) in ("T", "t") else Presence.HERE
 
 
 def has_gone(own: Identity, other: Identity) -> bool:
     """Whether a process of this machine is no longer there, by its number; Linux only."""
-    if other.machine != own.machine or not Path("/proc/self/stat").exists():
+    if other.machine != own.machine or not _state_of(own.pid):
         return False
+    return _state_of(other.pid) in ("", "Z", "X")  # Z: its parent has not asked for it yet
+
+
+def _state_of(pid: int) -> str:
+    """Return Linux' letter for what a process does, "" if there is none or this is no Linux."""
     with contextlib.suppress(OSError, IndexError):
-        state = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in "ZX"  # a zombie, which its parent has not asked for yet
-    return True
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _own_address(store_place: tuple[str, int] | None) -> str:

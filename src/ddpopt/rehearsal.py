@@ -43,12 +43,14 @@ class Outcome(NamedTuple):
 class Rehearsal:
     """A copy: `model` is to be called, `ddp` is the DDP module in it.
 
-    `initial_buffers` are those that each step starts with.
+    `initial_buffers` are those that each step starts with. One that `is_apart` runs code that was
+    compiled for it alone.
     """
 
     model: torch.nn.Module
     ddp: DistributedDataParallel
     initial_buffers: dict[str, torch.Tensor]
+    is_apart: bool
 
     def forward(self, batch: Batch, loss_fn: LossFn) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
         """Return the loss of a copy of the batch, and the dtypes of the output."""
@@ -104,7 +106,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     if record.tuner is not None and record.tuner.is_done:
         own.tuner = record.tuner  # no other is to be started
     buffers = {name: buffer.detach().clone() for name, buffer in ddp.named_buffers()}
-    return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers)
+    return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers, is_apart=is_apart)
 
 
 def run_locally(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -131,13 +132,7 @@ def verify(
     ddp = check_model(ddp_model)
     group, device = ddp.process_group, next(ddp.parameters()).device
     own_batch, own_loss = as_batch(batch), loss_fn or default_loss
-    is_apart = False
-
-    def find_out() -> bool:
-        nonlocal is_apart
-        is_apart = _draws_otherwise(ddp_model, own_batch, own_loss)
-        return is_apart
-
+    find_out = functools.partial(_draws_otherwise, ddp_model, own_batch, own_loss)
     with same_randomness(device) as restore, torch.enable_grad():
         # Compiled on each rank alone: an error here would leave the others in an allreduce.
         first = compile_ahead(ddp_model, own_batch, own_loss, "verify", silence_s, find_out)
@@ -145,7 +140,7 @@ def verify(
         outcomes = []
         for stance in ("force_eager", "default"):
             rehearsal = rehearse(first.model)
-            drawing = _torch.drawing_as_eager() if is_apart else contextlib.nullcontext()
+            drawing = _torch.drawing_as_eager() if first.is_apart else contextlib.nullcontext()
             with torch.compiler.set_stance(stance), drawing:
                 steps = []
                 for _ in range(_NUM_STEPS):
@@ -159,7 +154,7 @@ def verify(
     limits = {
         name_of(dtype): limit for dtype, limit in {**TOLERANCES, **(tolerances or {})}.items()
     }
-    return _gather(group, _Report(*errors, *precision, is_apart=is_apart, tolerances=limits))
+    return _gather(group, _Report(*errors, *precision, is_apart=first.is_apart, tolerances=limits))
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -168,7 +163,7 @@ def before_forward(ddp: DistributedDataParallel) -> None:
     Raises:
         VerificationError: it failed; on all ranks.
     """
-    if ddp in _verified or records.of(ddp).is_copy or not torch.is_grad_enabled():
+    if not _is_due(ddp):
         return
     calling = _torch.calling_model(ddp)
     model = ddp if calling is None else calling  # what torch.compile makes has a length
@@ -187,7 +182,7 @@ def before_forward(ddp: DistributedDataParallel) -> None:
 
 def after_forward(ddp: DistributedDataParallel) -> None:
     """Say so, once a module, when one ran under our backend without having been verified."""
-    if ddp in _verified or records.of(ddp).is_copy or not torch.is_grad_enabled():
+    if not _is_due(ddp):
         return
     _verified.add(ddp)
     logs.warning(
@@ -198,6 +193,11 @@ def after_forward(ddp: DistributedDataParallel) -> None:
 
 
 _verified: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _is_due(ddp: DistributedDataParallel) -> bool:
+    """Whether this forward trains a model of the user's for which nothing was said yet."""
+    return ddp not in _verified and not records.of(ddp).is_copy and torch.is_grad_enabled()
 
 
 def _draws_otherwise(model: torch.nn.Module, batch: Batch, loss_fn: LossFn) -> bool:

@@ -81,9 +81,8 @@ def compile_ahead(
     ddp = check_model(model)
     device = next(ddp.parameters()).device
     with Meeting(ddp.process_group, name, silence_s) as meeting, torch.enable_grad():
-        is_apart = find_out()
-        rehearsal = rehearse(model, is_apart=is_apart)
-        drawing = _torch.drawing_as_eager() if is_apart else contextlib.nullcontext()
+        rehearsal = rehearse(model, is_apart=find_out())
+        drawing = _torch.drawing_as_eager() if rehearsal.is_apart else contextlib.nullcontext()
         with same_randomness(device), drawing:
             run_locally(rehearsal, batch, loss_fn, meeting.enter)
         if not records.plans_of(rehearsal.ddp):
@@ -91,7 +90,7 @@ def compile_ahead(
                 "torch.compile compiled nothing of this model; "
                 "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up"
             )
-        if not is_apart:
+        if not rehearsal.is_apart:
             take_after(model, rehearsal)
         agreement.tell(ddp)
     agreement.settle(ddp)

@@ -31,23 +31,24 @@ class Notes:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-# No group is ever destroyed. Where a Reducer is the last to hold one, gloo's destructor waits, with
-# the GIL, for its thread, and that may wait for the GIL to free what a work has of Python's
-# (torch 2.13: cudagraph trees leave objects in what each work notes of the thread that made it).
-_groups: list[Any] = []
-_LEFT = None
+# No group is ever destroyed, so torch keeps it. Where a Reducer is the last to hold one, gloo's
+# destructor waits, with the GIL, for its thread, and that may wait for the GIL to free what a work
+# has of Python's (torch 2.13: cudagraph trees leave objects in what each work notes of its thread).
+_group: dist.ProcessGroup | None = None
 
 
 def group_of_trainings() -> dist.ProcessGroup:
     """Return the group for the next training. Collective, in the first and after `leave_group`."""
-    if not _groups or _groups[-1] is _LEFT:
-        _groups.append(dist.new_group(timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT_S)))
-    return _groups[-1]
+    global _group  # noqa: PLW0603  # a rank is a process
+    if _group is None:
+        _group = dist.new_group(timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT_S))
+    return _group
 
 
 def leave_group() -> None:
     """Have the next training use another group: an error may have left this one in disorder."""
-    _groups.append(_LEFT)
+    global _group  # noqa: PLW0603  # as above
+    _group = None
 
 
 def train(
