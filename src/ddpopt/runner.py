@@ -119,12 +119,13 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
         ctx.save_for_backward(value)
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or not torch.is_grad_enabled():
             return gradient
         # AOTAutograd saves no autograd history of the alias, from which it would find out.
         (alone,) = refuse_double_backward(

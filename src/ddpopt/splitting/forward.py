@@ -23,6 +23,7 @@ from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
 from ddpopt.plans import Section
+from ddpopt.splitting.gradients import find_passing_gradients
 from ddpopt.splitting.nodes import call_nodes
 from ddpopt.splitting.writes import find_overwritten
 
@@ -95,6 +96,7 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
     # From the last cut to the first, so that a value that crosses several is copied at each.
     for cut, value in reversed(find_overwritten(gm.graph, [s.start for s in sections[1:]])):
         _copy_in_front_of(calls[cut], value, section_of)
+    _detach_at_cuts(gm.graph, section_of)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
     for node in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(node.target))
@@ -115,6 +117,26 @@ def _copy_in_front_of(place: fx.Node, value: fx.Node, section_of: dict[fx.Node, 
     value.replace_all_uses_with(
         copied, delete_user_cb=lambda user: section_of.get(user, section) >= section
     )
+
+
+def _detach_at_cuts(graph: fx.Graph, section_of: dict[fx.Node, int]) -> None:
+    """Have a section return detached what later ones use without passing a gradient back.
+
+    Its backward would get zeros for that value otherwise, and give zeros to parameters that have no
+    gradient in eager DDP, which an optimizer leaves alone.
+    """
+    passing = find_passing_gradients(graph)
+    for node, section in list(section_of.items()):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            continue
+        later = {user for user in node.users if section_of.get(user) != section}
+        if later and passing.isdisjoint(later):
+            with graph.inserting_after(node):
+                detached = graph.call_method("detach", (node,))
+            detached.meta = {**node.meta, "example_value": value.detach()}
+            section_of[detached] = section
+            node.replace_all_uses_with(detached, delete_user_cb=later.__contains__)
 
 
 def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:

@@ -1,0 +1,122 @@
+"""Parameters that have no gradient in eager DDP have none when the forward is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import batches
+from test_analysis import Capture, forward_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.splitting.gradients import find_passing_gradients
+from ddpopt.splitting.nodes import call_nodes
+
+WIDTH = 8
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _detached(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x).tanh()
+    return layers[3](x + layers[2](layers[1](x)).detach())
+
+
+def _compared(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x).tanh()
+    mask = layers[1](x)
+    return layers[3](layers[2](x * 2) * (mask.abs() > 0.3))
+
+
+def _used_without_grad(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x).tanh()
+    scale = layers[1](x)
+    x = layers[2](x)
+    with torch.no_grad():
+        scale = scale.abs().mean()
+    return layers[3](x * scale)
+
+
+class Layers(nn.Module):
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layers, x)
+
+
+def _train(
+    forward: Forward, options: dict[str, Any], split: str | None
+) -> tuple[list[str], dict[str, torch.Tensor], list[int]]:
+    """Return who has no gradient, all parameters, and the numbers of sections."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = model = DistributedDataParallel(Layers(forward), **options)
+    if split is not None:
+        chosen = {"inner": "aot_eager", "split": split}
+        model = torch.compile(ddp, backend="ddpopt", options=chosen)
+    optimizer = torch.optim.AdamW(ddp.parameters(), weight_decay=0.5)
+    for x in batches(0, [(4, WIDTH)] * 3):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    named = dict(ddp.module.named_parameters())
+    without = [name for name, parameter in named.items() if parameter.grad is None]
+    return without, named, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("bucket_bytes", [500, 864])
+@pytest.mark.parametrize("forward", [_detached, _compared, _used_without_grad])
+def test_parameters_without_a_gradient_keep_none(
+    one_rank: None, forward: Forward, bucket_bytes: int, options: dict[str, Any], split: str
+) -> None:
+    """Zeros in place of none would have AdamW's weight decay change them."""
+    options = {**options, "bucket_cap_mb": bucket_bytes / 2**20}
+    without, expected, _ = _train(forward, options, None)
+    found, parameters, sections = _train(forward, options, split)
+    assert found == without != []
+    assert split == "backward" or sections >= [2]
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name])
+
+
+def _passing(forward: Forward) -> dict[str, bool]:
+    torch._dynamo.reset()
+    capture = Capture()
+    module = forward_of(forward, (4, 4), (4, 4))
+    torch.compile(module, backend=capture, fullgraph=True)(torch.randn(4, 4))
+    passing = find_passing_gradients(capture.gm.graph)
+    return {node.name: node in passing for node in call_nodes(capture.gm.graph)}
+
+
+def test_what_is_only_detached_passes_nothing_back() -> None:
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        dead = (x @ p[0]).relu()
+        return (x @ p[1]) * dead.detach().sum() * dead.argmax()
+
+    passing = _passing(forward)
+    assert [name for name, is_passing in passing.items() if is_passing] == [
+        "matmul_1",
+        "mul",
+        "mul_1",
+    ]
+
+
+def test_what_is_written_into_memory_counts_as_passing() -> None:
+    """Others may read that memory."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 4)
+        rows[0] = (x @ p[0])[0]
+        other = torch.zeros(4, 4)
+        other.view(16).add_((x @ p[1]).view(16))
+        return rows + other
+
+    assert all(is_passing for name, is_passing in _passing(forward).items() if "zeros" not in name)
