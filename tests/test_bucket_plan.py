@@ -72,7 +72,7 @@ def _changed(place: tuple[str | int, ...], value: Any) -> Callable[[Any], str]:
     [
         (lambda plan: "{", "no plan that ddpopt saved: it is no JSON"),
         (lambda plan: "[]", "no plan that ddpopt saved: it is a list of 0"),
-        (lambda plan: "[" * 10**6, "nested too deeply"),
+        (lambda plan: "[" * 10**6, "over 100 objects and lists in one another"),
         (lambda plan: json.dumps(plan)[:-1] + ', "hash": "x"}', "the key 'hash' twice"),
         (_changed(("version",), 99), "it is of version 99, and this ddpopt reads 1"),
         (_changed(("version",), True), "version is true; it must be a whole number"),

@@ -271,7 +271,7 @@ def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
     [
         ("{}", "it has no 'version'"),
         ('{"version": 1, "\\u001b[2J": 0}', "no plan that ddpopt saved"),
-        ("[" * 10**5, "it is nested too deeply"),
+        ("[" * 10**5, "it has over 100 objects and lists in one another"),
         ('{"version": ' + "9" * 10**5 + "}", "a number of 100000 characters"),
     ],
 )

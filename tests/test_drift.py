@@ -10,7 +10,7 @@ import functools
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -52,6 +52,15 @@ UNWARNED = {
     "TCPStore": "broken connections are not traced to a rank",
     "_get_process_group_store": "nor are ranks compared",
 }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two processes of this module's own: some names are asked for once in a process's life."""
+    workers = Ranks()
+    yield workers
+    workers.stop()
+
 
 _trained: dict[str, list[Trained]] = {}
 

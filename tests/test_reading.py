@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,31 @@ def test_another_shape_is_refused_with_place_value_and_limit(
         ('{"name": "a", "sizes": [1], "row": [0, 1e999]}', "row[1] is Infinity; it must be"),
         ("1" * 41, "it has a number of 41 characters, over the limit of 40"),
         ("0." + "1" * 99, "it has a number of 101 characters"),
-        ("[" * LIMIT, "it is nested too deeply"),
+        ("[" * LIMIT, "it has over 100 objects and lists in one another"),
+        ("[{" + '"a":[' * 99, "it has over 100 objects and lists in one another"),
+        ("]" * LIMIT, "it is no JSON"),
         (" " * (LIMIT + 1), "it has 1001 bytes or more, over the limit of 1000"),
         ("\ufeff{}", "it is no JSON"),
     ],
 )
 def test_what_is_no_sane_json_is_refused(text: str, message: str) -> None:
     assert message in _refused(text)
+
+
+def test_depth_is_limited_wherever_python_stops() -> None:
+    """Up to Python 3.11 its decoder recurses in C as deep as `sys.setrecursionlimit` allows."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)
+    try:
+        assert "over 100" in _read("[" * 10**6)
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_brackets_in_strings_are_no_nesting() -> None:
+    """Nor are those behind an escaped quote."""
+    value = {"name": '["\\' + "[" * 200, "sizes": [1]}
+    assert reading.parse(json.dumps(value), SHAPE, LIMIT)["name"] == value["name"]
 
 
 def test_a_number_of_a_million_digits_takes_no_time() -> None:

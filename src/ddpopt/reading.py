@@ -10,6 +10,7 @@ import collections
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 
 _LONGEST_NUMBER = 40  # characters, of which a float's repr has 24 at most
 _LONGEST_TEXT = 10_000
+_DEEPEST = 100  # objects and lists in one another
+_MARKS = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -92,7 +95,7 @@ def parse(text: str, shape: Shape, most_bytes: int) -> Any:
     """Return what JSON text says, if it has this shape.
 
     Stricter than Python's own: no key twice in an object, no NaN or Infinity, no number of more
-    than forty characters.
+    than forty characters, no more than a hundred objects and lists in one another.
 
     Raises:
         MalformedError: it has another shape, is no JSON, or is larger.
@@ -100,6 +103,7 @@ def parse(text: str, shape: Shape, most_bytes: int) -> Any:
     if not isinstance(text, str):
         raise MalformedError(f"is a {type(text).__name__}, not text")
     _check_size(len(text), most_bytes)
+    _check_depth(text)
     try:
         value = json.loads(
             text,
@@ -108,11 +112,24 @@ def parse(text: str, shape: Shape, most_bytes: int) -> Any:
             parse_float=lambda digits: float(_of_sane_length(digits)),
             parse_constant=_refuse_constant,
         )
-    except RecursionError:
-        raise MalformedError("is nested too deeply") from None
     except ValueError as error:
         raise MalformedError(f"is no JSON ({error})") from error
     return shape.read(value)
+
+
+def _check_depth(text: str) -> None:
+    """Refuse what Python's decoder, which recurses in C, could not take everywhere."""
+    depth, is_string = 0, False
+    for found in _MARKS.finditer(text):
+        mark = found[0]
+        if mark == '"':
+            is_string = not is_string
+        elif not is_string and mark in "[{":
+            depth += 1
+            if depth > _DEEPEST:
+                raise MalformedError(f"has over {_DEEPEST} objects and lists in one another")
+        elif not is_string and mark in "]}":
+            depth -= 1
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
