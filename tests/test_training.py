@@ -34,7 +34,7 @@ def test_training_equals_eager_ddp(ranks: Ranks, name: str, inner: str, split: s
     assert outcomes[0].plans == outcomes[1].plans, "ranks must cut at the same places"
     for outcome in outcomes:
         assert outcome.error == outcome.eager_error
-        if outcome.error is not None:  # of some releases of torch
+        if outcome.error is not None:  # of some builds of torch
             assert scenario.eager_error is not None
             assert outcome.error.startswith(scenario.eager_error)
             continue
