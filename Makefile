@@ -4,8 +4,9 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
 # What is promised to training, whatever the release of torch; pages, benchmarks and docs are not.
-CORE   := torch drift backend options config buckets forward_split sections gates gated overlap \
-          exactness training dump agreement verification warming attachment data_parallel
+CORE   := torch drift backend options config buckets forward_split gradients sections gates gated \
+          runner overlap exactness training dump agreement verification warming attachment \
+          data_parallel
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
 .PHONY: demo test drift lint docs clean
