@@ -54,7 +54,7 @@ ALLOWED = {
     "meeting": {"_torch", "errors", "logs"},
     "rehearsal": {"_torch", "errors", "records", "tuning"},
     "comparison": {"rehearsal"},
-    "warming": {"_torch", "agreement", "errors", "meeting", "records", "rehearsal"},
+    "warming": {"agreement", "errors", "meeting", "records", "rehearsal"},
     "verification": {
         "_torch",
         "comparison",

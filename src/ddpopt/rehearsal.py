@@ -65,6 +65,10 @@ class Rehearsal:
             )
         return loss, dtypes
 
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Draw, in this block, the random numbers that its code was compiled for."""
+        return _torch.drawing_as_eager() if self.is_apart else contextlib.nullcontext()
+
     def reset(self) -> None:
         """Drop gradients, and give buffers the values that they had in the original."""
         for parameter in self.ddp.parameters():

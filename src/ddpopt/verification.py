@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
@@ -140,8 +139,7 @@ def verify(
         outcomes = []
         for stance in ("force_eager", "default"):
             rehearsal = rehearse(first.model)
-            drawing = _torch.drawing_as_eager() if first.is_apart else contextlib.nullcontext()
-            with torch.compiler.set_stance(stance), drawing:
+            with torch.compiler.set_stance(stance), first.drawing():
                 steps = []
                 for _ in range(_NUM_STEPS):
                     restore()

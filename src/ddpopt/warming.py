@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ddpopt import _torch, agreement, records
+from ddpopt import agreement, records
 from ddpopt.errors import OptionError
 from ddpopt.meeting import Meeting
 from ddpopt.rehearsal import (
@@ -82,8 +81,7 @@ def compile_ahead(
     device = next(ddp.parameters()).device
     with Meeting(ddp.process_group, name, silence_s) as meeting, torch.enable_grad():
         rehearsal = rehearse(model, is_apart=find_out())
-        drawing = _torch.drawing_as_eager() if rehearsal.is_apart else contextlib.nullcontext()
-        with same_randomness(device), drawing:
+        with same_randomness(device), rehearsal.drawing():
             run_locally(rehearsal, batch, loss_fn, meeting.enter)
         if not records.plans_of(rehearsal.ddp):
             raise OptionError(

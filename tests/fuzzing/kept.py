@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuzzing.spec import Block, Case
 
 KEPT: dict[str, Case] = {
-    # A value crossed a cut and was detached behind it: zeros came back for it.
+    # Aliases that order the first step's gradients made zeros of none.
     "zeros for parameters without a gradient": Case(
         blocks=(Block(kind="detached"),), static_graph=True, split="forward"
     ),

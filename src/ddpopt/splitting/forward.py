@@ -15,7 +15,7 @@ is left as it is, because Dynamo goes on using it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -95,8 +95,10 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
     }
     # From the last cut to the first, so that a value that crosses several is copied at each.
     for cut, value in reversed(find_overwritten(gm.graph, [s.start for s in sections[1:]])):
-        _copy_in_front_of(calls[cut], value, section_of)
-    _detach_at_cuts(gm.graph, section_of)
+        _pass_on("clone", value, calls[cut], section_of)
+    for value in _find_to_detach(gm.graph, section_of):
+        next_start = sections[section_of[value] + 1].start
+        _pass_on("detach", value, calls[next_start], section_of)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
     for node in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(node.target))
@@ -107,36 +109,33 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
     return stitched
 
 
-def _copy_in_front_of(place: fx.Node, value: fx.Node, section_of: dict[fx.Node, int]) -> None:
-    """Have all calls from `place` on use, and write to, a copy that the section before makes."""
+def _pass_on(method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.Node, int]) -> None:
+    """Have all calls from `place` on use `value.method()`, which the section before makes."""
     section = section_of[place]
     with place.graph.inserting_before(place):
-        copied = place.graph.call_method("clone", (value,))
-    copied.meta = dict(value.meta)
-    section_of[copied] = section - 1
+        passed = place.graph.call_method(method, (value,))
+    passed.meta = dict(value.meta)
+    section_of[passed] = section - 1
     value.replace_all_uses_with(
-        copied, delete_user_cb=lambda user: section_of.get(user, section) >= section
+        passed, delete_user_cb=lambda user: section_of.get(user, section) >= section
     )
 
 
-def _detach_at_cuts(graph: fx.Graph, section_of: dict[fx.Node, int]) -> None:
-    """Have a section return detached what later ones use without passing a gradient back.
+def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Return the values that require grad and that later sections pass no gradient back to.
 
-    Its backward would get zeros for that value otherwise, and give zeros to parameters that have no
-    gradient in eager DDP, which an optimizer leaves alone.
+    The backward of the section that made them would get zeros otherwise, and give zeros to
+    parameters that have no gradient in eager DDP, which an optimizer leaves alone.
     """
     passing = find_passing_gradients(graph)
-    for node, section in list(section_of.items()):
+    found = []
+    for node, section in section_of.items():
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor) or not value.requires_grad:
-            continue
-        later = {user for user in node.users if section_of.get(user) != section}
-        if later and passing.isdisjoint(later):
-            with graph.inserting_after(node):
-                detached = graph.call_method("detach", (node,))
-            detached.meta = {**node.meta, "example_value": value.detach()}
-            section_of[detached] = section
-            node.replace_all_uses_with(detached, delete_user_cb=later.__contains__)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            later = [user for user in node.users if section_of.get(user) != section]
+            if later and passing.isdisjoint(later):
+                found.append(node)
+    return found
 
 
 def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:

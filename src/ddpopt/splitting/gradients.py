@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
-from ddpopt.splitting.nodes import call_nodes
+from ddpopt.splitting.nodes import call_nodes, is_differentiable
 from ddpopt.splitting.writes import written_by
-
-_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -22,16 +17,7 @@ def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
     passing = set(graph.find_nodes(op="output"))
     for node in reversed(call_nodes(graph)):
         is_used = not passing.isdisjoint(node.users)
-        if (is_used and _may_require_grad(node.meta.get("example_value", node))) or written_by(
-            node
-        ):
-            passing.add(node)  # what it wrote to may have readers of its own
+        has_other_readers = bool(written_by(node))  # of the memory that it writes to
+        if has_other_readers or (is_used and is_differentiable(node)):
+            passing.add(node)
     return passing
-
-
-def _may_require_grad(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    if isinstance(value, list | tuple):
-        return any(map(_may_require_grad, value))
-    return not isinstance(value, _NUMBERS)

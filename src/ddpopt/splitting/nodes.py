@@ -12,6 +12,7 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt.plans import NodeText
 
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NOT_CALLS = ("placeholder", "get_attr", "output")
 
 
@@ -53,9 +54,21 @@ def leaves(value: Any) -> list[Any]:
 
 def storage_keys(node: fx.Node) -> list[int]:
     """Identify the memory of the tensors that a node stands for: equal keys share memory."""
-    tensors = [t for t in leaves(node.meta.get("example_value")) if isinstance(t, torch.Tensor)]
-    keys = (_torch.storage_key(tensor) for tensor in tensors)
+    keys = (_torch.storage_key(tensor) for tensor in _tensors_of(node.meta.get("example_value")))
     return [key for key in keys if key is not None]
+
+
+def is_differentiable(node: fx.Node) -> bool:
+    """Whether gradients may flow back through a call; True where that is not known."""
+    value = node.meta.get("example_value")
+    tensors = _tensors_of(value)
+    if tensors:
+        return any(tensor.requires_grad for tensor in tensors)
+    return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
@@ -79,11 +92,10 @@ def _target_text(node: fx.Node) -> str:
 
 
 def _shape_text(value: Any) -> str:
-    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     try:
         return ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]"
-            for t in tensors
+            for t in _tensors_of(value)
         )
     except Exception:  # of somebody's subclass; what is shown is not worth a training run
         return ""

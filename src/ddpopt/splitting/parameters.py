@@ -10,7 +10,7 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.buckets import Parameter
-from ddpopt.splitting.nodes import leaves
+from ddpopt.splitting.nodes import is_differentiable
 from ddpopt.splitting.writes import find_written_memory
 
 
@@ -96,13 +96,6 @@ def first_uses(
         # all_input_nodes sees nested lists, kwargs and the operands of higher-order ops.
         for source in (node, *node.all_input_nodes):
             for index in parameters.get(source, ()):
-                if index not in first and index not in elsewhere and _is_differentiable(node):
+                if index not in first and index not in elsewhere and is_differentiable(node):
                     first[index] = position
     return first
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    """Whether gradients may flow back through this call; True where that is not known."""
-    value = node.meta.get("example_value")
-    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-    return any(tensor.requires_grad for tensor in tensors) if tensors else value is None
