@@ -34,6 +34,7 @@ ALLOWED = {
     "calibration": {"errors", "planning"},
     "estimation": {"errors", "planning"},
     "records": {"_torch", "bucket_plan", "buckets", "plans", "recorded"},
+    "recomputation": {"_torch", "buckets", "records"},
     "rebucketing": {"_torch", "bucket_plan", "errors", "plans", "records"},
     "algorithms": {"_torch", "algorithms", "buckets", "errors", "faults", "records"},
     "parallel": {"_torch", "errors", "parallel"},

@@ -5,6 +5,7 @@ It cuts nothing and plans nothing: `splitting` made the graphs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ class _SectionCompiler(fx.Interpreter):
             self.compiled[target] = compiled
             if trace.has_run_aot:
                 return compiled(*args)
-        with self._fake_mode:
+        with self._fake_mode, _apart_from_saved_tensors_hooks():
             return section(*args)
 
     def _compile(self, name: str, section: fx.GraphModule, args: Any) -> Callable[..., Any]:
@@ -109,6 +110,14 @@ class _SectionCompiler(fx.Interpreter):
         self._progress.tell(index)
         where = f"section {index} of {len(self._names)} ({name})"
         return _compile(where, lambda: self._inner(section, list(args)), lambda: section.forward)
+
+
+def _apart_from_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
+    """Keep what a fake run saves from the hooks of whoever compiles, a checkpoint for example.
+
+    Of nested hooks autograd calls the innermost.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
 
 
 def compile_backward_sections(
