@@ -65,7 +65,7 @@ ALLOWED = {
         "rehearsal",
         "warming",
     },
-    "gates": {"_torch", "listening"},
+    "gates": {"_torch", "listening", "splitting"},
     "sections": {"_torch", "errors", "gates", "listening", "logs", "splitting"},
     "gated": {"_torch", "errors", "gates", "plans", "sections", "splitting"},
     "runner": {"_torch", "buckets", "errors", "gates", "logs", "plans", "records"},

@@ -650,6 +650,30 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     return found
 
 
+def outputs_described(forward: fx.GraphModule) -> list[Any]:
+    """Return AOTAutograd's description of each value that a forward graph returns, hashable."""
+    (output,) = forward.graph.find_nodes(op="output")
+    return list(output.meta.get("desc", ()))
+
+
+def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any]:
+    """Return which inputs of a backward graph are gradients of which of the forward's outputs."""
+    tangent = _private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
+    described = {
+        node: node.meta.get("desc") for node in backward.graph.find_nodes(op="placeholder")
+    }
+    return {
+        node: _private_of(description, "output")
+        for node, description in described.items()
+        if isinstance(description, tangent)
+    }
+
+
+def autograd_node() -> Any:
+    """Return the autograd node that runs in this thread."""
+    return _private("torch._C", "_current_autograd_node")()
+
+
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
     """Return which argument of the graph that AOTAutograd was given each input is."""
     plain = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ddpopt.errors import SectionCompileError
 from ddpopt.gates import CompiledSection
 from ddpopt.listening import Label
 from ddpopt.splitting.backward import SectionGraph
+from ddpopt.splitting.tangents import ANY
 
 _QUIET_S = 3.0  # of compiling before anything is said of it
 
@@ -125,10 +126,12 @@ def compile_backward_sections(
     inputs: Sequence[Any],
     compile_section: _torch.CompileSection,
     graph: str,
+    descent: Mapping[int, int],
 ) -> tuple[CompiledSection, ...]:
     """Compile each section of a backward graph; equal ones once.
 
-    `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
+    `inputs` are the fake values of the whole graph's inputs, `graph` is its name, `descent` is what
+    `find_descent` returned.
 
     Raises:
         SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
@@ -159,6 +162,7 @@ def compile_backward_sections(
                 keeps=section.keeps,
                 drops=section.drops,
                 releases=section.releases,
+                descent=tuple(descent.get(argument, ANY) for argument in section.releases),
                 label=Label(graph, index),
             )
         )
