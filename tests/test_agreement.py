@@ -151,7 +151,10 @@ def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout() -> None:
 
 
 def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[str]]:
-    """Train where rank 1 differs; return the error, the steps made, and warnings."""
+    """Train where rank 1 differs; return the error, the steps made, and warnings.
+
+    For a warning there is a warmup, without which nothing is compared.
+    """
     is_other = rank == 1
     names = "ba" if what == "order" and is_other else "ab"
     cap_mb = 0.01 if what == "caps" and is_other else CAP_MB
@@ -167,7 +170,10 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
         mock.patch.object(agreement.logs, "warning") as warning,
     ):
         try:
-            for x in batches(rank, [(8, 64)] * 4):
+            inputs = batches(rank, [(8, 64)] * 4)
+            if disagreement == "warning":
+                warmup(model, inputs[0])
+            for x in inputs:
                 model(x).sum().backward()
                 num_steps += 1
             error = ""
@@ -190,7 +196,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
 def test_all_ranks_hear_of_a_difference_in_the_same_step(
     ranks: Ranks, what: str, difference: str, disagreement: str
 ) -> None:
-    """Before the second step; an error stops all, a warning none."""
+    """An error stops all before the second step, a warning of the warmup none."""
     first, second = ranks.run(_disagree, what, disagreement)
     assert first == second
     error, num_steps, warnings = first
@@ -224,6 +230,7 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
     model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
     real, counts = _torch.store_of, []
     with (
+        config.patch(disagreement="error"),
         mock.patch.object(_torch, "store_of", side_effect=real) as calls,
         mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
     ):
@@ -236,7 +243,7 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
 def test_steps_without_a_compile_do_not_talk(ranks: Ranks) -> None:
     """The first step tells, the second compares, and that is all."""
     for counts in ranks.run(_count_store_calls, False):
-        assert counts[1:] == [counts[1]] * 4
+        assert counts == [1, *[2] * 4]
 
 
 def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
@@ -250,7 +257,7 @@ def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
 def test_one_rank_has_nobody_to_agree_with() -> None:
     """Nothing is told."""
     model = torch.compile(DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB), **_options())
-    with mock.patch.object(_torch, "store_of") as store_of:
+    with config.patch(disagreement="error"), mock.patch.object(_torch, "store_of") as store_of:
         model(torch.randn(8, 64)).sum().backward()
     assert not store_of.called
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ddpopt import _torch, rollcall
 from ddpopt.presence import Presence, introduction
-from ddpopt.rollcall import RollCall, StoreGoneError
+from ddpopt.rollcall import RollCall
+from ddpopt.stores import StoreGoneError
 
 LIMIT_S = 30.0
 

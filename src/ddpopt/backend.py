@@ -83,7 +83,7 @@ def backend(
     try:
         ddp = _torch.active_ddp()
         if ddp is not None:
-            faults.introduce()  # before compiling, in which a rank may be lost too
+            faults.introduce_if_asked()  # before compiling, in which a rank may be lost too
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
@@ -383,7 +383,8 @@ def _compile_whole(
 def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:
     if ddp is not None:
         records.keep(ddp, plan, nodes)
-        agreement.tell(ddp)
+        if config.disagreement == "error":
+            agreement.tell(ddp)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
         logs.info("%s", plan)
