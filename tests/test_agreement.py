@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hanging import hanging_store
 from models import MLP, assert_equal_states, batches, train, twins
 from ranks import Ranks
 from torch import fx, nn
@@ -251,6 +252,23 @@ def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
     compiled, uncompiled = ranks.run(_count_store_calls, True)
     assert compiled[1:] == [compiled[1]] * 4
     assert uncompiled == [0] * 5
+
+
+def _train_without_store(rank: int) -> int:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options())
+    with (
+        config.patch(disagreement="error"),
+        mock.patch.object(agreement, "_STORE_S", 0.05),
+        hanging_store() as store,
+    ):
+        train(ddp, batches(rank, [(8, 64)] * 3), model)
+        return store.num_calls
+
+
+def test_a_store_that_hangs_stops_the_comparison_and_nothing_else(ranks: Ranks) -> None:
+    """It is asked once."""
+    assert ranks.run(_train_without_store) == [1, 1]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hanging import LIMIT_S, hanging_store
 
 from ddpopt import _torch, stores
 from ddpopt.stores import StoreConnection, StoreGoneError
-
-LIMIT_S = 30.0
-
-
-class _Hanging:
-    """A store whose process is stopped."""
-
-    def __init__(self) -> None:
-        self.is_over = threading.Event()
-        self.num_calls = 0
-
-    def clone(self) -> Any:
-        self.num_calls += 1
-        self.is_over.wait(LIMIT_S)
-        raise RuntimeError("over")
-
-
-@pytest.fixture
-def hanging(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hanging]:
-    """The store of the group."""
-    store = _Hanging()
-    monkeypatch.setattr(_torch, "store_of", lambda _: store)
-    yield store
-    store.is_over.set()
 
 
 def _group() -> dist.ProcessGroup:
@@ -54,17 +30,18 @@ def test_a_call_returns_what_the_store_does() -> None:
     assert not any(thread.name == "ddpopt store" for thread in threading.enumerate())
 
 
-def test_a_store_that_does_not_answer_is_asked_once(hanging: _Hanging) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_store_that_does_not_answer_is_asked_once() -> None:
     """Whoever asks after the limit is told at once."""
-    connection = StoreConnection(_group())
-    with pytest.raises(StoreGoneError, match=r"no answer within 0\.05 s"):
-        connection.ask(lambda store: store.check(["x"]), 0.05)
-    began_s = time.monotonic()
-    with pytest.raises(StoreGoneError, match=r"no answer within 0\.05 s"):
-        connection.ask(lambda store: store.check(["x"]), LIMIT_S)
-    connection.close()
-    assert time.monotonic() - began_s < LIMIT_S
-    assert hanging.num_calls == 1
+    with hanging_store() as store:
+        connection = StoreConnection(_group())
+        began_s = time.monotonic()
+        for limit_s in (0.05, LIMIT_S):
+            with pytest.raises(StoreGoneError, match=r"no answer within 0\.05 s"):
+                connection.ask(lambda store: store.check(["x"]), limit_s)
+        connection.close()
+        assert time.monotonic() - began_s < LIMIT_S
+        assert store.num_calls == 1
 
 
 @pytest.mark.usefixtures("one_rank")
