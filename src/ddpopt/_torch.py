@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -195,9 +196,41 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the Reducer has yet to form its final buckets; see [Note: buckets] in buckets.py."""
-    has_rebuilt = _private_of(ddp, "_has_rebuilt_buckets")
-    return not has_rebuilt and follows_arrival_order(ddp)
+    """Whether the Reducer has yet to form its final buckets; see [Note: buckets] in buckets.py.
+
+    DDP keeps an attribute for that, which copies and pickles of a module hand on, though each has a
+    Reducer of its own. So it is believed of Reducers that were seen before; of others DDP's log is,
+    which tells a step later.
+    """
+    has_rebuilt, reducer = _private_of(ddp, "_has_rebuilt_buckets"), _private_of(ddp, "reducer")
+    if not follows_arrival_order(ddp):
+        return False
+    if not has_rebuilt:
+        _seen_before_rebuild.add(reducer)
+        return True
+    if reducer in _seen_before_rebuild:
+        return False
+    try:
+        return not _log_of(ddp).get("has_rebuilt_buckets")
+    except TorchDriftError:
+        return False
+
+
+_seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
+    """Return what DDP's log has of the module's present Reducer."""
+    log: Mapping[str, Any] = _private_of(ddp, "_get_ddp_logging_data")()
+    return log
+
+
+def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Return the comm hooks in Python of the module's present Reducer, and their states.
+
+    Copies of a module have its list of hooks, and a Reducer without any.
+    """
+    return list(_private_of(ddp, "_comm_hooks")) if _log_of(ddp).get("comm_hook") else []
 
 
 def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
@@ -210,7 +243,7 @@ def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...]
 
     DDP's log has them from the first step on after the one that rebuilt the buckets.
     """
-    reported = _private_of(ddp, "_get_ddp_logging_data")().get("rebuilt_per_bucket_param_indices")
+    reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
     if not reported:
         return None
     return tuple(tuple(map(int, bucket.split())) for bucket in reported.split(","))
@@ -269,7 +302,7 @@ def cannot_rebucket(ddp: DistributedDataParallel) -> str:
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return what comm hooks registered in Python keep, but for None and process groups."""
-    states = [state for _, state in _private_of(ddp, "_comm_hooks")]
+    states = [state for _, state in _registered_hooks(ddp)]
     kinds = (type(None), torch.distributed.ProcessGroup)
     return [state for state in states if not isinstance(state, kinds)]
 
@@ -282,7 +315,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
-    return bool(_private_of(ddp, "_comm_hooks")) or _builtin_hook(ddp) is not None
+    return bool(_registered_hooks(ddp)) or _builtin_hook(ddp) is not None
 
 
 def cannot_attach(ddp: DistributedDataParallel) -> str:
@@ -363,7 +396,7 @@ def replace_reducer(
     build_parameters = _private_of(ddp, "_build_params_for_reducer")
     build_names = _private_of(ddp, "_build_debug_param_to_name_mapping")
     make = _private_of(ddp, "_ddp_init_helper")
-    hooks = list(_private_of(ddp, "_comm_hooks"))
+    hooks = _registered_hooks(ddp)
     builtin_hook = _builtin_hook(ddp)
     ddp.bucket_bytes_cap_list = list(caps_bytes)
     config = getattr(ddp, "_bucket_config", None)  # from 2.12 on
@@ -388,7 +421,7 @@ def replace_reducer(
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
     """Return the comm hook of DDP's own in C++, of which only the log keeps the name."""
-    name = str(_private_of(ddp, "_get_ddp_logging_data")().get("comm_hook", ""))
+    name = str(_log_of(ddp).get("comm_hook", ""))
     kinds = _private("torch.distributed", "BuiltinCommHookType")
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
 
