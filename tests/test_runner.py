@@ -150,13 +150,18 @@ def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None)
 
 
 def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> None:
-    """It gets no alias: a write under no_grad would go through that."""
+    """It gets no alias: a write under no_grad would go through that. Embeddings may write too."""
 
     class Clamped(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(2, WIDTH, max_norm=1.0)
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 self.layers[3].weight.clamp_(-0.05, 0.05)
-            return super().forward(x)
+            rows = self.embedding((x[:, 0] > 0).long())
+            return super().forward(x + rows) * self.embedding.weight.mean()
 
     eager, ddp = twins(Clamped(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 4)

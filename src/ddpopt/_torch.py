@@ -581,11 +581,39 @@ def mark_as_new(placeholder: fx.Node) -> None:
     placeholder._dynamo_source = None
 
 
-def is_mutable_op(target: object) -> bool:
-    """Whether a call's target is an operator whose schema says that it writes to an argument."""
-    if not isinstance(target, _private("torch._ops", "OpOverload")):
-        return False
-    return bool(_private_of(target, "_schema").is_mutable)
+def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
+    """Return the places (None: keyword only) and names of the arguments that an operator writes to.
+
+    `target` is the operator, or it is that of ATen of this `name`. All overloads count where it is
+    not said which is called. Running averages count too, whose schemas leave that out.
+    """
+    if isinstance(target, _private("torch._ops", "OpOverload")):
+        overloads = [target]
+    else:
+        packet_type = _private("torch._ops", "OpOverloadPacket")
+        packet = target if isinstance(target, packet_type) else getattr(torch.ops.aten, name, None)
+        is_packet = isinstance(packet, packet_type)
+        overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
+    schemas = [_private_of(overload, "_schema") for overload in overloads]
+    return {written for schema in schemas for written in _writes_in(schema)}
+
+
+@functools.cache
+def _writes_in(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    return tuple(
+        (None if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in RUNNING_AVERAGES
+    )
+
+
+RUNNING_AVERAGES = ("running_mean", "running_var")
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a call's target is an operator that takes graphs or kernels as arguments."""
+    return isinstance(target, _private("torch._ops", "HigherOrderOperator"))
 
 
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,6 +44,11 @@ def name_of(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", "")
+
+
+def attribute_of(gm: torch.nn.Module | None, node: fx.Node) -> Any:
+    """Return the attribute of a graph's module that a `get_attr` or `call_module` node names."""
+    return functools.reduce(getattr, str(node.target).split("."), gm)
 
 
 def leaves(value: Any) -> list[Any]:
