@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from hanging import hanging_store
 from models import MLP, assert_equal_states, batches, train, twins
 from ranks import Ranks
@@ -222,6 +223,52 @@ def test_a_warmup_compares_before_any_step(ranks: Ranks) -> None:
     assert "parameter 0 is b.weight" in first
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(gradient, "sum", dist.group.WORLD)
+
+
+class _Communicating(MLP):
+    """Adds activations over ranks in its middle, and gradients in the middle of backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            if index == 2:
+                x = _Sum.apply(x)
+        return x
+
+
+def _fall_back_alone(rank: int, split: str) -> str:
+    ddp = DistributedDataParallel(_Communicating(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options(split, enabled=rank == 0))
+    with config.patch(disagreement="error"):
+        try:
+            warmup(model, *batches(rank, [(8, 64)]))
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_graph_with_collectives_of_its_own_is_cut_alike_on_all_ranks(
+    ranks: Ranks, split: str
+) -> None:
+    """Else DDP's allreduces would meet the graph's; a warmup finds out before any step."""
+    first, second = ranks.run(_fall_back_alone, split)
+    assert first == second
+    assert re.search(
+        r"rank 1 from rank 0: where graphs with collectives of their own are cut is "
+        rf"\['\d collectives, whole'\] instead of \['\d collectives, {split} cut at \d+, \d+'\]; ",
+        first,
+    ), first
+
+
 # ---- It costs nothing, and never waits --------------------------------------------------------
 
 
@@ -284,11 +331,11 @@ def test_the_first_difference_is_named_with_its_ranks() -> None:
     """Parameters come before limits, those before releases; many ranks are cut short."""
     base = {"parameters": [["a", "x"]], "torch": "1"}
     other = {"parameters": [["a", "x"], ["b", "y"]], "torch": "2"}
-    assert agreement.find_difference([base, base | {"torch": "2"}]) == (
-        "rank 1 from rank 0: torch is 2 instead of 1"
+    assert agreement.find_difference([base, base | {"torch": "2"}]).startswith(
+        "rank 1 from rank 0: torch is 2 instead of 1; "
     )
-    assert agreement.find_difference([base, base, other]) == (
-        "rank 2 from rank 0: 2 parameters instead of 1"
+    assert agreement.find_difference([base, base, other]).startswith(
+        "rank 2 from rank 0: 2 parameters instead of 1; "
     )
     said = agreement.find_difference([base, *[other] * 12])
     assert re.match(r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more from rank 0: ", said)

@@ -52,7 +52,7 @@ ALLOWED = {
     "presence": set(),
     "rollcall": {"_torch", "presence", "stores"},
     "faults": {"config", "errors", "logs", "presence", "rollcall", "stores"},
-    "agreement": {"_torch", "config", "errors", "logs", "records", "stores"},
+    "agreement": {"_torch", "config", "errors", "logs", "plans", "records", "stores"},
     "meeting": {"errors", "logs", "stores"},
     "rehearsal": {"_torch", "errors", "records", "tuning"},
     "comparison": {"rehearsal"},

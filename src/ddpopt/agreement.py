@@ -14,8 +14,10 @@ since then, so all find the verdict in the same step, and none raises while anot
 allreduce. If some rank tells nothing within a minute, since it compiles nothing, nothing is
 compared. No call of the store is waited for longer than a limit; see `stores.py`.
 
-What each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ, since
-the Reducer has the same buckets on all ranks and launches them in the same order.
+What else each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ,
+since the Reducer has the same buckets on all ranks and launches them in the same order. But where
+a graph has collectives of its own, cuts say which of DDP's come between them; so ranks tell where
+such graphs are cut.
 """
 
 from __future__ import annotations
@@ -36,11 +38,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config, logs, records, stores
 from ddpopt.errors import DisagreementError, TorchDriftError
+from ddpopt.plans import Plan
 from ddpopt.stores import StoreGoneError
 
 _LIMIT_S = 60.0  # after which ranks that have told nothing are not waited for
 _STORE_S = 10.0  # for one exchange with the store
 _RANKS_SHOWN = 8
+
+_CUTS = "where graphs with collectives of their own are cut"
+_ORDER = (
+    "gradients are averaged in the order of parameters, whatever their names: build model and DDP "
+    "alike on all ranks, with the same releases"
+)
+_OTHER_ORDER = (
+    "DDP's collectives come between others of the model there, so that ranks wait for each other: "
+    "compile with the same options on all ranks, all with options={'enabled': False} if some must"
+)
 
 Facts = dict[str, Any]
 _UNTOLD = (StoreGoneError, TorchDriftError)
@@ -60,13 +73,16 @@ _told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakK
 _num_steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
 
 
-def tell(ddp: DistributedDataParallel) -> None:
-    """Tell the other ranks what a graph is compiled for, without waiting for them."""
+def tell(ddp: DistributedDataParallel, plans: Sequence[Plan] = ()) -> None:
+    """Tell the other ranks what graphs are compiled for, without waiting for them.
+
+    `plans` are those of the graphs, if they were compiled for a copy.
+    """
     size = dist.get_world_size(ddp.process_group)
     if size == 1 or records.of(ddp).is_copy:
         return
     try:
-        facts = json.dumps(facts_of(ddp))
+        facts = json.dumps(facts_of(ddp, plans or records.plans_of(ddp)))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         before = _told.get(ddp)
         if before is not None and before.digest == digest:
@@ -150,8 +166,7 @@ def _compare(ddp: DistributedDataParallel, told: _Told, store: Any) -> str:
     facts = [known[digest] for digest in digests]
     return (
         f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
-        f"modules: {find_difference(facts)}; gradients are averaged in the order of parameters, "
-        "whatever their names: build model and DDP alike on all ranks, with the same releases"
+        f"modules: {find_difference(facts)}"
     )
 
 
@@ -162,8 +177,9 @@ def _act_on(difference: str) -> None:
         logs.warning("%s", difference)
 
 
-def facts_of(ddp: DistributedDataParallel) -> Facts:
+def facts_of(ddp: DistributedDataParallel, plans: Sequence[Plan]) -> Facts:
     """Return what has to be equal on all ranks, from the most to the least telling."""
+    communicating = {_cuts_of(plan) for plan in plans if plan.num_collectives}
     parameters = {
         parameter.name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         for tensor, parameter in _torch.reducer_parameters(ddp).items()
@@ -173,13 +189,20 @@ def facts_of(ddp: DistributedDataParallel) -> Facts:
         "bucket limits in bytes": list(_torch.reducer_caps(ddp)),
         "find_unused_parameters": ddp.find_unused_parameters,
         "static_graph": ddp.static_graph,
+        _CUTS: sorted(communicating),
         "torch": torch.__version__,
         "ddpopt": _own_version(),
     }
 
 
+def _cuts_of(plan: Plan) -> str:
+    where = ", ".join(str(section.start) for section in plan.sections[1:])
+    cuts = f"{plan.split} cut at {where}" if where else "whole"
+    return f"{plan.num_collectives} collectives, {cuts}"
+
+
 def find_difference(facts: Sequence[Facts]) -> str:
-    """Say in what ranks first differ from rank 0, and which do."""
+    """Say in what ranks first differ from rank 0, which do, and what follows."""
     for name, expected in facts[0].items():
         ranks = [rank for rank, other in enumerate(facts) if other.get(name) != expected]
         if ranks:
@@ -192,7 +215,8 @@ def find_difference(facts: Sequence[Facts]) -> str:
                 if name == "parameters"
                 else f"{name} is {other} instead of {expected}"
             )
-            return f"{word} {shown}{more} from rank 0: {what}"
+            why = _OTHER_ORDER if name == _CUTS else _ORDER
+            return f"{word} {shown}{more} from rank 0: {what}; {why}"
     return "no difference is left"
 
 

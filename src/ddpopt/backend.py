@@ -58,7 +58,7 @@ from ddpopt.splitting.analysis import GraphFacts, read_facts
 from ddpopt.splitting.backward import SectionGraph
 from ddpopt.splitting.backward_analysis import BackwardFacts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
-from ddpopt.splitting.nodes import call_nodes, describe, graph_name
+from ddpopt.splitting.nodes import call_nodes, count_collectives, describe, graph_name
 from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
 
 
@@ -358,6 +358,7 @@ def _blank_plan(
         num_nodes=len(call_nodes(gm.graph)),
         fallback=fallback,
         detail=detail,
+        num_collectives=count_collectives(gm),
     )
 
 
