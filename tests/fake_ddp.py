@@ -20,6 +20,13 @@ from ddpopt.plans import Plan
 _MIB = 1024 * 1024
 
 
+class _Reducer:
+    """Reduces nothing."""
+
+
+_reducer = _Reducer()
+
+
 class FakeDDP(DistributedDataParallel):
     """Takes DDP's options for buckets; all others are of no use here."""
 
@@ -49,8 +56,13 @@ class FakeDDP(DistributedDataParallel):
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
 
-    def _get_ddp_logging_data(self) -> dict[str, str]:
-        return {}
+    @property
+    def reducer(self) -> object:
+        """Of no use here."""
+        return _reducer
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {"has_rebuilt_buckets": 1}
 
 
 def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Plan:

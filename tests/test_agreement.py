@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from hanging import hanging_store
 from models import MLP, assert_equal_states, batches, train, twins
 from ranks import Ranks
 from torch import fx, nn
@@ -151,7 +153,10 @@ def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout() -> None:
 
 
 def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[str]]:
-    """Train where rank 1 differs; return the error, the steps made, and warnings."""
+    """Train where rank 1 differs; return the error, the steps made, and warnings.
+
+    For a warning there is a warmup, without which nothing is compared.
+    """
     is_other = rank == 1
     names = "ba" if what == "order" and is_other else "ab"
     cap_mb = 0.01 if what == "caps" and is_other else CAP_MB
@@ -167,7 +172,10 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
         mock.patch.object(agreement.logs, "warning") as warning,
     ):
         try:
-            for x in batches(rank, [(8, 64)] * 4):
+            inputs = batches(rank, [(8, 64)] * 4)
+            if disagreement == "warning":
+                warmup(model, inputs[0])
+            for x in inputs:
                 model(x).sum().backward()
                 num_steps += 1
             error = ""
@@ -190,7 +198,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
 def test_all_ranks_hear_of_a_difference_in_the_same_step(
     ranks: Ranks, what: str, difference: str, disagreement: str
 ) -> None:
-    """Before the second step; an error stops all, a warning none."""
+    """An error stops all before the second step, a warning of the warmup none."""
     first, second = ranks.run(_disagree, what, disagreement)
     assert first == second
     error, num_steps, warnings = first
@@ -215,6 +223,52 @@ def test_a_warmup_compares_before_any_step(ranks: Ranks) -> None:
     assert "parameter 0 is b.weight" in first
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(gradient, "sum", dist.group.WORLD)
+
+
+class _Communicating(MLP):
+    """Adds activations over ranks in its middle, and gradients in the middle of backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            if index == 2:
+                x = _Sum.apply(x)
+        return x
+
+
+def _fall_back_alone(rank: int, split: str) -> str:
+    ddp = DistributedDataParallel(_Communicating(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options(split, enabled=rank == 0))
+    with config.patch(disagreement="error"):
+        try:
+            warmup(model, *batches(rank, [(8, 64)]))
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_graph_with_collectives_of_its_own_is_cut_alike_on_all_ranks(
+    ranks: Ranks, split: str
+) -> None:
+    """Else DDP's allreduces would meet the graph's; a warmup finds out before any step."""
+    first, second = ranks.run(_fall_back_alone, split)
+    assert first == second
+    assert re.search(
+        r"rank 1 from rank 0: where graphs with collectives of their own are cut is "
+        rf"\['\d collectives, whole'\] instead of \['\d collectives, {split} cut at \d+, \d+'\]; ",
+        first,
+    ), first
+
+
 # ---- It costs nothing, and never waits --------------------------------------------------------
 
 
@@ -224,6 +278,7 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
     model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
     real, counts = _torch.store_of, []
     with (
+        config.patch(disagreement="error"),
         mock.patch.object(_torch, "store_of", side_effect=real) as calls,
         mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
     ):
@@ -236,7 +291,7 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
 def test_steps_without_a_compile_do_not_talk(ranks: Ranks) -> None:
     """The first step tells, the second compares, and that is all."""
     for counts in ranks.run(_count_store_calls, False):
-        assert counts[1:] == [counts[1]] * 4
+        assert counts == [1, *[2] * 4]
 
 
 def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
@@ -246,11 +301,28 @@ def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
     assert uncompiled == [0] * 5
 
 
+def _train_without_store(rank: int) -> int:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options())
+    with (
+        config.patch(disagreement="error"),
+        mock.patch.object(agreement, "_STORE_S", 0.05),
+        hanging_store() as store,
+    ):
+        train(ddp, batches(rank, [(8, 64)] * 3), model)
+        return store.num_calls
+
+
+def test_a_store_that_hangs_stops_the_comparison_and_nothing_else(ranks: Ranks) -> None:
+    """It is asked once."""
+    assert ranks.run(_train_without_store) == [1, 1]
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_has_nobody_to_agree_with() -> None:
     """Nothing is told."""
     model = torch.compile(DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB), **_options())
-    with mock.patch.object(_torch, "store_of") as store_of:
+    with config.patch(disagreement="error"), mock.patch.object(_torch, "store_of") as store_of:
         model(torch.randn(8, 64)).sum().backward()
     assert not store_of.called
 
@@ -259,11 +331,11 @@ def test_the_first_difference_is_named_with_its_ranks() -> None:
     """Parameters come before limits, those before releases; many ranks are cut short."""
     base = {"parameters": [["a", "x"]], "torch": "1"}
     other = {"parameters": [["a", "x"], ["b", "y"]], "torch": "2"}
-    assert agreement.find_difference([base, base | {"torch": "2"}]) == (
-        "rank 1 from rank 0: torch is 2 instead of 1"
+    assert agreement.find_difference([base, base | {"torch": "2"}]).startswith(
+        "rank 1 from rank 0: torch is 2 instead of 1; "
     )
-    assert agreement.find_difference([base, base, other]) == (
-        "rank 2 from rank 0: 2 parameters instead of 1"
+    assert agreement.find_difference([base, base, other]).startswith(
+        "rank 2 from rank 0: 2 parameters instead of 1; "
     )
     said = agreement.find_difference([base, *[other] * 12])
     assert re.match(r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more from rank 0: ", said)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ddpopt.buckets import Parameter
 from ddpopt.splitting.analysis import GraphFacts, read_facts
@@ -157,6 +158,27 @@ def test_tuples_cannot_cross_but_their_elements_can() -> None:
     assert split + 3 in legal
 
 
+@torch.library.custom_op("ddpopt_test::write_later", mutates_args=("out",))
+def _write_later(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+@torch.library.custom_op("ddpopt_test::write_list", mutates_args=("out",))
+def _write_list(x: torch.Tensor, out: list[torch.Tensor]) -> None:
+    for each in out:
+        each.copy_(x)
+
+
+for _operator in (_write_later, _write_list):
+    _operator.register_fake(lambda x, out: None)
+_OPS = torch.ops.ddpopt_test
+
+
+def _add_one(y: torch.Tensor) -> torch.Tensor:
+    y.add_(1)
+    return y * 2
+
+
 @pytest.mark.parametrize(
     "in_place",
     [
@@ -166,8 +188,39 @@ def test_tuples_cannot_cross_but_their_elements_can() -> None:
         lambda y: y[:, 0].add_(1),
         lambda y: torch.add(torch.ones(4, 4), 1, out=y.detach()),
         lambda y: y.__setitem__(0, 1.0),
+        lambda y: torch._foreach_add_([y.detach()], 1.0),
+        lambda y: torch._foreach_copy_([y.detach()], [torch.ones(4, 4)]),
+        lambda y: torch.max(torch.ones(4, 4, 4), 0, out=(y.detach(), torch.ones(4, 4).long())),
+        lambda y: torch.ops.aten.add.out(torch.ones(4, 4), 1, out=y.detach()),
+        lambda y: torch.ops.aten.mul_(y, 2),
+        lambda y: _write_later(torch.ones(4, 4), y.detach()),
+        lambda y: _OPS.write_later(torch.ones(4, 4), out=y.detach()),
+        lambda y: _OPS.write_list(torch.ones(4, 4), [y.detach()]),
+        lambda y: F.relu(input=y, inplace=True),
+        lambda y: torch.relu_(input=y),
+        lambda y: F.batch_norm(torch.ones(4, 4), y.detach()[0], torch.ones(4), training=True),
+        lambda y: checkpoint(_add_one, y, use_reentrant=False),
     ],
-    ids=["method", "inplace=", "positional inplace", "through a view", "out=", "setitem"],
+    ids=[
+        "method",
+        "inplace=",
+        "positional inplace",
+        "through a view",
+        "out=",
+        "setitem",
+        "list",
+        "list of lists",
+        "out= of two",
+        "overload with out=",
+        "packet",
+        "later argument",
+        "later keyword",
+        "later list",
+        "inplace= of input=",
+        "input=",
+        "running average",
+        "checkpoint",
+    ],
 )
 def test_no_cut_where_two_views_are_passed_and_one_is_written_to(
     in_place: Callable[..., Any],

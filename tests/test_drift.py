@@ -46,13 +46,6 @@ COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
 SHAPE = (4, WIDTH)
 
-# Training is split as before, and the log tells at INFO what is lost.
-UNWARNED = {
-    "PrefixStore": "broken connections are not traced to a rank",
-    "TCPStore": "broken connections are not traced to a rank",
-    "_get_process_group_store": "nor are ranks compared",
-}
-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -82,9 +75,6 @@ def _check_training(ranks: Ranks, names: list[Name], options: dict[str, Any]) ->
         for (found,) in ranks.run(train_without, [name], options):
             assert found.error == "", f"{name}: {found.error}"
             assert found.difference == "", f"{name}: {found.difference}"
-            if name.name in UNWARNED:
-                assert (found.warnings, found.is_split) == ((), True), name
-                continue
             assert len(found.warnings) == 1, f"{name}: {found.warnings}"
             assert f".{name.name}, which ddpopt needs" in found.warnings[0]
             assert torch.__version__ in found.warnings[0]

@@ -5,17 +5,21 @@ Real processes on the loopback device. `benchmarks/faults.py` has links that fai
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,11 +29,12 @@ from ranks import Ranks
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, config, faults
+from ddpopt import _torch, faults, records
 from ddpopt.errors import PeerError
 from ddpopt.faults import naming_peers
 from ddpopt.presence import Identity, Presence
-from ddpopt.rollcall import StoreGoneError, Word
+from ddpopt.rollcall import Word
+from ddpopt.stores import StoreGoneError
 from ddpopt.warming import warmup
 
 CAP_MB = 0.03
@@ -37,6 +42,7 @@ FAULT_STEP = 2
 NUM_STEPS = 5
 TIMEOUT_S = 60.0  # which nobody waits for
 SHORT_S = 10.0
+GONE_S = 30.0
 VICTIM = 1
 
 
@@ -238,7 +244,13 @@ def _run_script(victim: int, fault: str) -> list[str]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **common,
+                "RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+                "DDPOPT_NAME_PEERS": "1",
+            },
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -436,15 +448,131 @@ def test_one_rank_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.excepthook is hook
 
 
-def _switched_off(rank: int) -> tuple[bool, str]:
-    with config.patch(name_peers=False):
-        before = faults._here.roll_call
-        answer = _train(rank, dist.group.WORLD, lambda _: None)
-        return faults._here.roll_call is before, answer
+# ---- Only where it was asked for --------------------------------------------------------------
 
 
-def test_it_can_be_switched_off(ranks: Ranks) -> None:
-    """Then no socket is opened."""
-    for is_unchanged, answer in ranks.run(_switched_off):
-        assert is_unchanged
-        assert answer.startswith("[")
+def _sockets() -> int:
+    return sum(
+        os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}")
+    )
+
+
+def _compile_unasked(rank: int) -> dict[str, Any]:
+    """Compile and train as most do; return what that took beside."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    hook, num_sockets = sys.excepthook, _sockets()
+    with (
+        mock.patch.object(_torch, "store_of", wraps=_torch.store_of) as store_of,
+        mock.patch.object(threading, "Thread", wraps=threading.Thread) as thread,
+    ):
+        for x in batches(rank, [(8, 64)] * 3):
+            compiled(x).sum().backward()
+    (plan,) = records.plans_of(ddp)
+    return {
+        "sections": len(plan.sections),
+        "sockets": _sockets() - num_sockets,
+        "threads": thread.call_count,
+        "calls of the store": store_of.call_count,
+        "is hook": sys.excepthook is not hook,
+    }
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")
+def test_compiling_takes_no_socket_no_thread_and_no_store() -> None:
+    """By default; nor does it put a hook in front of uncaught errors."""
+    workers = Ranks()
+    try:
+        for found in workers.run(_compile_unasked):
+            assert found.pop("sections") > 1
+            assert not any(found.values()), found
+    finally:
+        workers.stop()
+
+
+_STORE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+_WITHOUT_STORE = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ddpopt
+sys.path.insert(0, {tests!r})
+from models import MLP
+store = dist.TCPStore(
+    "127.0.0.1", {port}, is_master=False, timeout=datetime.timedelta(seconds=240)
+)
+dist.init_process_group("gloo", store=store, rank={rank}, world_size=2)
+ddps = [DistributedDataParallel(MLP(), bucket_cap_mb=0.03) for _ in range(2)]
+
+def train(ddp):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began_s = time.monotonic()
+    torch._dynamo.reset()
+    model = torch.compile(ddp, backend="ddpopt", options={{"inner": "aot_eager"}})
+    for _ in range(3):
+        model(torch.randn(8, 64)).sum().backward()
+    print(time.monotonic() - began_s, flush=True)
+
+train(ddps[0])
+with ddpopt.config.patch(disagreement="error"), ddpopt.naming_peers():
+    train(ddps[1])
+os._exit(0)  # a thread still waits for the store
+"""
+
+
+def test_a_store_that_is_gone_before_the_first_compile_holds_nobody_up() -> None:
+    """By default where its process is stopped, nor, where ranks are named, if it was killed."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+
+        def start(script: str) -> subprocess.Popen[str]:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            started = subprocess.Popen([sys.executable, "-c", script], env=environment, **pipes)
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+            return started
+
+        store = start(_STORE)
+        port, tests = store.stdout.readline().strip(), str(Path(__file__).parent)
+        ranks = [
+            start(_WITHOUT_STORE.format(tests=tests, port=port, rank=rank)) for rank in range(2)
+        ]
+        watchdog = threading.Timer(4 * GONE_S, lambda: [rank.kill() for rank in ranks])
+        watchdog.start()
+        stack.callback(watchdog.cancel)
+        for what in (signal.SIGSTOP, signal.SIGKILL):
+            assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 2
+            store.send_signal(what)
+            for rank in ranks:
+                print(file=rank.stdin, flush=True)
+            assert all(float(rank.stdout.readline() or "inf") < GONE_S for rank in ranks)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hook_that_another_library_wrapped_is_called_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when a group is made anew since."""
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: printed.append(error))
+    monkeypatch.setattr(faults, "_explain_uncaught", faults._Hook())
+    monkeypatch.setattr(faults, "_here", faults._Here())
+    monkeypatch.setattr(faults, "RollCall", mock.Mock())
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    faults.introduce()
+    monkeypatch.setattr(sys, "excepthook", functools.partial(sys.excepthook))
+    assert faults._here.roll_call is not None
+    faults._here.roll_call.is_of.return_value = False
+    faults.introduce()
+    error = PeerError("x")
+    sys.excepthook(PeerError, error, None)
+    assert printed == [error]

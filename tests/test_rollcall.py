@@ -9,16 +9,15 @@ import threading
 import time
 import unittest.mock
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hanging import LIMIT_S, hanging_store
 
 from ddpopt import _torch, rollcall
 from ddpopt.presence import Presence, introduction
-from ddpopt.rollcall import RollCall, StoreGoneError
-
-LIMIT_S = 30.0
+from ddpopt.rollcall import RollCall
+from ddpopt.stores import StoreGoneError
 
 
 @pytest.fixture
@@ -71,37 +70,38 @@ def test_its_thread_ends_when_all_ranks_are_known(roll_call: RollCall) -> None:
     assert list(roll_call.known) == [0]
 
 
-class _Hanging:
-    """A store on a machine that is cut off."""
-
-    def __init__(self, is_over: threading.Event) -> None:
-        self._is_over = is_over
-
-    def clone(self) -> Any:
-        self._is_over.wait(LIMIT_S)
-        raise RuntimeError("over")
-
-
 def test_a_store_that_hangs_is_given_up(
     roll_call: RollCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Telling is then in vain, hearing an error."""
-    is_over = threading.Event()
-    monkeypatch.setattr(_torch, "store_of", lambda _: _Hanging(is_over))
+    """Telling is then in vain, hearing an error; what is only noted is not tried again."""
     monkeypatch.setattr(rollcall, "_STORE_S", 0.05)
-    roll_call.tell("raised", "x")
-    with pytest.raises(StoreGoneError, match="no answer within"):
-        roll_call.hear()
-    is_over.set()
+    with hanging_store() as store:
+        roll_call.tell("raised", "x")
+        with pytest.raises(StoreGoneError, match="no answer within"):
+            roll_call.hear()
+        for _ in range(3):
+            roll_call.note("compiles")
+        assert store.num_calls == 3
 
 
-def test_a_store_that_fails_says_why(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_store_that_hangs_holds_no_roll_call_up() -> None:
+    """It is made without its answer."""
+    assert dist.group.WORLD is not None
+    with hanging_store() as store:
+        began_s = time.monotonic()
+        made = RollCall(dist.group.WORLD)
+        assert time.monotonic() - began_s < LIMIT_S
+        store.is_over.set()
+        made.close()
+
+
+def test_a_store_that_fails_says_why(roll_call: RollCall) -> None:
     """With its own words."""
-    is_over = threading.Event()
-    is_over.set()
-    monkeypatch.setattr(_torch, "store_of", lambda _: _Hanging(is_over))
-    with pytest.raises(StoreGoneError, match="over"):
-        roll_call.hear()
+    with hanging_store() as store:
+        store.is_over.set()
+        with pytest.raises(StoreGoneError, match="over"):
+            roll_call.hear()
 
 
 @pytest.mark.parametrize("answer", [Presence.ENDED, Presence.UNREACHABLE, Presence.HERE])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import _torch
 
 CAP = 0.03
 
@@ -37,6 +42,43 @@ def test_the_first_gradients_arrive_in_the_planned_order(
         if not was_rebuilt and not ddp._has_rebuilt_buckets:
             assert arrived == [p.name for p in plan.arrival]
     assert ddp._has_rebuilt_buckets
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))])
+def test_a_copy_of_a_trained_module_is_at_its_beginning(
+    one_rank: None, copy_of: Callable[[DistributedDataParallel], DistributedDataParallel]
+) -> None:
+    """Its Reducer has formed no buckets yet, whatever the attribute says that was copied."""
+    original = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    train(original, batches(0, [(2, WIDTH)] * 4), _compile(original))
+    ddp = copy_of(original)
+    arrived: list[str] = []
+    for name, parameter in ddp.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    compiled = _compile(ddp)
+    will_rebuild = []
+    for x in batches(0, [(2, WIDTH)] * 4):
+        arrived.clear()
+        compiled(x).sum().backward()
+        will_rebuild.append(_torch.will_rebuild_buckets(ddp))
+        (plan,) = ddpopt.explain(ddp).plans
+        if len(will_rebuild) == 1:
+            assert arrived == [p.name for p in plan.arrival]
+    assert will_rebuild[0]
+    assert not will_rebuild[-1]
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert not _torch.will_rebuild_buckets(original)
+
+
+def test_a_copy_has_no_comm_hook(one_rank: None) -> None:
+    """DDP copies the list of hooks, and registers none of them with the new Reducer."""
+    original = DistributedDataParallel(MLP())
+    original.register_comm_hook("state", default_hooks.fp16_compress_hook)
+    assert _torch.has_comm_hook(original)
+    assert _torch.hook_states(original) == ["state"]
+    ddp = copy.deepcopy(original)
+    assert not _torch.has_comm_hook(ddp)
+    assert _torch.hook_states(ddp) == []
 
 
 def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
@@ -108,13 +150,18 @@ def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None)
 
 
 def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> None:
-    """It gets no alias: a write under no_grad would go through that."""
+    """It gets no alias: a write under no_grad would go through that. Embeddings may write too."""
 
     class Clamped(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(2, WIDTH, max_norm=1.0)
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 self.layers[3].weight.clamp_(-0.05, 0.05)
-            return super().forward(x)
+            rows = self.embedding((x[:, 0] > 0).long())
+            return super().forward(x + rows) * self.embedding.weight.mean()
 
     eager, ddp = twins(Clamped(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 4)

@@ -14,7 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_ddp import real_buckets
+from hanging import hanging_store
 from models import MLP, assert_equal_states, batches, train
 from ranks import Ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -177,6 +179,14 @@ def test_a_rank_that_does_not_come_makes_all_stay_and_none_hang(ranks: Ranks, ab
     assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} ")
     assert present["hash"] is None
     assert told[0]["buckets"] == told[1]["buckets"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_store_that_hangs_ends_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error, since nobody knows then what the others do."""
+    monkeypatch.setattr(tuning, "_MEETING_S", 0.05)
+    with hanging_store(), pytest.raises(ddpopt.PeerError, match="store has gone"):
+        tuning._meet(dist.group.WORLD, "test/tuning", "")
 
 
 def _fail_to_plan(rank: int) -> dict[str, Any]:

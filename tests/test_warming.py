@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hanging import hanging_store
 from models import MLP, assert_equal_states, batches, state_of, train, twins
 from ranks import Ranks
 from torch import fx
@@ -195,6 +196,15 @@ def test_a_rank_that_ends_is_noticed_by_its_silence(how: str, last_word: str) ->
         workers.stop()
     assert "rank 1 has told nothing for 2 s" in results[0]
     assert f"its last word: {last_word}" in results[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_store_that_does_not_answer_ends_it() -> None:
+    """After the silence that was allowed, with an error that says so."""
+    model = torch.compile(DistributedDataParallel(MLP()), **_options("backward"))
+    with hanging_store(), pytest.raises(ddpopt.PeerError) as caught:
+        warmup(model, torch.randn(8, 64), silence_s=0.1)
+    assert "the process group's store has gone (no answer within 0.1 s)" in str(caught.value)
 
 
 def _count_threads(rank: int) -> int:

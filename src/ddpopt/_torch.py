@@ -217,9 +217,41 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the Reducer has yet to form its final buckets; see [Note: buckets] in buckets.py."""
-    has_rebuilt = _private_of(ddp, "_has_rebuilt_buckets")
-    return not has_rebuilt and follows_arrival_order(ddp)
+    """Whether the Reducer has yet to form its final buckets; see [Note: buckets] in buckets.py.
+
+    DDP keeps an attribute for that, which copies and pickles of a module hand on, though each has a
+    Reducer of its own. So it is believed of Reducers that were seen before; of others DDP's log is,
+    which tells a step later.
+    """
+    has_rebuilt, reducer = _private_of(ddp, "_has_rebuilt_buckets"), _private_of(ddp, "reducer")
+    if not follows_arrival_order(ddp):
+        return False
+    if not has_rebuilt:
+        _seen_before_rebuild.add(reducer)
+        return True
+    if reducer in _seen_before_rebuild:
+        return False
+    try:
+        return not _log_of(ddp).get("has_rebuilt_buckets")
+    except TorchDriftError:
+        return False
+
+
+_seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
+    """Return what DDP's log has of the module's present Reducer."""
+    log: Mapping[str, Any] = _private_of(ddp, "_get_ddp_logging_data")()
+    return log
+
+
+def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Return the comm hooks in Python of the module's present Reducer, and their states.
+
+    Copies of a module have its list of hooks, and a Reducer without any.
+    """
+    return list(_private_of(ddp, "_comm_hooks")) if _log_of(ddp).get("comm_hook") else []
 
 
 def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
@@ -232,7 +264,7 @@ def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...]
 
     DDP's log has them from the first step on after the one that rebuilt the buckets.
     """
-    reported = _private_of(ddp, "_get_ddp_logging_data")().get("rebuilt_per_bucket_param_indices")
+    reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
     if not reported:
         return None
     return tuple(tuple(map(int, bucket.split())) for bucket in reported.split(","))
@@ -291,7 +323,7 @@ def cannot_rebucket(ddp: DistributedDataParallel) -> str:
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return what comm hooks registered in Python keep, but for None and process groups."""
-    states = [state for _, state in _private_of(ddp, "_comm_hooks")]
+    states = [state for _, state in _registered_hooks(ddp)]
     kinds = (type(None), torch.distributed.ProcessGroup)
     return [state for state in states if not isinstance(state, kinds)]
 
@@ -304,7 +336,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
-    return bool(_private_of(ddp, "_comm_hooks")) or _builtin_hook(ddp) is not None
+    return bool(_registered_hooks(ddp)) or _builtin_hook(ddp) is not None
 
 
 def cannot_attach(ddp: DistributedDataParallel) -> str:
@@ -385,7 +417,7 @@ def replace_reducer(
     build_parameters = _private_of(ddp, "_build_params_for_reducer")
     build_names = _private_of(ddp, "_build_debug_param_to_name_mapping")
     make = _private_of(ddp, "_ddp_init_helper")
-    hooks = list(_private_of(ddp, "_comm_hooks"))
+    hooks = _registered_hooks(ddp)
     builtin_hook = _builtin_hook(ddp)
     ddp.bucket_bytes_cap_list = list(caps_bytes)
     config = getattr(ddp, "_bucket_config", None)  # from 2.12 on
@@ -410,7 +442,7 @@ def replace_reducer(
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
     """Return the comm hook of DDP's own in C++, of which only the log keeps the name."""
-    name = str(_private_of(ddp, "_get_ddp_logging_data")().get("comm_hook", ""))
+    name = str(_log_of(ddp).get("comm_hook", ""))
     kinds = _private("torch.distributed", "BuiltinCommHookType")
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
 
@@ -570,11 +602,39 @@ def mark_as_new(placeholder: fx.Node) -> None:
     placeholder._dynamo_source = None
 
 
-def is_mutable_op(target: object) -> bool:
-    """Whether a call's target is an operator whose schema says that it writes to an argument."""
-    if not isinstance(target, _private("torch._ops", "OpOverload")):
-        return False
-    return bool(_private_of(target, "_schema").is_mutable)
+def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
+    """Return the places (None: keyword only) and names of the arguments that an operator writes to.
+
+    `target` is the operator, or it is that of ATen of this `name`. All overloads count where it is
+    not said which is called. Running averages count too, whose schemas leave that out.
+    """
+    if isinstance(target, _private("torch._ops", "OpOverload")):
+        overloads = [target]
+    else:
+        packet_type = _private("torch._ops", "OpOverloadPacket")
+        packet = target if isinstance(target, packet_type) else getattr(torch.ops.aten, name, None)
+        is_packet = isinstance(packet, packet_type)
+        overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
+    schemas = [_private_of(overload, "_schema") for overload in overloads]
+    return {written for schema in schemas for written in _writes_in(schema)}
+
+
+@functools.cache
+def _writes_in(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    return tuple(
+        (None if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in RUNNING_AVERAGES
+    )
+
+
+RUNNING_AVERAGES = ("running_mean", "running_var")
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a call's target is an operator that takes graphs or kernels as arguments."""
+    return isinstance(target, _private("torch._ops", "HigherOrderOperator"))
 
 
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:

@@ -59,7 +59,7 @@ from ddpopt.splitting.analysis import GraphFacts, read_facts
 from ddpopt.splitting.backward import SectionGraph
 from ddpopt.splitting.backward_analysis import BackwardFacts
 from ddpopt.splitting.forward import copy_for_splitting, split_forward
-from ddpopt.splitting.nodes import call_nodes, describe, graph_name
+from ddpopt.splitting.nodes import call_nodes, count_collectives, describe, graph_name
 from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
 
 
@@ -84,7 +84,7 @@ def backend(
     try:
         ddp = recomputation.compiled_for()
         if ddp is not None:
-            faults.introduce()  # before compiling, in which a rank may be lost too
+            faults.introduce_if_asked()  # before compiling, in which a rank may be lost too
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
@@ -360,6 +360,7 @@ def _blank_plan(
         num_nodes=len(call_nodes(gm.graph)),
         fallback=fallback,
         detail=detail,
+        num_collectives=count_collectives(gm),
     )
 
 
@@ -385,7 +386,8 @@ def _compile_whole(
 def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:
     if ddp is not None:
         records.keep(ddp, plan, nodes)
-        agreement.tell(ddp)
+        if config.disagreement == "error":
+            agreement.tell(ddp)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
         logs.info("%s", plan)

@@ -91,11 +91,13 @@ verify: bool = _read_boolean("DDPOPT_VERIFY", default=False)
 
 disagreement: str = _check_disagreement(os.environ.get("DDPOPT_DISAGREEMENT", "warning"))
 """What follows where ranks compiled for different DDP models: a `"warning"` or an `"error"`
-(`DisagreementError`), on every rank. Environment: `DDPOPT_DISAGREEMENT`."""
+(`DisagreementError`), on every rank. They compare in `ddpopt.warmup`; for an error also after the
+steps that compile, by the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
 
-name_peers: bool = _read_boolean("DDPOPT_NAME_PEERS", default=True)
+name_peers: bool = _read_boolean("DDPOPT_NAME_PEERS", default=False)
 """Whether a process opens a socket by which other ranks see that it lives, so that errors of lost
-connections name the rank. Read when a graph is first compiled. Environment: `DDPOPT_NAME_PEERS`."""
+connections name the rank, without a `ddpopt.naming_peers` block. Read when a graph is compiled.
+Environment: `DDPOPT_NAME_PEERS`."""
 
 _CHECKS: dict[str, Callable[[object], object]] = {
     "enabled": check_enabled,

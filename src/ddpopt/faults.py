@@ -7,6 +7,7 @@ and asks for their processes; see [Note: presence]. A rank that raised an error 
 first; then the ranks that have told nothing and whose process is gone. Ranks that have told that
 they lost a connection are victims, also if they have ended since, so they are never named.
 All this happens after an error only. It uses no collective, and each call of the store is bounded.
+Since it takes a socket, a thread and the store, it is done only where somebody asked for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from ddpopt import config, logs
 from ddpopt.errors import PeerError
 from ddpopt.presence import Presence
-from ddpopt.rollcall import RollCall, StoreGoneError, Word
+from ddpopt.rollcall import RollCall, Word
+from ddpopt.stores import StoreGoneError
 
 _SETTLE_S = 3.0  # in which a fault shows itself, and words of other ranks arrive
 _POLL_S = 0.1
@@ -56,7 +58,7 @@ def naming_peers(what: str = "training") -> Iterator[None]:
     """Have errors of a connection in this block name the rank that broke; `what` begins them.
 
     Any other error in the block is told to the other ranks, whose error then names this rank and
-    that error. Uncaught errors are explained without this block too, in a line after the traceback.
+    that error. Uncaught errors are explained too from then on, in a line after the traceback.
 
     Raises:
         PeerError: a connection broke, or a collective took longer than the group's timeout. Its
@@ -119,10 +121,14 @@ def compiling() -> Iterator[None]:
         roll_call.note("")
 
 
+def introduce_if_asked() -> None:
+    """As `introduce`, if `config.name_peers` asks for it."""
+    if config.name_peers:
+        introduce()
+
+
 def introduce() -> None:
     """Tell the other ranks who this process is, without waiting for any. Idempotent."""
-    if not config.name_peers:
-        return
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     group = dist.group.WORLD
@@ -137,20 +143,23 @@ def introduce() -> None:
     except Exception as error:  # whatever it is, training matters more
         logs.info("broken connections will not be traced to a rank: %s", error)
         return
-    if sys.excepthook is not _explain_uncaught:
-        _explain_uncaught.previous = sys.excepthook
-        sys.excepthook = _explain_uncaught
+    _explain_uncaught.install()
 
 
 class _Hook:
     """A `sys.excepthook` that adds a line to what the one before it prints."""
 
-    previous: Callable[..., Any] = staticmethod(sys.__excepthook__)
+    previous: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Be called, from the first time on: who has wrapped it since still calls it."""
+        if self.previous is None:
+            self.previous, sys.excepthook = sys.excepthook, self
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self.previous(kind, error, trace)
+        (self.previous or sys.__excepthook__)(kind, error, trace)
         roll_call = _here.roll_call
         if isinstance(error, PeerError) or roll_call is None:
             return

@@ -10,12 +10,15 @@ import collections
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddpopt import _torch, logs
+from ddpopt import logs
 from ddpopt.errors import PeerError
+from ddpopt.stores import StoreConnection, StoreGoneError
 
 _POLL_S = 0.05
 _REPORT_S = 30.0
@@ -23,6 +26,7 @@ _BEATS = 10  # in the time after which a rank is given up
 _LONGEST_TEXT = 500  # characters of an error that other ranks are told
 
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
+T = TypeVar("T")
 _num_meetings: collections.Counter[str] = collections.Counter()
 
 
@@ -30,13 +34,14 @@ class Meeting:
     """`with Meeting(...) as meeting:` ends on no rank before it has ended on all.
 
     Each rank tells in which phase it is, and a thread of it that it lives. A rank that raises in
-    the block, or tells nothing for `silence_s` seconds, ends it on all others with PeerError.
+    the block, or tells nothing for `silence_s` seconds, ends it on all others with PeerError; so
+    does a store that does not answer for as long.
     Every rank of the group must make equally many meetings of a name.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, silence_s: float) -> None:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._store = _torch.store_of(group)
+        self._store = StoreConnection(group)
         key = f"{group.group_name}/{name}"
         _num_meetings[key] += 1
         self._key = f"ddpopt/{name}/{_num_meetings[key]}"
@@ -73,16 +78,24 @@ class Meeting:
         finally:
             self._is_over.set()
             self._thread.join()
+            self._store.close()
 
     def _tell(self, phase: str, text: str = "") -> None:
         with self._lock:
             self._phase, self._text = phase, text
             self._num_beats += 1
             word = f"{phase}\n{self._num_beats}\n{text}"
-            try:
-                self._store.set(f"{self._key}/{self._rank}", word)
-            except RuntimeError as error:
-                raise self._without_store(error) from error
+            self._ask(lambda store: store.set(f"{self._key}/{self._rank}", word))
+
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        try:
+            return self._store.ask(call, self._silence_s)
+        except StoreGoneError as error:
+            raise PeerError(
+                f"{self._name}: the process group's store has gone ({error}); the process that "
+                "holds it, mostly rank 0's, has ended or hangs: look at its log and start all "
+                "ranks again"
+            ) from error
 
     def _beat(self) -> None:
         while not self._is_over.wait(self._silence_s / _BEATS):
@@ -99,8 +112,9 @@ class Meeting:
         heard: dict[int, tuple[str, float]] = {}  # each rank's last word, and when it was new
         report_s = time.monotonic() + _REPORT_S
         while True:
+            words = self._ask(self._read)
             now_s = time.monotonic()
-            phases = {rank: self._hear(rank, heard, now_s) for rank in range(self._size)}
+            phases = {rank: self._hear(rank, word, heard, now_s) for rank, word in enumerate(words)}
             missing = {rank: phase for rank, phase in phases.items() if phase != _DONE}
             if not missing:
                 return
@@ -117,13 +131,13 @@ class Meeting:
                 self._report(missing)
             time.sleep(_POLL_S)
 
-    def _hear(self, rank: int, heard: dict[int, tuple[str, float]], now_s: float) -> str:
-        """Return a rank's phase; raise if it failed."""
-        key = f"{self._key}/{rank}"
-        try:
-            word = self._store.get(key).decode() if self._store.check([key]) else _ABSENT
-        except RuntimeError as error:
-            raise self._without_store(error) from error
+    def _read(self, store: Any) -> list[str]:
+        """Return the last word of each rank."""
+        keys = [f"{self._key}/{rank}" for rank in range(self._size)]
+        return [store.get(key).decode() if store.check([key]) else _ABSENT for key in keys]
+
+    def _hear(self, rank: int, word: str, heard: dict[int, tuple[str, float]], now_s: float) -> str:
+        """Return a rank's phase by its word; raise if it failed."""
         if heard.get(rank, ("", 0.0))[0] != word:
             heard[rank] = (word, now_s)
         phase, _, rest = word.partition("\n")
@@ -138,9 +152,3 @@ class Meeting:
         if self._rank == min(set(range(self._size)) - missing.keys()):  # one rank's log is enough
             named = ", ".join(f"rank {rank} ({phase})" for rank, phase in missing.items())
             logs.warning("%s: still waiting for %s", self._name, named)
-
-    def _without_store(self, error: RuntimeError) -> PeerError:
-        return PeerError(
-            f"{self._name}: the process group's store has gone ({error}); the process that holds "
-            "it, mostly rank 0's, has ended: look at its log and start all ranks again"
-        )

@@ -94,6 +94,7 @@ class Plan:
     is_shared: bool = False
     split: str = "forward"
     instead: ForwardInstead | None = None
+    num_collectives: int = 0
 
     @property
     def frame(self) -> str:

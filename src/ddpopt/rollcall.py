@@ -1,7 +1,7 @@
 """The ranks of the default process group, as far as this one knows them, and what they told.
 
-It talks through the group's store, each exchange bounded and on a connection of its own. What
-words mean is the affair of `faults.py`.
+It talks through the group's store, each exchange bounded; see `stores.py`. What words mean is the
+affair of `faults.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import threading
 import time
 import weakref
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ddpopt import _torch
-from ddpopt.errors import TorchDriftError
+from ddpopt import _torch, stores
 from ddpopt.presence import Identity, Presence, find_presence, has_gone, introduction
+from ddpopt.stores import StoreGoneError
 
 _STORE_S = 2.0  # for one exchange with the store
 _ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
@@ -32,8 +31,8 @@ _LONGEST_TEXT = 500
 _KEY = f"ddpopt/faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 _WITHDRAWN = "withdrawn"
 
-# Of stores that cannot, or are gone, and where no socket can be opened.
-_UNTOLD = (RuntimeError, NotImplementedError, AttributeError, OSError, TorchDriftError)
+# Of a store that cannot, or is gone with its group or before it.
+_MEET_ERRORS = (RuntimeError, NotImplementedError, AttributeError, KeyError, OSError)
 
 T = TypeVar("T")
 
@@ -47,34 +46,29 @@ class Word(NamedTuple):
     text: str
 
 
-class StoreGoneError(Exception):
-    """The process group's store fails, or does not answer in time."""
-
-
 class RollCall:
     """Tells the other ranks who this process is when it is made, and learns who they are.
 
     `known` has the identity of each rank that has told it and answered, and its own; `place` is
     the host and port of the store, None if it has none. A thread waits for those who have not told
-    yet, and ends when all have.
+    yet, and ends when all have. No call waits for the store for longer than a limit, and making a
+    roll call does not wait for it at all.
 
     Raises:
-        RuntimeError: the group's store cannot do it; OSError where no socket can be opened.
+        OSError: no socket can be opened.
+        TorchDriftError: this release tells no group's store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # the store ends with it
+        self._group = weakref.ref(group)
         self.size = dist.get_world_size(group)
-        store = _torch.store_of(group)
-        self.place = _torch.place_of_store(store)
+        self.place = _torch.place_of_store(_torch.store_of(group))
         self.own, self._listener = introduction(dist.get_rank(group), self.place)
-        store.set(f"{_KEY}/{self.own.rank}", self.own.to_json())
         self.known = {self.own.rank: self.own}
         self._has_told = False
+        self._is_noting = True
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._meet, args=(store.clone(),), name="ddpopt roll call", daemon=True
-        )
+        self._thread = threading.Thread(target=self._meet, name="ddpopt roll call", daemon=True)
         self._thread.start()
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
@@ -115,9 +109,13 @@ class RollCall:
 
     def note(self, doing: str) -> None:
         """Tell what this rank does from now on, "" for nothing of note, if the store takes it."""
+        if not self._is_noting:
+            return
         text = f"{self.own.port} {doing}"
-        with contextlib.suppress(StoreGoneError):
+        try:
             self._exchange(lambda store: store.set(f"{_KEY}/doing/{self.own.rank}", text))
+        except StoreGoneError:
+            self._is_noting = False  # compiling would be held up each time
 
     def noted(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return what those of these known ranks do that noted something.
@@ -172,30 +170,11 @@ class RollCall:
         return words
 
     def _exchange(self, call: Callable[[Any], T]) -> T:
-        """Return `call(store)`, or raise StoreGoneError after `_STORE_S` at the latest.
-
-        In a thread, on a connection of its own: a call on a machine that is cut off returns late,
-        and other calls on its connection would wait for it.
-        """
+        """Return `call(store)`, or raise StoreGoneError after `_STORE_S` at the latest."""
         group = self._group()
         if group is None:
             raise StoreGoneError("the process group was destroyed")
-        answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((True, call(_torch.store_of(group).clone())))
-            except _UNTOLD as error:
-                answers.put((False, str(error)[:_LONGEST_TEXT]))
-
-        threading.Thread(target=run, name="ddpopt store", daemon=True).start()
-        try:
-            is_good, answer = answers.get(timeout=_STORE_S)
-        except queue.Empty:
-            raise StoreGoneError(f"no answer within {_STORE_S:.0f} s") from None
-        if not is_good:
-            raise StoreGoneError(answer)
-        return answer  # type: ignore[no-any-return]
+        return stores.ask(group, call, _STORE_S)
 
     def _greet(self, store: Any) -> None:
         """Learn who has come since."""
@@ -206,15 +185,21 @@ class RollCall:
             if found[rank] in is_there or has_gone(self.own, other):
                 self.known[rank] = other
 
-    def _meet(self, store: Any) -> None:
-        """Learn who the others are while the store is there; in a thread, which ends then.
+    def _meet(self) -> None:
+        """Tell who this is and learn who the others are while the store is there; in a thread.
 
         Only who answers now counts, since a firewall may answer in the place of a machine; or whose
         process on this machine has ended already.
         """
         end_s = time.monotonic() + _MEET_S
         poll_s = _FIRST_POLL_S
-        with contextlib.suppress(*_UNTOLD):
+        group = self._group()
+        if group is None:
+            return
+        with contextlib.suppress(*_MEET_ERRORS):
+            store = stores.connect_anew(_torch.store_of(group))
+            del group  # the store ends with it
+            store.set(f"{_KEY}/{self.own.rank}", self.own.to_json())
             while len(self.known) < self.size and time.monotonic() < end_s:
                 self._greet(store)
                 if self._is_closed.wait(poll_s):

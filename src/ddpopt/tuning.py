@@ -22,18 +22,19 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, logs, rebucketing, records
+from ddpopt import _torch, logs, rebucketing, records, stores
 from ddpopt.bucket_plan import BucketPlan, plan_buckets
 from ddpopt.calibration import calibrate
-from ddpopt.errors import PlanError, TorchDriftError
+from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
+from ddpopt.stores import StoreGoneError
 
 _FIRST_MEASURED = 4  # step, counted from 1; buckets are rebuilt in the second, and caches fill
 _NUM_MEASURED = 5
@@ -284,11 +285,27 @@ def _find_obstacle(ddp: DistributedDataParallel) -> str:
 def _meet(group: dist.ProcessGroup, name: str, problem: str) -> str:
     """Wait until all ranks are here; return why they cannot go on together, "" if they can.
 
+    Raises:
+        PeerError: the store does not answer, so that nobody knows what the other ranks do.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    limit_s = (size + 1) * _MEETING_S
+    try:
+        return stores.ask(group, lambda s: _meet_by(s, rank, size, name, problem), limit_s)
+    except StoreGoneError as error:
+        raise PeerError(
+            f"looking for better buckets: the process group's store has gone ({error}); the "
+            "process that holds it, mostly rank 0's, has ended or hangs: look at its log and "
+            "start all ranks again"
+        ) from error
+
+
+def _meet_by(store: Any, rank: int, size: int, name: str, problem: str) -> str:
+    """As `_meet`; may wait for the store for ever.
+
     Rank 0 takes each rank's word, once, and tells what follows. A rank that waited too long takes
     its word back, unless rank 0 has taken it: then rank 0 lives, and its answer comes.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    store = _torch.store_of(group)
     limit = datetime.timedelta(seconds=_MEETING_S)
     word = f"no: on rank {rank}, {problem}" if problem else "here"
     store.set(f"{name}/{rank}", word)

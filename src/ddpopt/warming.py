@@ -90,6 +90,6 @@ def compile_ahead(
             )
         if not rehearsal.is_apart:
             take_after(model, rehearsal)
-        agreement.tell(ddp)
+        agreement.tell(ddp, records.plans_of(rehearsal.ddp))
     agreement.settle(ddp)
     return rehearsal

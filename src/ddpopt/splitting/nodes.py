@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +27,23 @@ def is_call(node: fx.Node) -> bool:
     return node.op not in _NOT_CALLS
 
 
+_COLLECTIVES = {
+    "c10d",
+    "c10d_functional",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "symm_mem",
+}
+
+
+def count_collectives(gm: fx.GraphModule) -> int:
+    """Return how many calls communicate in a graph and in the graphs that it calls."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return sum(str(node.target).partition(".")[0] in _COLLECTIVES for node in calls)
+
+
 def graph_name(gm: fx.GraphModule) -> str:
     """Return Dynamo's name of a graph: its frame and the number of the frame's compile."""
     return str(gm.meta.get("dynamo_compile_id", "?"))
@@ -43,6 +61,11 @@ def name_of(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", "")
+
+
+def attribute_of(gm: torch.nn.Module | None, node: fx.Node) -> Any:
+    """Return the attribute of a graph's module that a `get_attr` or `call_module` node names."""
+    return functools.reduce(getattr, str(node.target).split("."), gm)
 
 
 def leaves(value: Any) -> list[Any]:

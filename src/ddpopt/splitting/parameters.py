@@ -10,7 +10,7 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.buckets import Parameter
-from ddpopt.splitting.nodes import is_differentiable
+from ddpopt.splitting.nodes import attribute_of, is_differentiable
 from ddpopt.splitting.writes import find_written_memory
 
 
@@ -36,7 +36,7 @@ def find_parameters(
             if node not in written:
                 slots[index] = slot
     for node in graph.graph.find_nodes(op="get_attr"):
-        value = _attribute(graph, str(node.target))
+        value = attribute_of(graph, node)
         if isinstance(value, torch.nn.Parameter) and value in reduced:
             owners[node] = [reduced[value].index]
     for node in graph.graph.find_nodes(op="call_module"):
@@ -44,12 +44,6 @@ def find_parameters(
         if indices := [reduced[p].index for p in module.parameters() if p in reduced]:
             owners[node] = indices
     return owners, slots
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
 
 
 def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.splitting.nodes import call_nodes, leaves, name_of, storage_keys
+from ddpopt.splitting.nodes import attribute_of, call_nodes, leaves, name_of, storage_keys
 
 
 @dataclass(slots=True)
@@ -71,17 +72,62 @@ def find_overwritten(graph: fx.Graph, cuts: Iterable[int]) -> list[tuple[int, fx
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that a call writes to in place, as far as its form shows it."""
-    out = [n for n in leaves(node.kwargs.get("out")) if isinstance(n, fx.Node)]
-    first = node.args[0] if node.args else None
-    if isinstance(first, fx.Node) and _is_in_place(node):
-        out.append(first)
-    return out
+    """Return the inputs that a call writes to in place, as far as its form and schema show it."""
+    values = leaves(node.kwargs.get("out"))
+    if _is_in_place(node):
+        values += leaves(node.args[0] if node.args else node.kwargs.get("input"))
+    if _torch.is_higher_order(node.target):
+        values += node.all_input_nodes if _writes_within(node) else []
+    else:
+        for place, name in (*_declared(node), *_undeclared(node)):
+            values += leaves(_argument(node, place, name))
+    return list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
+
+
+def _declared(node: fx.Node) -> Collection[tuple[int | None, str]]:
+    """Return the arguments that are written to by the schema of the operator that is called.
+
+    Functions and methods of torch's have the names and the arguments of their operators.
+    """
+    is_named = node.op == "call_method" or inspect.isbuiltin(node.target)
+    return _torch.written_arguments(node.target, name_of(node) if is_named else "")
+
+
+def _undeclared(node: fx.Node) -> list[tuple[int | None, str]]:
+    """Return the arguments that functions of torch.nn.functional write to, which have no schema."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return []
+    names = _parameter_names(node.target)
+    written = [name for name in _torch.RUNNING_AVERAGES if name in names]
+    if "max_norm" in names and _argument(node, names.index("max_norm"), "max_norm") is not None:
+        written.append("weight")  # an embedding's rows are made shorter
+    return [(names.index(name), name) for name in written]
+
+
+def _argument(node: fx.Node, place: int | None, name: str) -> Any:
+    if place is not None and place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(name, node.kwargs.get("input") if name == "self" else None)
+
+
+def _writes_within(node: fx.Node) -> bool:
+    """Whether a higher-order operator's kernel, or a graph that it calls, writes to an input."""
+    if name_of(node) == "triton_kernel_wrapper_mutation":
+        return True
+    gm = node.graph.owning_module
+    modules = [attribute_of(gm, n) for n in node.all_input_nodes if n.op == "get_attr"]
+    return any(
+        made < 0
+        for module in modules
+        if isinstance(module, fx.GraphModule)
+        for memory in find_written_memory(module.graph)
+        for _, made, _ in memory.values
+    )
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    if _torch.is_mutable_op(node.target):
-        return True
+    if node.op == "call_module":
+        return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)
     if name == "setitem" or name in _IN_PLACE_OPERATORS:
         return True
@@ -97,11 +143,8 @@ _IN_PLACE_OPERATORS = frozenset(
 
 def _inplace_argument(node: fx.Node) -> object:
     """Return the value of a Python function's `inplace` argument, None where it has none."""
-    if "inplace" in node.kwargs or not callable(node.target):
-        return node.kwargs.get("inplace")
-    parameters = _parameter_names(node.target)
-    index = parameters.index("inplace") if "inplace" in parameters else len(node.args)
-    return node.args[index] if index < len(node.args) else None
+    names = _parameter_names(node.target) if callable(node.target) else []
+    return _argument(node, names.index("inplace") if "inplace" in names else None, "inplace")
 
 
 def _parameter_names(function: Callable[..., object]) -> list[str]:
