@@ -460,8 +460,8 @@ def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
         listening.current.after_forward(ddp)
     if ran_under is backend:
         warn_if_nothing_compiled(ddp)
-        if config.verify:
-            verification.after_forward(ddp)
+    if config.verify:
+        verification.after_forward(ddp, is_around=ran_under is backend)
 
 
 backend.reset = records.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
