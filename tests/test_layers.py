@@ -32,7 +32,7 @@ ALLOWED = {
     "dump": {"config", "drawing", "logs", "plans", "splitting", "writing"},
     "planning_ahead": {"bucket_plan", "errors", "estimation", "planning"},
     "calibration": {"errors", "planning"},
-    "estimation": {"errors", "planning"},
+    "estimation": {"_torch", "errors", "planning"},
     "records": {"_torch", "bucket_plan", "buckets", "plans", "recorded"},
     "rebucketing": {"_torch", "bucket_plan", "errors", "plans", "records"},
     "algorithms": {"_torch", "algorithms", "buckets", "errors", "faults", "records"},

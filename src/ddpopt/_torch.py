@@ -24,7 +24,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.buckets import Parameter
-from ddpopt.errors import TorchDriftError
+from ddpopt.errors import OptionError, TorchDriftError
 
 CompilerFn = Callable[..., Callable[..., Any]]
 
@@ -1028,10 +1028,10 @@ def compiling_replicas(num_devices: int) -> Iterator[None]:
         yield
 
 
-def running_replicas() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which compiled functions run uncompiled beside a thread that compiles.
+def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled functions run uncompiled while FX traces.
 
-    Otherwise they raise: FX's flag that it is tracing is one for all threads.
+    Otherwise they raise, in other threads too: FX's flag that it is tracing is one for all.
     """
     config = _private("torch._dynamo", "config")
     context: contextlib.AbstractContextManager[None] = config.patch(error_on_nested_fx_trace=False)
@@ -1102,7 +1102,7 @@ def copy_compiled(
     same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
 
     Raises:
-        TypeError: the copy would share state with the model.
+        OptionError: the copy would share state with the model.
     """
     contexts = {
         id(context): _context_apart(context) if is_apart else context
@@ -1155,14 +1155,15 @@ def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callabl
 
 
 def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
-    """Raise TypeError where a forward of the instance's own would run the original's module."""
+    """Raise where a forward of the instance's own would run the original module."""
     forward = vars(copied).get("forward")
     for cell in getattr(forward, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # the cell is empty
             if module in (cell.cell_contents, getattr(cell.cell_contents, "__self__", None)):
-                raise TypeError(
-                    f"the forward of this {type(module).__name__} was replaced by a function that "
-                    "holds the module, so a copy would run the original"
+                raise OptionError(
+                    f"the forward of this {type(module).__name__} is replaced by a function that "
+                    "holds the module, so a copy would run the original; call it where the forward "
+                    "is the module's own"
                 )
 
 
@@ -1170,7 +1171,10 @@ def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataPa
     own = {id(tensor) for tensor in (*ddp.parameters(), *ddp.buffers())}
     for name, tensor in (*twin.module.named_parameters(), *twin.module.named_buffers()):
         if id(tensor) in own:
-            raise TypeError(f"a copy of it has the same {name} as the original")
+            raise OptionError(
+                f"a copy of this {type(ddp.module).__name__} would have the same {name}; a "
+                "__deepcopy__ in it has to copy parameters and buffers"
+            )
 
 
 def _context_apart(context: Any) -> Any:

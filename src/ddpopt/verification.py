@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
 from ddpopt.comparison import TF32_TOLERANCE, TOLERANCES, compare_steps, name_of, precision_of
-from ddpopt.errors import DisagreementError, OptionError, PeerError, VerificationError
+from ddpopt.errors import (
+    DisagreementError,
+    OptionError,
+    PeerError,
+    TorchDriftError,
+    VerificationError,
+)
 from ddpopt.rehearsal import (
     Batch,
     LossFn,
@@ -178,9 +184,15 @@ def before_forward(ddp: DistributedDataParallel) -> None:
     """
     if not _is_due(ddp):
         return
-    calling = _torch.calling_model(ddp)
-    model = ddp if calling is None else calling  # what torch.compile makes has a length
-    if is_compiled_by_us(model):
+    try:
+        calling = _torch.calling_model(ddp)
+        model = ddp if calling is None else calling  # what torch.compile makes has a length
+        is_ours = is_compiled_by_us(model)
+    except TorchDriftError as error:
+        _verified.add(ddp)
+        _warn(ddp, str(error), "use such a release")
+        return
+    if is_ours:
         _verify_once(ddp, model)
 
 
