@@ -29,6 +29,79 @@ class MLP(nn.Module):
         return x
 
 
+class Blocks(nn.Module):
+    """Two MLPs that are called by a method and by a function, which may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MLP(3), MLP(3)
+        self.call = call
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.second, self.start(x))
+
+
+def call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+def _outside(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    return torch.compile(DistributedDataParallel(model, **ddp_options), **options())
+
+
+def _inside(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    return DistributedDataParallel(torch.compile(model, **options()), **ddp_options)
+
+
+def _outside_in_place(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    ddp = DistributedDataParallel(model, **ddp_options)
+    ddp.compile(**options())
+    return ddp
+
+
+def _inside_in_place(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    model.compile(**options())
+    return DistributedDataParallel(model, **ddp_options)
+
+
+def _parts_in_place(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    for part in model.children():
+        part.compile(**options())
+    return DistributedDataParallel(model, **ddp_options)
+
+
+def _parts_replaced(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    for name, part in model.named_children():
+        setattr(model, name, torch.compile(part, **options()))
+    return DistributedDataParallel(model, **ddp_options)
+
+
+def _forward_replaced(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    model.forward = torch.compile(model.forward, **options())
+    return DistributedDataParallel(model, **ddp_options)
+
+
+def _functions(model: nn.Module, options: Any, ddp_options: Any) -> Any:
+    model.start, model.call = (torch.compile(f, **options()) for f in (model.start, model.call))
+    return DistributedDataParallel(model, **ddp_options)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "torch.compile(DDP(m))": _outside,
+    "DDP(torch.compile(m))": _inside,
+    "DDP(m).compile()": _outside_in_place,
+    "DDP(m) after m.compile()": _inside_in_place,
+    "parts in place": _parts_in_place,
+    "parts replaced": _parts_replaced,
+    "forward replaced": _forward_replaced,
+    "functions": _functions,
+}
+"""Ways to compile `Blocks` under DDP: (model, what makes the options, DDP's options) -> model."""
+
+
 def batches(rank: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """Return one input a step, different on every rank."""
     generator = torch.Generator().manual_seed(100 + rank)

@@ -182,6 +182,12 @@ def _verify(rank: int) -> None:
     assert ddpopt.verify(compiled, batches(rank, [SHAPE])[0]).passed
 
 
+def _verify_in_place(rank: int) -> None:
+    ddp = _compile()[0]
+    ddp.compile(backend="ddpopt", options=dict(FORWARD))
+    assert ddpopt.verify(ddp, batches(rank, [SHAPE])[0]).passed
+
+
 def _verify_first(rank: int) -> None:
     ddp, compiled = _compile()
     with mock.patch.object(config, "verify", True):
@@ -318,6 +324,7 @@ _grouped = functools.partial(algorithms.Decentralized, local_world_size=1)
 _HOOKS = dist.BuiltinCommHookType.ALLREDUCE
 DOORS: dict[str, Callable[[int], None]] = {
     "verify": _verify,
+    "verify, compiled in place": _verify_in_place,
     "config.verify": _verify_first,
     "warmup": _warm_up,
     "warmup, static graph": _warm_up_static,
@@ -344,7 +351,13 @@ DOORS: dict[str, Callable[[int], None]] = {
 }
 # Compiling takes most of the time, and its names are tested above.
 COMPILING = {"verify", "config.verify", "warmup", "warmup, static graph", "buckets='auto'"}
-COMPILING |= {"verify, compiled apart", "autocast", "a compiler that fails", "options of Inductor"}
+COMPILING |= {
+    "verify, compiled in place",
+    "verify, compiled apart",
+    "autocast",
+    "a compiler that fails",
+    "options of Inductor",
+}
 
 
 def _open(rank: int, door: str, name: Name | None) -> tuple[str, set[Name]]:

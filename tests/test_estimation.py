@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MLP, state_of
+from models import MLP, WAYS, Blocks, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ddpopt import records
 from ddpopt.errors import PlanError
 from ddpopt.estimation import estimate, scale
 from ddpopt.planning.costs import Gradient, Profile
@@ -347,3 +348,16 @@ def test_a_backward_of_no_time_cannot_be_stretched() -> None:
         scale(Profile(gradients=(Gradient(name="a", num_bytes=1, ready_s=0),), backward_s=0), 1, 1)
     with pytest.raises(PlanError, match="is -1"):
         scale(PROFILE, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_is_estimated_as_it_is_uncompiled(one_rank: None, way: str) -> None:
+    """However it is compiled; `plan` and the command line estimate too."""
+    torch.manual_seed(0)
+    ddp = WAYS[way](Blocks(), lambda: {"backend": "ddpopt", "options": {"inner": "eager"}}, {})
+    profile, expected = (
+        estimate(model, torch.randn(4, 64), device=DEVICE)
+        for model in (records.ddp_of(ddp).module, Blocks())
+    )
+    times = {g.name.replace("_orig_mod.", ""): g.ready_s for g in profile.gradients}
+    assert times == {g.name: g.ready_s for g in expected.gradients}

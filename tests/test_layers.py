@@ -33,7 +33,7 @@ ALLOWED = {
     "dump": {"config", "drawing", "logs", "plans", "splitting", "writing"},
     "planning_ahead": {"bucket_plan", "errors", "estimation", "planning"},
     "calibration": {"errors", "planning"},
-    "estimation": {"errors", "planning"},
+    "estimation": {"_torch", "errors", "planning"},
     "records": {"_torch", "bucket_plan", "buckets", "plans", "recorded"},
     "recomputation": {"_torch", "buckets", "records"},
     "rebucketing": {"_torch", "bucket_plan", "errors", "plans", "records"},

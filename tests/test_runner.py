@@ -119,6 +119,18 @@ def test_a_bare_sequential_under_ddp_is_warned_about_once(
     assert len(ddpopt.explain(remedied).plans[0].sections) == 2
 
 
+def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`Module.compile` of torch.nn's own classes compiles nothing, with any backend."""
+    module = MLP(3)
+    for layer in module.layers:
+        layer.compile(backend="ddpopt", options={"inner": "aot_eager"})
+    train(DistributedDataParallel(module), batches(0, [(2, WIDTH)] * 2))
+    (text,) = _warnings(caplog)
+    assert "torch.compile(part) does" in text
+
+
 def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     """Neither for eager DDP nor for another backend."""
     for backend in (None, "eager"):

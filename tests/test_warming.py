@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hanging import hanging_store
-from models import MLP, assert_equal_states, batches, state_of, train, twins
+from models import MLP, WAYS, Blocks, assert_equal_states, batches, state_of, train, twins
 from ranks import Ranks
 from torch import fx
 from torch._dynamo.utils import counters
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch, meeting, records
+from ddpopt.verification import verify
 from ddpopt.warming import warmup
 
 SPLITS = ["forward", "backward"]
@@ -109,6 +111,36 @@ def test_the_search_for_better_buckets_still_begins(split: str) -> None:
     num_graphs = counters["stats"]["unique_graphs"]
     model(torch.randn(8, 64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+# ---- However the model is compiled ------------------------------------------------------------
+
+
+def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
+    """Warm up and verify a new model, then train it beside eager DDP; return whether it passed."""
+    _, expected = twins(Blocks(), bucket_cap_mb=CAP_MB)
+    model = WAYS[way](
+        copy.deepcopy(expected.module), lambda: _options(split), {"bucket_cap_mb": CAP_MB}
+    )
+    ddp, inputs = records.ddp_of(model), batches(rank, [(8, 64)] * 3)
+    before, rng = state_of(ddp), torch.get_rng_state()
+    warmup(model, inputs[0])
+    num_graphs = counters["stats"]["unique_graphs"]
+    verdict = verify(model, inputs[0])
+    assert_equal_states(state_of(ddp), before, bitwise=True)
+    assert torch.equal(rng, torch.get_rng_state())
+    ours = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
+    assert_equal_states(ours, train(expected, inputs))
+    assert counters["stats"]["unique_graphs"] == num_graphs > 0
+    assert any(plan.sections for plan in records.plans_of(ddp))
+    return verdict.passed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_takes_a_model_however_that_is_compiled(ranks: Ranks, way: str) -> None:
+    """So does `verify`; nothing of the model changes, and training compiles nothing."""
+    for split in SPLITS:
+        assert ranks.run(_warm_verify_and_train, split, way) == [True, True]
 
 
 # ---- It waits, and does not wait for the dead -------------------------------------------------

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.buckets import Parameter
-from ddpopt.errors import TorchDriftError
+from ddpopt.errors import OptionError, TorchDriftError
 
 CompilerFn = Callable[..., Callable[..., Any]]
 
@@ -612,7 +613,9 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
         overloads = [target]
     else:
         packet_type = _private("torch._ops", "OpOverloadPacket")
-        packet = target if isinstance(target, packet_type) else getattr(torch.ops.aten, name, None)
+        packet: Any = target
+        if not isinstance(target, packet_type):
+            packet = getattr(torch.ops.aten, name, None)
         is_packet = isinstance(packet, packet_type)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
     schemas = [_private_of(overload, "_schema") for overload in overloads]
@@ -1133,10 +1136,10 @@ def compiling_replicas(num_devices: int) -> Iterator[None]:
         yield
 
 
-def running_replicas() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which compiled functions run uncompiled beside a thread that compiles.
+def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled functions run uncompiled while FX traces.
 
-    Otherwise they raise: FX's flag that it is tracing is one for all threads.
+    Otherwise they raise, in other threads too: FX's flag that it is tracing is one for all.
     """
     config = _private("torch._dynamo", "config")
     context: contextlib.AbstractContextManager[None] = config.patch(error_on_nested_fx_trace=False)
@@ -1147,12 +1150,37 @@ def running_replicas() -> contextlib.AbstractContextManager[None]:
 
 
 def compiled_parts(model: torch.nn.Module) -> list[Any]:
-    """Return what compiles each module in `model` that `torch.compile` wrapped, once each."""
+    """Return what compiles each part of a model that `torch.compile` was called for, once each.
+
+    Parts are modules that it wrapped, modules that it compiled in place (`Module.compile` keeps a
+    compiled function), and other functions that are attributes of modules.
+    """
     optimized = _private("torch._dynamo", "OptimizedModule")
-    contexts = [
-        _private_of(part, "dynamo_ctx") for part in model.modules() if isinstance(part, optimized)
-    ]
+    contexts = []
+    for part in model.modules():
+        if isinstance(part, optimized):
+            contexts.append(_private_of(part, "dynamo_ctx"))
+        else:
+            contexts += map(_context_of, _compiled_functions(part).values())
     return list({id(context): context for context in contexts}.values())
+
+
+def _compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return a module's own attributes that are what `torch.compile` made of functions."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and hasattr(value, "get_compiler_config")
+    }
+
+
+def _context_of(function: Callable[..., Any]) -> Any:
+    """Return what compiles a function that `torch.compile` made: it keeps it in a closure."""
+    getter = _private_of(function, "get_compiler_config")
+    try:
+        return inspect.getclosurevars(getter).nonlocals["self"]
+    except KeyError as error:
+        raise _drift("self in the closure of get_compiler_config") from error
 
 
 def backend_of(context: Any) -> Any:
@@ -1180,6 +1208,9 @@ def copy_compiled(
 
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
     same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
+
+    Raises:
+        OptionError: the copy would share state with the model.
     """
     contexts = {
         id(context): _context_apart(context) if is_apart else context
@@ -1187,9 +1218,71 @@ def copy_compiled(
     }
     ddp = unwrap_compiled(model)
     assert isinstance(ddp, DistributedDataParallel)
-    twin = _copy_ddp(ddp, copy.deepcopy(ddp.module, dict(contexts)))
+    twin: DistributedDataParallel = object.__new__(type(ddp))
+    copies: dict[int, Any] = {**contexts, id(ddp): twin}  # by the original's id
+    _copy_ddp(ddp, twin, deep_copy(ddp.module, copies))
+    optimized = _private("torch._dynamo", "OptimizedModule")
+    for part in ddp.modules():
+        copied = copies.get(id(part))
+        if copied is not None and not isinstance(part, optimized):  # those compile themselves
+            for name, function in _compiled_functions(part).items():
+                compile_alike = contexts[id(_context_of(function))]
+                vars(copied)[name] = compile_alike(_rebound(function, copies))
+            _refuse_foreign_forward(part, copied)
+    _refuse_shared_tensors(ddp, twin)
     outer = None if model is ddp else contexts[id(_private_of(model, "dynamo_ctx"))]
     return (twin if outer is None else outer(twin)), twin
+
+
+class _CopyingResults(torch.overrides.TorchFunctionMode):
+    """Lets `copy.deepcopy` take tensors that autograd computed, which it refuses as such.
+
+    The copy is the result of a leaf with equal values, so that it may be written to as well.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            with torch.enable_grad():
+                return copy.deepcopy(tensor.detach(), memo).requires_grad_().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """As `copy.deepcopy`, but that it takes tensors that are no leaves."""
+    with _CopyingResults():
+        return copy.deepcopy(value, memo)
+
+
+def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
+    """Return what `torch.compile` was given; if that is a method of an original, its copy's."""
+    original: Callable[..., Any] = _private_of(function, "_torchdynamo_orig_callable")
+    if not inspect.ismethod(original):
+        return original
+    return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
+
+
+def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
+    """Raise where a forward of the instance's own would run the original module."""
+    forward = vars(copied).get("forward")
+    for cell in getattr(forward, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # the cell is empty
+            if module in (cell.cell_contents, getattr(cell.cell_contents, "__self__", None)):
+                raise OptionError(
+                    f"the forward of this {type(module).__name__} is replaced by a function that "
+                    "holds the module, so a copy would run the original; call it where the forward "
+                    "is the module's own"
+                )
+
+
+def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataParallel) -> None:
+    own = {id(tensor) for tensor in (*ddp.parameters(), *ddp.buffers())}
+    for name, tensor in (*twin.module.named_parameters(), *twin.module.named_buffers()):
+        if id(tensor) in own:
+            raise OptionError(
+                f"a copy of this {type(ddp.module).__name__} would have the same {name}; a "
+                "__deepcopy__ in it has to copy parameters and buffers"
+            )
 
 
 def _context_apart(context: Any) -> Any:
@@ -1202,9 +1295,10 @@ def _context_apart(context: Any) -> Any:
     )
 
 
-def _copy_ddp(ddp: DistributedDataParallel, module: torch.nn.Module) -> DistributedDataParallel:
-    """Return a DDP module like `ddp` around `module`; its constructor would communicate."""
-    twin: DistributedDataParallel = object.__new__(type(ddp))
+def _copy_ddp(
+    ddp: DistributedDataParallel, twin: DistributedDataParallel, module: torch.nn.Module
+) -> None:
+    """Make `twin` a DDP module like `ddp` around `module`; its constructor would communicate."""
     state = dict(ddp.__dict__)
     for name in ("reducer", "logger", "_compiled_call_impl"):
         state.pop(name, None)
@@ -1225,7 +1319,6 @@ def _copy_ddp(ddp: DistributedDataParallel, module: torch.nn.Module) -> Distribu
     if ddp.static_graph:
         _private_of(twin.reducer, "_set_static_graph")()
         _private_of(twin.logger, "_set_static_graph")()
-    return twin
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:

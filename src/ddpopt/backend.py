@@ -9,6 +9,7 @@ graphs from the in-tree DDPOptimizer.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ from ddpopt.options import Options, resolve_options
 from ddpopt.planning.backward import final_positions, plan_backward
 from ddpopt.planning.planner import order_arrival, plan_sections
 from ddpopt.plans import BackwardCuts, Plan
+from ddpopt.rehearsal import is_compiled_by_us
 from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
 from ddpopt.sections import compile_sections
 from ddpopt.splitting.analysis import GraphFacts, read_facts
@@ -462,10 +464,24 @@ def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
     tuning.after_forward(ddp)
     if listening.current is not None:
         listening.current.after_forward(ddp)
-    if ran_under is backend:
+    if ran_under is backend or _is_compiled_inside(ddp):
         warn_if_nothing_compiled(ddp)
-        if config.verify:
-            verification.after_forward(ddp)
+    if config.verify:
+        verification.after_forward(ddp, is_around=ran_under is backend)
+
+
+_looked_into: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
+    """Whether a part of a module is compiled by us; asked once a module, since it looks at all."""
+    if ddp in _looked_into or records.of(ddp).is_copy:
+        return False
+    _looked_into.add(ddp)
+    try:
+        return is_compiled_by_us(ddp)
+    except TorchDriftError:
+        return False  # only a warning is lost
 
 
 backend.reset = records.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()

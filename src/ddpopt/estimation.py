@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
+from ddpopt import _torch
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import Gradient, Profile
 from ddpopt.planning.dag import arrival_order, build_dag, end_times
@@ -52,7 +53,8 @@ def estimate(
     random number state changes.
 
     Args:
-        model: Not wrapped in DDP and not compiled. On the meta device it is traced as if it were on
+        model: Compiled or not; its names are those of the profile, so give what DDP is to wrap, or
+            wraps. On the meta device it is traced as if it were on
             the accelerator, or on the CPU where there is none, and takes no memory.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes matter.
@@ -139,7 +141,7 @@ def trace_joint(
     try:
         if any(parameter.is_meta for parameter in parameters.values()):
             inputs = _to_fake(inputs, torch.accelerator.current_accelerator() or "cpu")
-        with torch.enable_grad():
+        with torch.enable_grad(), _torch.uncompiled_while_tracing():
             graph = make_fx(trace, tracing_mode="fake")(*inputs).graph
     except PlanError:
         raise

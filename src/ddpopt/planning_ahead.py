@@ -42,7 +42,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     measured times differ.
 
     Args:
-        model: Not wrapped in DDP and not compiled, on its device, in the mode to be trained in.
+        model: What DDP is to wrap, compiled or not, on its device, in the mode to be trained in.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         network: What `calibrate` measured, or the links of a cluster.
         world_size: Number of ranks; None is that of the default process group.

@@ -6,11 +6,11 @@ It copies, calls and restores; `verification.py` and `warming.py` know what the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, records, tuning
-from ddpopt.errors import OptionError
+from ddpopt.errors import DDPOptError, OptionError
 
 LossFn = Callable[[Any], torch.Tensor]
+Stage = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Gives what is done in a `with` block a name, and ends it on all ranks or on none."""
 
 
 class Batch(NamedTuple):
@@ -53,9 +55,8 @@ class Rehearsal:
     is_apart: bool
 
     def forward(self, batch: Batch, loss_fn: LossFn) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
-        """Return the loss of a copy of the batch, and the dtypes of the output."""
-        args, kwargs = copy.deepcopy(batch)
-        output = self.model(*args, **kwargs)
+        """Return the loss of a batch, and the dtypes of the output."""
+        output = self.model(*batch.args, **batch.kwargs)
         dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
         loss = loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -74,12 +75,14 @@ class Rehearsal:
         for parameter in self.ddp.parameters():
             parameter.grad = None
         for name, buffer in self.ddp.named_buffers():
-            buffer.detach().copy_(self.initial_buffers[name])
+            initial = self.initial_buffers.get(name)
+            if initial is not None and initial.shape == buffer.shape:  # or forward made it anew
+                buffer.detach().copy_(initial)
 
     def step(self, batch: Batch, loss_fn: LossFn) -> Outcome:
-        """Run forward and backward from the original's buffers and without gradients."""
+        """Run forward and backward on a copy of the batch, from the original's buffers."""
         self.reset()
-        loss, dtypes = self.forward(batch, loss_fn)
+        loss, dtypes = self.forward(copy_batch(batch), loss_fn)
         loss.backward()  # type: ignore[no-untyped-call]
         own = self.ddp.module
         return Outcome(
@@ -94,12 +97,19 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     """Return a copy of a compiled DDP model; see `_torch.copy_compiled`.
 
     Raises:
-        OptionError: the model cannot be copied.
+        OptionError: the model cannot be copied, or DDP is in a mode that cannot be rehearsed.
     """
     original = records.ddp_of(model)
+    reason = _torch.cannot_attach(original)
+    if not any(parameter.requires_grad for parameter in original.parameters()):
+        reason = "all its parameters are frozen now, so it has no gradients"
+    if reason:
+        raise OptionError(f"a step of this DDP module cannot be rehearsed: {reason}")
     try:
         copied, ddp = _torch.copy_compiled(model, is_apart=is_apart)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except DDPOptError:
+        raise
+    except Exception as error:  # modules copy themselves as they like
         raise OptionError(
             f"the module in DistributedDataParallel cannot be copied ({error}); it has to be a "
             "module that copy.deepcopy takes"
@@ -113,18 +123,72 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers, is_apart=is_apart)
 
 
+def copy_batch(batch: Batch) -> Batch:
+    """Return a copy of a batch.
+
+    Raises:
+        OptionError: it has something that cannot be copied.
+    """
+    try:
+        copied: Batch = _torch.deep_copy(batch)
+    except Exception as error:  # what it holds copies itself as it likes
+        raise OptionError(
+            f"the batch cannot be copied ({error}); give what copy.deepcopy takes: lists in place "
+            "of generators, no files or locks"
+        ) from error
+    return copied
+
+
 def run_locally(
+    model: torch.nn.Module,
     rehearsal: Rehearsal,
     batch: Batch,
     loss_fn: LossFn,
-    enter: Callable[[str], None] = lambda _phase: None,
+    stage: Stage,
 ) -> None:
-    """Run a step that communicates nothing; `enter` is told before forward and backward."""
+    """Run a step of a model's copy that communicates nothing, forward and backward as stages.
+
+    Raises:
+        OptionError: the copy used the model's own parameters; they are as they were.
+    """
     _torch.keep_local(rehearsal.ddp)
-    enter("forward")
-    loss, _ = rehearsal.forward(batch, loss_fn)
-    enter("backward")
-    loss.backward()  # type: ignore[no-untyped-call]
+    with _shielded(records.ddp_of(model), rehearsal):
+        with stage("forward"):
+            loss, _ = rehearsal.forward(batch, loss_fn)
+        with stage("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[None]:
+    """Let no backward in this block reach `ddp`'s gradients and Reducer; put its buffers back.
+
+    A copy uses the original where a function that both call holds a parameter or a module of it.
+    """
+
+    def refuse(name: str) -> Callable[[object], None]:
+        def raise_error(_gradients: object) -> None:
+            raise OptionError(
+                f"a copy of the module in DistributedDataParallel uses the original's {name}: a "
+                "function holds it, or a module that it is in (a lambda, a decorated forward); "
+                "have it take the module as an argument"
+            )
+
+        return raise_error
+
+    trained = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+    nodes = [(name, _torch.accumulate_node(parameter)) for name, parameter in trained]
+    hooks = [node.register_prehook(refuse(name)) for name, node in nodes]
+    buffers = dict(ddp.named_buffers())
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, buffer in buffers.items():
+            initial = rehearsal.initial_buffers[name]
+            if buffer.layout != torch.strided or not torch.equal(buffer, initial):
+                buffer.detach().copy_(initial)  # batch norm's writes change no version
 
 
 def take_after(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
@@ -134,29 +198,11 @@ def take_after(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
         tuning.start(ddp, "forward" if copied.is_trial else "backward")
 
 
-def check_model(model: torch.nn.Module) -> DistributedDataParallel:
-    """Return the DDP module at the top of a model that can be rehearsed.
-
-    Raises:
-        TypeError: there is none.
-        OptionError: nothing in it is compiled by us, or DDP is in a mode that cannot be copied.
-    """
-    ddp = records.ddp_of(model)
-    if not is_compiled_by_us(model):
-        raise OptionError(
-            "nothing in this model is compiled with backend='ddpopt'; give the result of "
-            "torch.compile(DistributedDataParallel(module), backend='ddpopt'), or "
-            "DistributedDataParallel(torch.compile(module, backend='ddpopt')); what "
-            "Module.compile() compiled cannot be copied"
-        )
-    reason = _torch.cannot_attach(ddp)
-    if reason:
-        raise OptionError(f"a step of this DDP module cannot be rehearsed: {reason}")
-    return ddp
-
-
 def is_compiled_by_us(model: torch.nn.Module) -> bool:
-    """Whether `torch.compile` with our backend made the model or a module in it."""
+    """Whether the model, a module in it or an attribute of one is compiled with our backend.
+
+    Other functions that it calls may be, which only shows when they run.
+    """
     ours = _torch.lookup_backend("ddpopt")
     return any(_torch.backend_of(part) is ours for part in _torch.compiled_parts(model))
 
@@ -177,7 +223,7 @@ def default_loss(output: Any) -> torch.Tensor:
     target of its own. Where a module returns its loss, there is nothing else to depend on.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         scalar: torch.Tensor = loss
         return scalar
     found = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
@@ -200,29 +246,41 @@ def _distance(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested sequences, mappings and objects with attributes."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
-        for item in vars(value).values():
-            yield from tensors_of(item)
+    """Yield the tensors in nested sequences, mappings and objects with attributes, each once."""
+    seen: dict[int, Any] = {}  # objects may refer to each other
+
+    def walk(item: Any) -> Iterator[torch.Tensor]:
+        if id(item) in seen:
+            return
+        seen[id(item)] = item
+        parts: Iterable[Any] = ()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            parts = item.values()
+        elif isinstance(item, list | tuple):
+            parts = item
+        elif hasattr(item, "__dict__") and not isinstance(item, _WITHOUT_VALUES):
+            parts = vars(item).values()
+        for part in parts:
+            yield from walk(part)
+
+    return walk(value)
+
+
+# Their attributes are code, or state that is no output.
+_WITHOUT_VALUES = (torch.nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 @contextlib.contextmanager
-def same_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
+def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Restore torch's, Python's and numpy's random number state at the end of the block.
 
-    Yields a function that sets it to what it was, so that each step draws the same numbers.
+    Yields a function that sets it to what it was, so that each step draws the same numbers. Of
+    accelerators those count that the model's parameters are on.
     """
     numpy: Any = sys.modules.get("numpy")
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    on_device = accelerator and accelerator.get_rng_state(device)
+    on_devices = _states_on_devices(model)
     state, pythons = torch.get_rng_state(), random.getstate()
     numpys = numpy.random.get_state() if numpy else None
 
@@ -231,8 +289,8 @@ def same_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
         random.setstate(pythons)
         if numpy:
             numpy.random.set_state(numpys)
-        if accelerator is not None:
-            accelerator.set_rng_state(on_device, device)
+        for device, own in on_devices.items():
+            torch.get_device_module(device).set_rng_state(own, device)
 
     try:
         yield restore
@@ -240,12 +298,15 @@ def same_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
         restore()
 
 
-def randomness(device: torch.device) -> bytes:
+def randomness(model: torch.nn.Module) -> bytes:
     """Return torch's random number state, to see whether a step drew numbers."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
+    states = [torch.get_rng_state(), *_states_on_devices(model).values()]
     return b"".join(bytes(state.tolist()) for state in states)
+
+
+def _states_on_devices(model: torch.nn.Module) -> dict[torch.device, torch.Tensor]:
+    devices = {p.device: None for p in model.parameters() if p.device.type != "cpu"}
+    return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
 
 
 def _detached(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -165,7 +165,8 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     else:
         logs.warning(
             "torch.compile compiled nothing of this DistributedDataParallel(%s); "
-            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up%s",
+            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
+            "part.compile() compiles nothing, but torch.compile(part) does%s",
             name,
             detail,
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, logs, records
 from ddpopt.comparison import TF32_TOLERANCE, TOLERANCES, compare_steps, name_of, precision_of
-from ddpopt.errors import VerificationError
+from ddpopt.errors import (
+    DisagreementError,
+    OptionError,
+    PeerError,
+    TorchDriftError,
+    VerificationError,
+)
 from ddpopt.rehearsal import (
     Batch,
     LossFn,
+    Outcome,
+    Stage,
     as_batch,
-    check_model,
+    copy_batch,
     default_loss,
     is_compiled_by_us,
     randomness,
@@ -28,10 +37,12 @@ from ddpopt.rehearsal import (
     run_locally,
     same_randomness,
 )
-from ddpopt.warming import SILENCE_S, compile_ahead
+from ddpopt.warming import SILENCE_S, compile_ahead, stages
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +52,9 @@ class Verification:
     Errors are the largest over ranks and over two steps, and relative: the largest difference of
     an element over the largest element. Gradients that are small beside the model's largest one
     count relative to a thousandth of that. An error is infinite where only one of the two has a
-    gradient, or where shape, dtype or non-finite elements differ.
+    gradient, or where shape, dtype or non-finite elements differ. Where an error is above the
+    tolerance, eager ran once more; from a model that is not `is_repeatable`, which differs from
+    itself by as much, nothing follows.
     """
 
     gradients: Mapping[str, float]
@@ -51,6 +64,7 @@ class Verification:
     dtype: str
     num_ranks: int
     worst_rank: int
+    is_repeatable: bool = True
     note: str = ""
 
     @property
@@ -113,8 +127,9 @@ def verify(
     Call it as training is done: in the same mode (`train()` or `eval()`), under the same autocast.
 
     Args:
-        ddp_model: `torch.compile(DistributedDataParallel(module), backend="ddpopt")`, or
-            `DistributedDataParallel(torch.compile(module, backend="ddpopt"))`.
+        ddp_model: A DistributedDataParallel module in whose forward something is compiled with
+            `backend="ddpopt"`, by `torch.compile` or in place by `compile()`: the DDP module, its
+            module, parts of that, functions. Or what `torch.compile` made of a DDP module.
         batch: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         loss_fn: Makes a scalar of the model's output. Default: the output's `loss` (an attribute or
             a key), or else one that depends on all its floating point tensors.
@@ -124,35 +139,41 @@ def verify(
 
     Raises:
         PeerError: another rank raised, ended, hangs, or did not make this call.
-        OptionError: the model is not compiled with `backend="ddpopt"`, or cannot be copied; or the
-            loss is no scalar.
+        OptionError: nothing is compiled with `backend="ddpopt"`, model or batch cannot be copied,
+            all parameters are frozen, or the loss is no scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
-    ddp = check_model(ddp_model)
-    group, device = ddp.process_group, next(ddp.parameters()).device
+    ddp = records.ddp_of(ddp_model)
     own_batch, own_loss = as_batch(batch), loss_fn or default_loss
-    find_out = functools.partial(_draws_otherwise, ddp_model, own_batch, own_loss)
-    with same_randomness(device) as restore, torch.enable_grad():
-        # Compiled on each rank alone: an error here would leave the others in an allreduce.
-        first = compile_ahead(ddp_model, own_batch, own_loss, "verify", silence_s, find_out)
+    stage = stages(ddp, "verify", silence_s)
+    with same_randomness(ddp) as restore, torch.enable_grad():
+        # Each rank alone: an error here would leave the others in an allreduce.
+        find_out = functools.partial(
+            _draws_otherwise, ddp_model, _draws(ddp_model, own_batch, own_loss, stage)
+        )
+        first = compile_ahead(ddp_model, own_batch, own_loss, stage, find_out)
         first.reset()
-        outcomes = []
-        for stance in ("force_eager", "default"):
+
+        def run(stance: str) -> list[Outcome]:
             rehearsal = rehearse(first.model)
             with torch.compiler.set_stance(stance), first.drawing():
-                steps = []
-                for _ in range(_NUM_STEPS):
-                    restore()
-                    steps.append(rehearsal.step(own_batch, own_loss))
-            outcomes.append(steps)
-            del rehearsal  # its memory, before the next copy is made
-    eager, compiled = outcomes
-    errors = compare_steps(compiled, eager)
-    precision = precision_of(ddp, eager, device)
-    limits = {
-        name_of(dtype): limit for dtype, limit in {**TOLERANCES, **(tolerances or {})}.items()
-    }
-    return _gather(group, _Report(*errors, *precision, is_apart=first.is_apart, tolerances=limits))
+                return [
+                    (restore(), rehearsal.step(own_batch, own_loss))[1] for _ in range(_NUM_STEPS)
+                ]
+
+        eager = _attempt(stage, lambda: run("force_eager"))
+        judge = functools.partial(_judge, ddp, stage, eager, first.is_apart, tolerances or {})
+        verdict = judge(lambda: run("default"))
+        if verdict.passed:
+            return verdict
+        again = judge(lambda: run("force_eager"))
+    if again.passed:
+        return verdict
+    note = (
+        f"eager differs from itself too, by {again.worst_error:.1e} ({again.worst}): it depends on "
+        "more than parameters, buffers, the batch and the random numbers of torch, Python and numpy"
+    )
+    return dataclasses.replace(verdict, is_repeatable=False, note=note)
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -163,31 +184,35 @@ def before_forward(ddp: DistributedDataParallel) -> None:
     """
     if not _is_due(ddp):
         return
-    calling = _torch.calling_model(ddp)
-    model = ddp if calling is None else calling  # what torch.compile makes has a length
-    if not is_compiled_by_us(model):
+    try:
+        calling = _torch.calling_model(ddp)
+        model = ddp if calling is None else calling  # what torch.compile makes has a length
+        is_ours = is_compiled_by_us(model)
+    except TorchDriftError as error:
+        _verified.add(ddp)
+        _warn(ddp, str(error), "use such a release")
         return
-    _verified.add(ddp)
-    outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))
-    if not outcome.passed:
-        raise VerificationError(
-            f"{outcome}\ntraining was stopped before its first step, because DDPOPT_VERIFY or "
-            "ddpopt.config.verify is set; train with DDPOPT_ENABLED=0 or without torch.compile, "
-            "and report this; if only rounding differs, call ddpopt.verify with higher tolerances"
-        )
-    logs.progress("%s", outcome)
+    if is_ours:
+        _verify_once(ddp, model)
 
 
-def after_forward(ddp: DistributedDataParallel) -> None:
-    """Say so, once a module, when one ran under our backend without having been verified."""
+def after_forward(ddp: DistributedDataParallel, is_around: bool) -> None:
+    """Verify after its first forward what did not show before it that it is compiled by us.
+
+    Where that `is_around` the DDP module and is none that can be called, say that it is not
+    verified.
+    """
     if not _is_due(ddp):
         return
-    _verified.add(ddp)
-    logs.warning(
-        "ddpopt.config.verify is set, but this DistributedDataParallel(%s) cannot be verified by "
-        "itself: compile it and not a function around it, torch.compile(ddp, backend='ddpopt')",
-        type(ddp.module).__name__,
-    )
+    if is_around:
+        _verified.add(ddp)
+        _warn(
+            ddp,
+            "it is compiled with a function around it",
+            "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
+        )
+    elif records.plans_of(ddp):
+        _verify_once(ddp, ddp)
 
 
 _verified: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -195,21 +220,95 @@ _verified: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 def _is_due(ddp: DistributedDataParallel) -> bool:
     """Whether this forward trains a model of the user's for which nothing was said yet."""
-    return ddp not in _verified and not records.of(ddp).is_copy and torch.is_grad_enabled()
+    return (
+        ddp not in _verified
+        and not records.of(ddp).is_copy
+        and torch.is_grad_enabled()
+        and any(parameter.requires_grad for parameter in ddp.parameters())
+    )
 
 
-def _draws_otherwise(model: torch.nn.Module, batch: Batch, loss_fn: LossFn) -> bool:
-    """Whether a step draws random numbers, and compiled code would draw others."""
-    device = next(model.parameters()).device
+def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Raise where compiled code is wrong. What else goes wrong must not end training."""
+    _verified.add(ddp)
+    try:
+        outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))
+    except (_BrokenOffError, DisagreementError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        _warn(ddp, reason, "call ddpopt.verify with a batch and a loss_fn for which it works")
+        return
+    if outcome.passed:
+        logs.progress("%s", outcome)
+    elif not outcome.is_repeatable:
+        _warn(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
+    else:
+        raise VerificationError(
+            f"{outcome}\ntraining was stopped before its first step, because DDPOPT_VERIFY or "
+            "ddpopt.config.verify is set; train with DDPOPT_ENABLED=0 or without torch.compile, "
+            "and report this; if only rounding differs, call ddpopt.verify with higher tolerances"
+        )
+
+
+def _warn(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+    logs.warning(
+        "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
+        "training goes on: %s; to verify it, %s",
+        type(ddp.module).__name__,
+        reason,
+        remedy,
+    )
+
+
+class _BrokenOffError(PeerError):
+    """A rank was lost while ranks communicated; what is left of that may answer another call."""
+
+
+def _attempt(stage: Stage, compute: Callable[[], _T]) -> _T:
+    """Return what `compute` returns, which communicates; an error of one rank is one of all.
+
+    A rank with an error waits for the others before it goes on: they may wait for it in an
+    allreduce, which its next one, of another step, would answer.
+    """
+    results: list[_T] = []
+    problem = None
+    try:
+        with stage("steps"):
+            try:
+                results.append(compute())
+            except Exception as error:
+                problem = error
+    except PeerError as error:
+        raise _BrokenOffError(str(error)) from error
+    with stage("steps"):
+        if problem is not None:
+            raise problem
+    return results[0]
+
+
+def _draws(model: torch.nn.Module, batch: Batch, loss_fn: LossFn, stage: Stage) -> bool:
+    """Run a step eagerly, and return whether it draws random numbers."""
+    with stage("copying"):
+        rehearsal, own_batch = rehearse(model), copy_batch(batch)
+    with same_randomness(model), torch.compiler.set_stance("force_eager"):
+        before = randomness(model)
+        run_locally(model, rehearsal, own_batch, loss_fn, stage)
+        return randomness(model) != before
+
+
+def _draws_otherwise(model: torch.nn.Module, has_drawn: bool) -> bool:
+    """Whether compiled code would draw other random numbers than an eager step that drew some."""
+    if has_drawn and not is_compiled_by_us(model):
+        raise OptionError(
+            "a step draws random numbers, and what compiles it with backend='ddpopt' is not found "
+            "in the model, to compile it with eager's; compile a module instead of a function, or "
+            "verify the model in eval mode"
+        )
     options = [
         _torch.compile_options(part).get("options") or {} for part in _torch.compiled_parts(model)
     ]
-    if all(given.get("inner", "inductor") != "inductor" for given in options):
-        return False
-    with same_randomness(device), torch.compiler.set_stance("force_eager"):
-        before = randomness(device)
-        run_locally(rehearse(model), batch, loss_fn)
-        return randomness(device) != before
+    return has_drawn and any(given.get("inner", "inductor") == "inductor" for given in options)
 
 
 class _Report(NamedTuple):
@@ -225,6 +324,23 @@ class _Report(NamedTuple):
     is_tf32: bool
     is_apart: bool
     tolerances: dict[str, float]
+
+
+def _judge(
+    ddp: DistributedDataParallel,
+    stage: Stage,
+    eager: list[Outcome],
+    is_apart: bool,
+    tolerances: Mapping[torch.dtype, float],
+    run: Callable[[], list[Outcome]],
+) -> Verification:
+    """Run steps and compare them with eager ones; equal on all ranks."""
+    device = next(ddp.parameters()).device
+    limits = {name_of(dtype): limit for dtype, limit in {**TOLERANCES, **tolerances}.items()}
+    precision = precision_of(ddp, eager, device)
+    errors = _attempt(stage, lambda: compare_steps(run(), eager))
+    own = _Report(*errors, *precision, is_apart=is_apart, tolerances=limits)
+    return _gather(ddp.process_group, own)
 
 
 def _gather(group: dist.ProcessGroup, own: _Report) -> Verification:

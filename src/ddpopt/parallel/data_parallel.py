@@ -156,7 +156,7 @@ class DataParallel(nn.Module):
             )
         ]
         if is_known:
-            with _torch.running_replicas():
+            with _torch.uncompiled_while_tracing():
                 return _run_together(jobs)
         with _torch.compiling_replicas(len(set(self.devices))):
             outputs = _run_in_turn(jobs)
