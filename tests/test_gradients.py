@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import batches
+from ranks import Ranks
 from test_analysis import Capture, forward_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -84,6 +85,77 @@ def test_parameters_without_a_gradient_keep_none(
     assert split == "backward" or sections >= [2]
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter, expected[name])
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads, each an output. `aside` keeps the second where DDP does not see it."""
+
+    def __init__(self, aside: bool) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.aside = aside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.trunk(x)
+        first, second = self.first(x), self.second(x)
+        if self.aside:
+            self.kept = second
+            return first
+        return {"second": second, "first": first}
+
+
+def _train_first_head(
+    rank: int, aside: bool, options: dict[str, Any], inner: str | None
+) -> tuple[list[str], dict[str, torch.Tensor], list[int]]:
+    """As `_train`, on a loss of the first head, and on rank 1 of both in the last step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = model = DistributedDataParallel(TwoHeads(aside), **options)
+    if inner is not None:
+        chosen = {"inner": inner, "split": "backward"}
+        model = torch.compile(ddp, backend="ddpopt", options=chosen)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, weight_decay=0.5)
+    without = []
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
+        optimizer.zero_grad()
+        output = model(x)
+        loss = (output if aside else output["first"]).pow(2).mean()
+        if step == 3 and rank == 1 and not aside and not ddp.static_graph:
+            loss = loss + output["second"].pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        named = dict(ddp.module.named_parameters())
+        without.append(", ".join(n for n, parameter in named.items() if parameter.grad is None))
+    state = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return without, state, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+
+
+@pytest.mark.parametrize(
+    ("aside", "option", "inner"),
+    [
+        (False, "find_unused_parameters", "aot_eager"),
+        (False, "find_unused_parameters", "inductor"),
+        (True, "find_unused_parameters", "aot_eager"),
+        (True, "static_graph", "aot_eager"),  # eager DDP refuses it with an output that it sees
+    ],
+)
+def test_parameters_behind_outputs_that_the_loss_does_not_use_keep_none(
+    ranks: Ranks, aside: bool, option: str, inner: str
+) -> None:
+    """Zeros, which AOTAutograd fills in, would have AdamW change them. Any rank's use counts."""
+    options = {option: True, "bucket_cap_mb": 200 / 2**20}
+    expected = ranks.run(_train_first_head, aside, options, None)
+    found = ranks.run(_train_first_head, aside, options, inner)
+    for (without, parameters, sections), (eager, eager_parameters, _) in zip(
+        found, expected, strict=True
+    ):
+        assert without == eager
+        assert "second.0.weight" in eager[0]
+        assert sections[0] >= 3
+        torch.testing.assert_close(parameters, eager_parameters)
 
 
 def _passing(forward: Forward) -> dict[str, bool]:

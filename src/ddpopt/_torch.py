@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,27 @@ def guard_on(check: Callable[[], bool], description: str) -> None:
     source = _private("torch._dynamo.source", "GlobalStateSource")()
     guards = _private_of(_private_of(tracing, "guards_context"), "dynamo_guards")
     guards.add(_private("torch._guards", "Guard")(source, create))
+
+
+def checkpointed_region() -> object | None:
+    """Return what is the same in a checkpoint's forward and in its recomputation, None outside.
+
+    `torch.utils.checkpoint` without reentrance; nothing tells of other implementations. A release
+    that hides it from us costs nothing but the case of several compiled versions of one region.
+    """
+    try:
+        hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)
+        frame_class = _private("torch.utils.checkpoint", "_CheckpointFrame")
+    except TorchDriftError:
+        return None
+    if hooks is None:
+        return None
+    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+        found = cell.cell_contents
+        found = found() if isinstance(found, weakref.ref) else found
+        if isinstance(found, frame_class):
+            return found  # type: ignore[no-any-return]
+    return None
 
 
 def optimize_ddp_mode() -> str:
@@ -631,6 +653,30 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
         is_plain = isinstance(description, grad) and isinstance(description.grad_of, plain)
         found.append(description.grad_of.idx if is_plain else None)
     return found
+
+
+def outputs_described(forward: fx.GraphModule) -> list[Any]:
+    """Return AOTAutograd's description of each value that a forward graph returns, hashable."""
+    (output,) = forward.graph.find_nodes(op="output")
+    return list(output.meta.get("desc", ()))
+
+
+def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any]:
+    """Return which inputs of a backward graph are gradients of which of the forward's outputs."""
+    tangent = _private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
+    described = {
+        node: node.meta.get("desc") for node in backward.graph.find_nodes(op="placeholder")
+    }
+    return {
+        node: _private_of(description, "output")
+        for node, description in described.items()
+        if isinstance(description, tangent)
+    }
+
+
+def autograd_node() -> Any:
+    """Return the autograd node that runs in this thread."""
+    return _private("torch._C", "_current_autograd_node")()
 
 
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:

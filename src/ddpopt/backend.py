@@ -25,6 +25,7 @@ from ddpopt import (
     listening,
     logs,
     rebucketing,
+    recomputation,
     records,
     tuning,
     verification,
@@ -81,7 +82,7 @@ def backend(
     resolved = resolve_options(mode, options)
     ddp, detail = None, ""
     try:
-        ddp = _torch.active_ddp()
+        ddp = recomputation.compiled_for()
         if ddp is not None:
             faults.introduce()  # before compiling, in which a rank may be lost too
         _refuse_unsupported_modes(ddp)
@@ -136,7 +137,8 @@ def _guard_on_rules(rules: ReducerRules | None) -> None:
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    _torch.guard_on(lambda: records.rules_of(_torch.active_ddp()) == rules, "DDP's bucket rules")
+    recomputation.note_compiled(rules)
+    _torch.guard_on(lambda: recomputation.may_run(rules), "DDP's bucket rules")
 
 
 # Where a graph releases one bucket or none, no cut of its backward would help.

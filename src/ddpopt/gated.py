@@ -7,7 +7,7 @@ See [Note: tokens, gates and runs] in gates.py for what the token is for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ddpopt.splitting.backward_analysis import (
     saved_arguments,
 )
 from ddpopt.splitting.nodes import graph_name, output_values
+from ddpopt.splitting.tangents import find_descent
 
 PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
 Show = Callable[[fx.GraphModule, Sequence[SectionGraph]], None]
@@ -52,9 +53,13 @@ def compile_gated(
     was_autocast_on = _torch.is_autocast_on()
     further: list[CompiledSection] = []
     saved: dict[str, int] = {}
+    places: dict[Hashable, int] = {}
+    descent: dict[int, int] = {}
 
     def edit_forward(graph: fx.GraphModule) -> None:
         saved.update(saved_arguments(graph))
+        described = _torch.outputs_described(graph)
+        places.update({output: place for place, output in enumerate(described)})
         _return_token_itself(graph)
 
     def cut(
@@ -70,9 +75,12 @@ def compile_gated(
         cuts = plan_cuts(read_backward(graph, saved))
         if cuts is None:
             return compile_section(graph, inputs, list(range(len(inputs))))
+        descent.update(find_descent(graph, places))
         sections = cut_backward(graph, cuts)
         show(graph, sections)
-        first, *rest = compile_backward_sections(sections, inputs, compile_section, graph_name(gm))
+        first, *rest = compile_backward_sections(
+            sections, inputs, compile_section, graph_name(gm), descent
+        )
         # AOTAutograd's own node does it for the first section.
         further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)
@@ -83,7 +91,7 @@ def compile_gated(
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
     compiled = aot(gm, [*example_inputs, token], edit_forward, cut)
-    return GatedGraph(compiled, further, device)
+    return GatedGraph(compiled, further, device, has_descent=bool(descent))
 
 
 def _gradient_device(example_inputs: Sequence[Any]) -> torch.device:

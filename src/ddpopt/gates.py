@@ -15,7 +15,8 @@ a chain, of which AOTAutograd's node is the end.
     backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
 
 The first section puts a *handle* in the place of the token's gradient: a tensor that carries the
-*run*, the list of values on which the further sections of this one backward work. Autograd gives
+*run*, the list of values on which the further sections of this one backward work; the last says
+which outputs of the forward have gradients. Autograd gives
 it to gate 1, that hands it on to gate 2, and so on. Accumulation comes before any gate, because
 autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before
 the next section starts. Who abandons a backward drops the handle, and all values with it.
@@ -31,6 +32,7 @@ import torch
 
 from ddpopt import _torch, listening
 from ddpopt.listening import Label
+from ddpopt.splitting.tangents import ANY
 
 TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -42,8 +44,9 @@ class CompiledSection:
     """A section as it is run; the numbers are those of `SectionGraph`.
 
     `call` takes its values as a list, which it empties. The gradients it makes come in the order
-    of `releases`. Where autocast was on in forward, `call` is `without_autocast`: what was to be
-    cast has been. `label` says which section it is.
+    of `releases`, and descend from the outputs that are bits of `descent`: from none that has a
+    gradient, and there is none. Where autocast was on in forward, `call` is `without_autocast`:
+    what was to be cast has been. `label` says which section it is.
     """
 
     call: Boxed
@@ -51,6 +54,7 @@ class CompiledSection:
     keeps: tuple[int, ...]
     drops: tuple[int, ...]
     releases: tuple[int, ...]
+    descent: tuple[int, ...]
     label: Label
     without_autocast: bool = False
 
@@ -69,7 +73,11 @@ class CompiledSection:
         num_kept = len(self.keeps)
         for slot, value in zip(self.keeps, made, strict=False):
             run[slot] = value
-        return [_in_own_memory(gradient) for gradient in made[num_kept:]]
+        given = run[-1]
+        return [
+            _in_own_memory(gradient) if descent & given else None
+            for gradient, descent in zip(made[num_kept:], self.descent, strict=True)
+        ]
 
 
 def _in_own_memory(gradient: Any) -> Any:
@@ -100,7 +108,7 @@ def run_first_section(
     token_place = places[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
-        run: Run = [*inputs, *[None] * num_kept]
+        run: Run = [*inputs, *[None] * num_kept, _given_outputs()]
         inputs.clear()
         gradients: list[Any] = [None] * len(arguments)
         for place, gradient in zip(released, section.run(run), strict=True):
@@ -110,6 +118,17 @@ def run_first_section(
         return gradients
 
     return _torch.boxed(backward)
+
+
+def _note_given(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Note for the node that is about to run which of its outputs have gradients."""
+    given = sum(1 << i for i, gradient in enumerate(gradients) if gradient is not None)
+    _torch.autograd_node().ddpopt_given = given
+
+
+def _given_outputs() -> int:
+    """Return what was noted for the node that runs, as bits."""
+    return getattr(_torch.autograd_node(), "ddpopt_given", ANY)
 
 
 class Gate(torch.autograd.Function):
@@ -178,7 +197,7 @@ class GatedGraph:
     """The compiled forward of a graph, with a gate for each of the further backward sections.
 
     It has the signature of Dynamo's graph. `compiled` takes the token as one more argument, and
-    returns one more output.
+    returns one more output. `has_descent` says that sections ask which outputs have gradients.
     """
 
     def __init__(
@@ -186,15 +205,20 @@ class GatedGraph:
         compiled: Callable[..., Sequence[Any]],
         further: Sequence[CompiledSection],
         device: torch.device,
+        has_descent: bool,
     ) -> None:
         self._compiled = compiled
         # The gate of the last section is made first: autograd runs later-made nodes first.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]
         self._device = device
+        self._has_descent = has_descent
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the forward on Dynamo's arguments."""
         token = torch.empty(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
         for section, is_last in self._gates:
             token = _gate(section, is_last, token, *[args[i] for i in section.releases])
-        return self._compiled(*args, token)[:-1]
+        *outputs, token = self._compiled(*args, token)
+        if self._has_descent and token.grad_fn is not None:
+            token.grad_fn.register_prehook(_note_given)
+        return outputs

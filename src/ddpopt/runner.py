@@ -120,7 +120,8 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
-        ctx.save_for_backward(value)
+        # Not saved for backward: a checkpoint would count it, and misses it when it recomputes.
+        ctx.source = value
         return value.view_as(value)
 
     @staticmethod
@@ -128,9 +129,7 @@ class _Alias(torch.autograd.Function):
         if gradient is None or not torch.is_grad_enabled():
             return gradient
         # AOTAutograd saves no autograd history of the alias, from which it would find out.
-        (alone,) = refuse_double_backward(
-            lambda: (gradient.detach(),), gradient, *ctx.saved_tensors
-        )
+        (alone,) = refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)
         released: torch.Tensor = alone
         return released
 

@@ -5,9 +5,10 @@ It cuts nothing and plans nothing: `splitting` made the graphs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ddpopt.errors import SectionCompileError
 from ddpopt.gates import CompiledSection
 from ddpopt.listening import Label
 from ddpopt.splitting.backward import SectionGraph
+from ddpopt.splitting.tangents import ANY
 
 _QUIET_S = 3.0  # of compiling before anything is said of it
 
@@ -101,7 +103,7 @@ class _SectionCompiler(fx.Interpreter):
             self.compiled[target] = compiled
             if trace.has_run_aot:
                 return compiled(*args)
-        with self._fake_mode:
+        with self._fake_mode, _apart_from_saved_tensors_hooks():
             return section(*args)
 
     def _compile(self, name: str, section: fx.GraphModule, args: Any) -> Callable[..., Any]:
@@ -111,15 +113,25 @@ class _SectionCompiler(fx.Interpreter):
         return _compile(where, lambda: self._inner(section, list(args)), lambda: section.forward)
 
 
+def _apart_from_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
+    """Keep what a fake run saves from the hooks of whoever compiles, a checkpoint for example.
+
+    Of nested hooks autograd calls the innermost.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
+
+
 def compile_backward_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
     compile_section: _torch.CompileSection,
     graph: str,
+    descent: Mapping[int, int],
 ) -> tuple[CompiledSection, ...]:
     """Compile each section of a backward graph; equal ones once.
 
-    `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
+    `inputs` are the fake values of the whole graph's inputs, `graph` is its name, `descent` is what
+    `find_descent` returned.
 
     Raises:
         SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
@@ -150,6 +162,7 @@ def compile_backward_sections(
                 keeps=section.keeps,
                 drops=section.drops,
                 releases=section.releases,
+                descent=tuple(descent.get(argument, ANY) for argument in section.releases),
                 label=Label(graph, index),
             )
         )

@@ -30,6 +30,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first, its seed")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after")
     parser.add_argument("--simplify-minutes", type=float, default=5, help="for each failure")
+    parser.add_argument("--inner", default="", help="the inner compiler, instead of any")
+    parser.add_argument("--feature", default="", help="only cases with it, as the tally names it")
     parser.add_argument("--ranks", type=int, default=2, help="how many processes train")
     parser.add_argument("--plant", default="", help="a bug of planted.py, to test the fuzz")
     parser.add_argument("--log", help="append failures, progress and counts to a file as well")
@@ -56,7 +58,12 @@ def _run(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
             output.say(f"{finding.outcome}:\n    {case},\n{finding.detail[-_SHOWN:]}")
         return finding
 
-    campaign = Campaign(run, simplify_s=arguments.simplify_minutes * 60)
+    campaign = Campaign(
+        run,
+        simplify_s=arguments.simplify_minutes * 60,
+        inner=arguments.inner,
+        feature=arguments.feature,
+    )
     began_s = told_s = time.monotonic()
     failures = []
     try:

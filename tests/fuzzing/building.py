@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fuzzing.blocks import WIDTH, Part
 from fuzzing.regions import KINDS
@@ -22,13 +23,29 @@ class Output:
     more: dict[str, Any]
 
 
+class Region(nn.Module):
+    """Blocks that are compiled together, and without what is around them."""
+
+    def __init__(self, blocks: list[Part]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(blocks)
+        self.dtype = blocks[0].dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x.to(part.dtype))
+        return x
+
+
 class Model(nn.Module):
     """A layer, the blocks of a case, a layer."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         earlier: list[nn.Linear] = []
-        made = [_make(block, earlier) for block in case.blocks]
+        made: list[Any] = [_make(block, earlier) for block in case.blocks]
+        if case.regions:
+            made = [Region(made[i : i + 2]) for i in range(0, len(made), 2)]
         if case.is_registered_in_reverse:
             self.last, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.blocks = nn.ModuleDict({str(i): made[i] for i in reversed(range(len(made)))})
@@ -38,6 +55,7 @@ class Model(nn.Module):
             self.last = nn.Linear(WIDTH, WIDTH)
         self.order = [str(i) for i in range(len(made))]
         self.case = case
+        self.run = _RUNS[case.regions]
 
     def forward(self, x: Any) -> Any:
         if isinstance(x, dict):
@@ -50,7 +68,7 @@ class Model(nn.Module):
         x = hidden = torch.tanh(self.first(x.float()))
         for name in self.order:
             block = self.blocks[name]
-            x = block(x.to(block.dtype))
+            x = self.run(block, x.to(block.dtype))
         x = self.last(x.float())
         more = {name: _more(name, x, given, hidden) for name in self.case.outputs}
         if "penalty" in more:
@@ -58,6 +76,31 @@ class Model(nn.Module):
         if "parameter" in more:
             more["parameter"] = self.first.bias
         return _contain(self.case.container, x, more)
+
+    def compile_regions(self, compile_: Callable[[Any], Any]) -> None:
+        """Compile each region as `region.compile` does."""
+        for region in self.blocks.values():
+            region._compiled_call_impl = compile_(region._call_impl)
+
+
+def _run_plainly(block: nn.Module, x: torch.Tensor) -> Any:
+    return block(x)
+
+
+def _run_in_checkpoint(block: nn.Module, x: torch.Tensor) -> Any:
+    return checkpoint(block.__call__, x, use_reentrant=False)
+
+
+def _run_in_reentrant_checkpoint(block: nn.Module, x: torch.Tensor) -> Any:
+    return checkpoint(block.__call__, x, use_reentrant=True)
+
+
+_RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "": _run_plainly,
+    "plain": _run_plainly,
+    "checkpoint": _run_in_checkpoint,
+    "reentrant": _run_in_reentrant_checkpoint,
+}
 
 
 def _more(name: str, x: torch.Tensor, given: torch.Tensor, hidden: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ example, which is left out, and a random one. A case can be run again by its num
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -96,17 +97,24 @@ class Failure:
 class Campaign:
     """Runs cases by their numbers, with `run`, and makes those that fail simpler.
 
-    `simplify_s` is how long that may take for each.
+    `simplify_s` is how long that may take for each. `inner` is the inner compiler of all cases, if
+    given, and `feature` what those that are run have in common; see `Case.features`.
     """
 
-    def __init__(self, run: Run, *, simplify_s: float) -> None:
+    def __init__(self, run: Run, *, simplify_s: float, inner: str = "", feature: str = "") -> None:
         self.tally = Tally()
         self._run = run
         self._simplify_s = simplify_s
+        self._inner = inner
+        self._feature = feature
 
     def try_case(self, number: int) -> Failure | None:
         """Run the case of a number."""
         case = draw_case(number)
+        if self._inner:
+            case = dataclasses.replace(case, inner=self._inner)
+        if self._feature and self._feature not in case.features():
+            return None
         finding = self._run(case)
         self.tally.add(case, finding)
         if not finding.is_failure:

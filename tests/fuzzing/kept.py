@@ -9,4 +9,18 @@ KEPT: dict[str, Case] = {
     "zeros for parameters without a gradient": Case(
         blocks=(Block(kind="detached"),), static_graph=True, split="forward"
     ),
+    # The recomputation of a checkpoint was compiled anew, and whole.
+    "a guard that fails in a recomputation": Case(
+        blocks=(Block(kind="choose"),), find_unused=True, regions="checkpoint", split="forward"
+    ),
+    "a guard that fails in a recomputation, split in backward": Case(
+        blocks=(Block(kind="choose"),), find_unused=True, regions="checkpoint"
+    ),
+    # A section's fake run was counted as a part of the checkpoint's forward.
+    "compiled uncompiled in a checkpoint": Case(
+        blocks=(Block(kind="linear"), Block(kind="linear")),
+        regions="checkpoint",
+        split="forward",
+        inner="eager",
+    ),
 }

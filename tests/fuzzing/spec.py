@@ -46,7 +46,9 @@ class Case:
 
     `batches` are the sizes of the batches of each step; all but a step's last run under `no_sync`.
     `outputs` are returned beside the main one, in a `container`. `hooks` are put on parameters.
-    `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default.
+    `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default. `regions` has two
+    blocks each compiled in place, and nothing else: "plain", or in a "checkpoint", or in a
+    "reentrant" one.
     """
 
     blocks: tuple[Block, ...]
@@ -69,6 +71,7 @@ class Case:
     bucket_view: bool = False
     broadcasts_buffers: bool = True
     compiles_inside: bool = False
+    regions: str = ""
     split: str = "backward"
     inner: str = "aot_eager"
 
@@ -91,7 +94,7 @@ class Case:
         found |= {f"dtype {dtype}" for dtype in self.dtypes}
         found |= {f"output {name}" for name in self.outputs} | {f"hook {h}" for h in self.hooks}
         found |= {f"frozen {block.frozen}" for block in self.all_blocks() if block.frozen}
-        for name in ("container", "feed", "split", "inner"):
+        for name in ("container", "feed", "regions", "split", "inner"):
             found.add(f"{name} {getattr(self, name)}")
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is True:

@@ -43,6 +43,7 @@ OUTPUTS = (
     "pieces",
 )
 CONTAINERS = ("tuple", "list", "dict", "nested", "dataclass")
+REGIONS = ("plain", "checkpoint", "checkpoint", "reentrant")
 CAPS_BYTES = (200, 300, 600, 200, 300, 800, None)
 
 
@@ -100,6 +101,7 @@ def cases(draw: st.DrawFn) -> Case:
         bucket_view=draw(_sometimes(3)),
         broadcasts_buffers=not draw(_sometimes(4)),
         compiles_inside=draw(_sometimes(4)),
+        regions=draw(st.sampled_from(REGIONS)) if draw(_sometimes(4)) else "",
         split=draw(st.sampled_from(("backward", "forward"))),
         inner=draw(st.sampled_from(("aot_eager", "aot_eager", "aot_eager", "eager"))),
     )
@@ -122,6 +124,8 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, is_input_mutated=False)
     if any(block.kind == "choose" for block in case.all_blocks()):
         case = dataclasses.replace(case, static_graph=False)
+    if case.regions == "reentrant":  # DDP takes them for parameters that are ready twice
+        case = dataclasses.replace(case, regions="checkpoint" if case.find_unused else "reentrant")
     if case.static_graph:  # which takes the first backward for what all are like
         case = dataclasses.replace(case, batches=tuple(sizes[:1] for sizes in case.batches))
     return case

@@ -57,10 +57,13 @@ def train(
     """Train for the steps of a case."""
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
-    model: nn.Module = Model(case)
+    model = Model(case)
     _hook(case, model)
     named = dict(model.named_parameters())
-    if case.compiles_inside:
+    if case.regions:
+        model.compile_regions(compile_)
+        forward = ddp = _wrap(case, model, group)
+    elif case.compiles_inside:
         forward = ddp = _wrap(case, compile_(model), group)
     else:
         ddp = _wrap(case, model, group)

@@ -3,8 +3,9 @@
 from scenarios.architectures import ARCHITECTURES
 from scenarios.loops import LOOPS
 from scenarios.modes import MODES
+from scenarios.regions import REGIONS
 
-SCENARIOS = {**ARCHITECTURES, **MODES, **LOOPS}
+SCENARIOS = {**ARCHITECTURES, **MODES, **LOOPS, **REGIONS}
 
 # Rows in which Inductor does what aot_eager does not: fuse, choose strides, reuse buffers.
 ON_INDUCTOR = (
