@@ -5,6 +5,7 @@ PYTHONPATH=tests python -m architectures --log architectures.jsonl --document
 The log gets a line of JSON for each run. What it has is not run again, so that a sweep can be
 continued; of two lines for one run the later counts. --document writes docs/architectures.md.
 """
+# test: skip, it takes hours; tests/test_architectures.py runs a handful
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +24,7 @@ from ranks import Ranks
 from architectures.catalogue import ARCHITECTURES
 from architectures.document import write_document
 from architectures.log import Log
-from architectures.running import run_way, ways_of
+from architectures.running import Way, run_way, ways_of
 
 _ANSWER_LIMIT_S = 600
 _RUNS_A_START = 60  # then the two processes are started anew: Dynamo keeps a little of each
@@ -38,12 +40,21 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _in_turn(names: Sequence[str]) -> list[tuple[str, Way]]:
+    """Return all runs. Each architecture begins with another way: a sweep may be stopped early."""
+    turns = [
+        ((number + turn) % len(ways_of(name)), name, way)
+        for number, name in enumerate(names)
+        for turn, way in enumerate(ways_of(name))
+    ]
+    return [(name, way) for _, name, way in sorted(turns, key=lambda turn: turn[0])]
+
+
 def _sweep(arguments: argparse.Namespace, log: Log) -> int:
-    """Run what is missing, breadth first; return how many runs failed."""
-    runs = [(name, way) for name in arguments.only for way in ways_of(name)]
-    runs.sort(key=lambda run: ways_of(run[0]).index(run[1]))  # which leaves names in their order
+    """Run what is missing; return how many runs failed."""
+    runs = _in_turn(arguments.only)
     if not arguments.again:
-        runs = [(name, way) for name, way in runs if (name, way) not in log.results]
+        runs = [run for run in runs if run not in log.results]
     workers, num_failures, began_s = Ranks(), 0, time.monotonic()
     try:
         for number, (name, way) in enumerate(runs, start=1):

@@ -44,6 +44,7 @@ equal, the unsplit compile decides, as in [the fuzz](safety.md#random-models). C
 that there are about six buckets. `tests/test_architectures.py` runs a handful. This page is written
 by
 
+<!-- test: skip, it takes hours; tests/test_architectures.py runs a handful -->
 ```
 PYTHONPATH=tests python -m architectures --log architectures.jsonl --document
 ```
