@@ -56,6 +56,7 @@ three steps, and compares losses, gradients, parameters and buffers with eager D
 clipped in every row that has no sparse ones. The inner compiler is `aot_eager`, or Inductor where
 a row says so. This file is written by `python tests/compatibility.py`, here with torch {torch};
 `tests/test_training.py` checks ddpopt's columns: *forward* and *backward* are its two splits.
+[Architectures](architectures.md) is the same for tiny models of transformers and timm.
 
 - *3 of 3*: the graph was split into three sections, for three buckets of the Reducer. With graph
   breaks and recompiles there is one number of sections for each graph. *whole* is a graph that was

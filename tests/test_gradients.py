@@ -180,6 +180,30 @@ def test_what_is_only_detached_passes_nothing_back() -> None:
     ]
 
 
+def test_what_vmap_does_passes_gradients_back() -> None:
+    """Within a transform of functorch Dynamo's values do not say that they require any."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.mul)(x, p[0].exp()) @ p[1]
+
+    made_by_exp, *_ = _passing(forward).values()
+    assert made_by_exp
+
+
+def test_gradients_arrive_where_vmap_alone_uses_a_value_behind_a_cut(one_rank: None) -> None:
+    """As in the scan of a state space model: the rate of decay got zeros."""
+
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        rate = layers[0](x).sigmoid()
+        return layers[3](torch.vmap(torch.mul)(layers[2](layers[1](x)), rate))
+
+    _, expected, _ = _train(forward, {"bucket_cap_mb": 500 / 2**20}, None)
+    _, parameters, sections = _train(forward, {"bucket_cap_mb": 500 / 2**20}, "forward")
+    assert sections >= [2]
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name])
+
+
 def test_what_is_written_into_memory_counts_as_passing() -> None:
     """Others may read that memory."""
 

@@ -669,6 +669,11 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None  # sparse and other storage-less layouts
 
 
+def is_of_functorch(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what vmap, grad or jvp work on: it does not say what requires grad."""
+    return bool(_private("torch._C._functorch", "is_functorch_wrapped_tensor")(tensor))
+
+
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     """Whether another graph follows this one in its frame; True where Dynamo does not tell."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", True))

@@ -28,7 +28,7 @@ from fuzzing.training import Compile, Notes, group_of_trainings, leave_group, tr
 
 # Largest difference of an element over the largest element, where the order of sums differs.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2}
-_OUR_ERRORS = (
+OUR_ERRORS = (
     Fallback.SPLIT_FAILED,
     Fallback.TORCH_DRIFT,
     ForwardInstead.FAILED,
@@ -111,7 +111,7 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
         ours = _attempt(case, rank, functools.partial(_compile, case))
     if eager.raised_anywhere:
         return Finding(outcome=REFUSED, detail=eager.error)
-    if not ours.raised_anywhere and not _anywhere(not _are_same(ours, eager)):
+    if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
     with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole
         unsplit = _attempt(case, rank, functools.partial(torch.compile, backend=case.inner))
@@ -125,10 +125,10 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
 def _compare(case: Case, ours: _Attempt, eager: _Attempt, unsplit: _Attempt) -> Finding:
     """Find out how far a training that is not equal to eager's in all bits is from it."""
     difference = _difference(case, ours, eager)
-    if not _anywhere(bool(difference)):
-        is_rounded = _anywhere(not _are_same(ours, unsplit))
+    if not anywhere(bool(difference)):
+        is_rounded = anywhere(not _are_same(ours, unsplit))
         return _judge(ROUNDED if is_rounded else EQUAL_TO_UNSPLIT, ours)
-    if not _anywhere(bool(_difference(case, ours, unsplit))):
+    if not anywhere(bool(_difference(case, ours, unsplit))):
         return _judge(AS_UNSPLIT, ours, difference)
     return Finding(outcome=DIFFERS, detail=difference, sections=ours.sections)
 
@@ -155,14 +155,14 @@ def _attempt(case: Case, rank: int, compile_: Compile) -> _Attempt:
         plans = ddpopt.explain(ddp).plans
     except Exception:
         error = traceback.format_exc()
-    raised_anywhere = _anywhere(bool(error))
+    raised_anywhere = anywhere(bool(error))
     if raised_anywhere:
         leave_group()
     error = error or "another rank raised" * raised_anywhere
     return _Attempt(notes=notes, error=error, plans=plans, raised_anywhere=raised_anywhere)
 
 
-def _anywhere(is_so: bool) -> bool:
+def anywhere(is_so: bool) -> bool:
     """Whether it is so on any rank, so that all go on alike."""
     count = torch.tensor(float(is_so))
     dist.all_reduce(count)
@@ -177,7 +177,7 @@ def _compile(case: Case, module: nn.Module) -> Callable[..., Any]:
 def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
     """Return what was found, unless something went wrong that changes no value."""
     for plan in ours.plans:
-        if plan.fallback in _OUR_ERRORS or plan.instead in _OUR_ERRORS:
+        if plan.fallback in OUR_ERRORS or plan.instead in OUR_ERRORS:
             return Finding(outcome=NOT_SPLIT, detail=plan.headline(), sections=ours.sections)
     return Finding(outcome=outcome, detail=detail, sections=ours.sections)
 

@@ -86,7 +86,7 @@ def is_differentiable(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     tensors = _tensors_of(value)
     if tensors:
-        return any(tensor.requires_grad for tensor in tensors)
+        return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
     return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
 
 
