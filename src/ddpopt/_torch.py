@@ -618,15 +618,14 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
             packet = getattr(torch.ops.aten, name, None)
         is_packet = isinstance(packet, packet_type)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
-    schemas = [_private_of(overload, "_schema") for overload in overloads]
-    return {written for schema in schemas for written in _writes_in(schema)}
+    return {written for overload in overloads for written in _writes_of(overload)}
 
 
 @functools.cache
-def _writes_in(schema: Any) -> tuple[tuple[int | None, str], ...]:
+def _writes_of(overload: Any) -> tuple[tuple[int | None, str], ...]:
     return tuple(
         (None if argument.kwarg_only else place, argument.name)
-        for place, argument in enumerate(schema.arguments)
+        for place, argument in enumerate(_private_of(overload, "_schema").arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in RUNNING_AVERAGES
     )
