@@ -69,6 +69,7 @@ CASES = (
     Case(fault=KILL, where=OPTIMIZER),
     Case(fault=KILL, where=COMPILE),
     Case(fault=KILL, where=COMPILE, split="backward"),
+    Case(fault=KILL, where=COMPILE, rank=0),  # the others compile without a store
     Case(fault=LINK, where=ANYWHERE, duration_s=2.0),
     Case(fault=LINK, where=ANYWHERE),
     Case(fault=LINK, where=ANYWHERE, rank=0),

@@ -695,6 +695,7 @@ def test_closures_are_refused(one_rank: None) -> None:
 
 
 def _lose_a_rank(rank: int) -> tuple[list[str], float, list[str]]:
+    ddpopt.config.name_peers = True
     group = dist.new_group(timeout=timedelta(seconds=10))
     trial = Trial(group, OFTEN)
     trial.steps_until_rounds(2)

@@ -452,6 +452,7 @@ def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
 
 
 def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
+    ddpopt.config.name_peers = True
     group = dist.new_group(timeout=timedelta(seconds=20))
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(2), process_group=group)

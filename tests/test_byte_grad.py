@@ -16,6 +16,7 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import config
 from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.algorithms.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError, PeerError
@@ -313,6 +314,7 @@ def test_what_is_not_finite_on_one_rank_is_raised_by_backward_on_all(
 
 
 def _die(rank: int) -> str:
+    config.name_peers = True
     setting = _setting(3, {}, timeout_s=20)
     if setting is None:
         return ""

@@ -17,6 +17,7 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import config
 from ddpopt.algorithms import LowPrecisionDecentralized, attach, low_precision
 from ddpopt.algorithms.quantization import EPSILON, compress, decompress
 from ddpopt.errors import AttachError, NonFiniteError, OptionError, PeerError
@@ -503,6 +504,7 @@ def test_updates_that_belong_to_no_step_communicate_nothing(ranks: Ranks) -> Non
 
 
 def _die(rank: int) -> str:
+    config.name_peers = True
     setting = _setting(3, {}, timeout_s=20)
     if setting is None:
         return ""
