@@ -24,6 +24,7 @@ from models import MLP
 from ddpopt import _torch
 from ddpopt.bucket_plan import plan_buckets
 from ddpopt.cli import benching, clusters, doctor, main, output, program
+from ddpopt.cli.errors import InputError
 from ddpopt.cli.loading import Loaded, find_factory
 from ddpopt.cli.private_names import private_names
 from ddpopt.errors import SectionCompileError
@@ -380,6 +381,14 @@ def test_bench_gives_each_model_code_of_its_own(
     assert not contest.failures
     assert counts["nosplit"] == 1
     assert counts["intree"] > 1
+
+
+def test_bench_refuses_a_model_that_is_compiled_already() -> None:
+    """Its eager training would be none."""
+    model = MLP(1)
+    model.compile(backend="eager")
+    with pytest.raises(InputError, match="is compiled already"):
+        benching._uncompiled(Loaded(model, ()))
 
 
 def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1268,15 +1268,17 @@ def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callabl
 
 def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
     """Raise where a forward of the instance's own would run the original module."""
-    forward = vars(copied).get("forward")
-    for cell in getattr(forward, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # the cell is empty
-            if module in (cell.cell_contents, getattr(cell.cell_contents, "__self__", None)):
-                raise OptionError(
-                    f"the forward of this {type(module).__name__} is replaced by a function that "
-                    "holds the module, so a copy would run the original; call it where the forward "
-                    "is the module's own"
-                )
+    cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
+    held: list[Any] = []
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # it is empty
+            held.append(cell.cell_contents)
+    if any(value is module or getattr(value, "__self__", None) is module for value in held):
+        raise OptionError(
+            f"the forward of this {type(module).__name__} is replaced by a function that holds the "
+            "module, so a copy would run the original; call it where the forward is the module's "
+            "own"
+        )
 
 
 def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataParallel) -> None:

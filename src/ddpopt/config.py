@@ -87,7 +87,8 @@ graph is compiled. Environment: `DDPOPT_DUMP_DIR`."""
 
 verify: bool = _read_boolean("DDPOPT_VERIFY", default=False)
 """Whether each DDP model's first training forward is preceded by `ddpopt.verify`, which raises
-`VerificationError` where it fails. Set it on all ranks alike. Environment: `DDPOPT_VERIFY`."""
+`VerificationError` where it fails; a warning says what cannot be verified. Set it on all ranks
+alike. Environment: `DDPOPT_VERIFY`."""
 
 disagreement: str = _check_disagreement(os.environ.get("DDPOPT_DISAGREEMENT", "warning"))
 """What follows where ranks compiled for different DDP models: a `"warning"` or an `"error"`

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
             contest = _Contest()
             for peer, cap_mb in entrants:
-                contest.admit(peer, cap_mb, args.inner, factory())
+                contest.admit(peer, cap_mb, args.inner, _uncompiled(factory()))
                 advance()
             for _ in range(args.rounds):
                 for trainee in contest.trainees:
@@ -82,6 +82,15 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         "rounds": args.rounds,
     }
     return _report(contest, title)
+
+
+def _uncompiled(loaded: Loaded) -> Loaded:
+    if _torch.compiled_parts(loaded.model):
+        raise InputError(
+            f"this {type(loaded.model).__name__} is compiled already, at least in part, so that no "
+            "training of it would be eager; have the factory return it uncompiled"
+        )
+    return loaded
 
 
 def _find_peers(text: str | None) -> list[Peer]:
