@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import gc
 import platform
 import shlex
 import sys
@@ -132,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"{name}, seed {seed}, {report.line(result)}", flush=True)
         if is_first:
             report.write(run, args.output)
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
 
 

@@ -325,6 +325,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     costs = [measure_gates(number, 2 * given.rounds) for number in _PARAMETERS_PER_SECTION]
     arms = compare_arms(given.inner, given.parameters, given.sections, given.rounds)
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
     print(f"\n{given.parameters} parameters, {given.inner}, torch {torch.__version__}\n")
     print("\n".join([*_arm_table(arms), "", *_gate_table(costs)]))

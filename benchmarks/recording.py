@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 import time
 from typing import Any
@@ -80,6 +81,7 @@ def main() -> None:
             lines.append(row)
     if dist.get_rank() == 0:
         print("\n".join(lines))
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
 
 
