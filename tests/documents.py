@@ -145,7 +145,8 @@ def command_of(program: str) -> str:
 def environment(**variables: str) -> dict[str, str]:
     """Return what programs of this Python run in, one thread each, watched as they end."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    modules = os.pathsep.join(filter(None, [_ENDINGS, os.environ.get("PYTHONPATH")]))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    modules = os.pathsep.join([_ENDINGS, *map(os.path.abspath, given)])
     own = {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": modules}
     return {**os.environ, **own, **variables}
 

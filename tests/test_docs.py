@@ -1,8 +1,9 @@
 """The documentation says what is true: its commands and snippets run, its tables are complete.
 
-Shell commands run in a folder with the files that the page names (`title="train.py"`), Python
-blocks one after another on two ranks, in one namespace a page, with sections that `aot_eager`
-"compiles". `documents.py` says which comments change that.
+Shell commands run as they are written, in a folder with the files that the page names
+(`title="train.py"`), Python blocks one after another on two ranks, in one namespace a page. Only in
+those, and in files of other pages, does `aot_eager` "compile" sections, which takes no time.
+`documents.py` says which comments leave something out.
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ def _use_aot_eager(text: str) -> str:
 
 def _prepare(page: str, folder: Path) -> None:
     """Write the files that a page's commands need: its own, or those of Getting started."""
-    for block in [*blocks(FILES_FROM), *blocks(page)]:
-        if block.title and not _is_include(block):
-            (folder / block.title).write_text(block.text)
+    files = {block.title: _use_aot_eager(block.text) for block in blocks(FILES_FROM)}
+    files |= {block.title: block.text for block in blocks(page) if not _is_include(block)}
+    for name in filter(None, files):
+        (folder / name).write_text(files[name])
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my_package").mkdir()  # what pages call the reader's own
     shutil.copy(folder / "shapes.py", folder / "my_package" / "model.py")
@@ -202,9 +204,8 @@ def test_commands_run(tmp_path: Path, page: str) -> None:
 
 def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) -> None:
     """The same command twice, as on two machines, and both ranks print."""
-    page = FILES_FROM
-    _prepare(page, tmp_path)
-    found = [b for b in blocks(page) if b.how == ON_TWO_NODES]
+    _prepare("README.md", tmp_path)
+    found = [b for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES]
     assert found
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
