@@ -5,12 +5,14 @@
 Every algorithm gets the same weights, the same batches on each rank and the same number of them;
 no model is compiled, and nothing is timed. See README.md beside this file.
 """
+# test: skip, an hour; tests/test_algorithm_benchmarks.py runs a small one
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import datetime
+import gc
 import platform
 import shlex
 import sys
@@ -131,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"{name}, seed {seed}, {report.line(result)}", flush=True)
         if is_first:
             report.write(run, args.output)
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ Each fault strikes in a place of its own: a rank that is killed ends itself ther
 same ranks train undisturbed, with the same caches. A row fails if survivors hang, name nobody or
 the wrong rank, go on with other gradients than undisturbed, or if a process is left behind.
 """
+# test: skip, it needs root, and takes ten minutes
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import gc
 import hashlib
 import json
 import os
@@ -164,6 +165,7 @@ def main() -> None:
         place = next((name for name in ("backward", "step", "forward") if name in frames), "?")
         note("peer error", text=str(error), ranks=error.ranks, place=place)
         raise
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
 
 

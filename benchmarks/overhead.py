@@ -1,4 +1,6 @@
-"""Measure what cutting costs by itself. Run it with: `python benchmarks/overhead.py`.
+"""Measure what cutting costs by itself.
+
+    python -m benchmarks.overhead
 
 There are thousands of parameters of four elements, so that a section's own work is next to
 nothing, one process, one thread, and an allreduce that does nothing. The first table compares
@@ -8,6 +10,7 @@ nothing, by how many gradients each releases. Whatever is compared takes turns; 
 taken within each round, and are shown as their median and quartiles. Times are those of the one
 thread on its processor, so that they hold on a machine that does other things as well.
 """
+# test: skip, minutes
 
 from __future__ import annotations
 
@@ -322,6 +325,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     costs = [measure_gates(number, 2 * given.rounds) for number in _PARAMETERS_PER_SECTION]
     arms = compare_arms(given.inner, given.parameters, given.sections, given.rounds)
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
     print(f"\n{given.parameters} parameters, {given.inner}, torch {torch.__version__}\n")
     print("\n".join([*_arm_table(arms), "", *_gate_table(costs)]))

@@ -224,6 +224,7 @@ def main() -> None:
     for measure in (measure_forward, measure_backward):
         by_calls += [measure(number, given.at_sections) for number in given.calls]
         by_sections += [measure(given.at_calls, number) for number in given.sections]
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
     print(f"torch {torch.__version__}, one core\n")
     print("\n".join([*_table(by_calls), "", *_table(by_sections), ""]))

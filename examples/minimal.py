@@ -4,6 +4,8 @@ The scenario of DistributedDataParallel's own documentation (a 10 x 10 linear la
 batches of 20, two processes) plus one line: `torch.compile(ddp, backend="ddpopt")`.
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -25,9 +27,7 @@ class Toy(nn.Module):
         return self.linear(inputs)
 
 
-def train(rank, port):
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+def train(rank):
     torch.manual_seed(rank)  # other weights and data on each rank: DDP has to make them agree
 
     ddp = DDP(Toy())
@@ -48,10 +48,17 @@ def train(rank, port):
     assert all(torch.equal(weights, other) for other in everyone), "the ranks have diverged"
     if rank == 0:
         print(f"all {WORLD_SIZE} ranks hold the same {weights.numel()} parameters", flush=True)
+
+
+def run(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    train(rank)
+    gc.collect()  # DDP and what was compiled have to go before their group: see docs/faq.md
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     # Port 0 lets the system choose a free one; the parent keeps it open until training ends.
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(train, args=(rendezvous.port,), nprocs=WORLD_SIZE)
+    mp.spawn(run, args=(rendezvous.port,), nprocs=WORLD_SIZE)

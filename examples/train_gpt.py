@@ -6,10 +6,12 @@ several nodes by torchrun's own flags. `--compare eager` trains an uncompiled tw
 `--algorithm async` (or another) communicates in another way than DDP's allreduce. With
 `torchrun --max-restarts 3` and `--checkpoint run.pt` it survives the loss of a rank.
 """
+# test: skip, it trains for minutes; tests/test_examples.py trains a smaller model
 
 import argparse
 import copy
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -269,6 +271,7 @@ def main() -> None:
         report(f"sample:\n{model.continue_text(b'def ', args.sample)}")
     # Not in a `finally`: a rank that fails must exit at once, so that torchrun ends the others.
     dist.barrier()
+    gc.collect()  # DDP and what was compiled have to go before their group: see docs/faq.md
     dist.destroy_process_group()
     if not is_equal:
         sys.exit("FAILED: the ranks ended with different parameters")

@@ -2,6 +2,7 @@
 
 python tests/compatibility.py
 """
+# test: skip, it writes the page; tests/test_compatibility.py runs the rows
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from documents import environment
 from models import MLP
 
 from ddpopt import _torch
@@ -100,10 +101,10 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path / "plan.json")
 
 
-def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpopt", *arguments],
-        env={**os.environ, **environment},
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,
@@ -114,7 +115,7 @@ def _run_on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [sys.executable, *launcher, "-m", "ddpopt", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

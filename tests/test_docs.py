@@ -1,12 +1,9 @@
 """The documentation says what is true: its commands and snippets run, its tables are complete.
 
-Shell commands run in a folder with the files that the page names (`title="train.py"`), Python
-blocks one after another on two ranks, in one namespace a page, with sections that `aot_eager`
-"compiles". An HTML comment in front of a block changes that:
-
-    <!-- test: skip, the reason -->
-    <!-- test: compile only, the reason -->
-    <!-- test: run on two emulated nodes -->
+Shell commands run as they are written, in a folder with the files that the page names
+(`title="train.py"`), Python blocks one after another on two ranks, in one namespace a page. Only in
+those, and in files of other pages, does `aot_eager` "compile" sections, which takes no time.
+`documents.py` says which comments leave something out.
 """
 
 from __future__ import annotations
@@ -23,10 +20,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from documents import (
+    DOCS,
+    PAGES,
+    ROOT,
+    Block,
+    blocks,
+    command_of,
+    commands,
+    environment,
+    is_command,
+    run_command,
+    split_variables,
+)
 from models import MLP, batches
 from ranks import Ranks
 from torch import nn
@@ -36,99 +46,37 @@ import ddpopt
 from ddpopt import AllreduceCost, Fallback, ForwardInstead, Gradient, Profile, cli
 from ddpopt.bucket_plan import plan_buckets
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "tools"))
 
-import command_line  # noqa: E402
-import error_tables  # noqa: E402
+import command_line
+import error_tables
 
-PAGES = [
-    *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("*.md")),
-    "README.md",
-    "CONTRIBUTING.md",
-    "benchmarks/README.md",
-]
 # What a page says that its commands write.
 WRITTEN = {
     "docs/index.md": ("explanation.html", "trace.json"),
     "docs/reading-the-logs.md": ("dumps",),
 }
+ON_TWO_NODES = "run on two emulated nodes"
 FILES_FROM = "docs/getting-started.md"  # for pages that run a train.py without showing it
 
-# Commands that other tests run, or that nothing here can.
-EXEMPT = {
-    "git clone": "needs the network",
-    "make demo": "tests/test_examples.py runs its program",
-    "make docs": "test_the_site_builds_strictly",
-    "make lint": "CI runs it",
-    "make test": "this is part of it",
-    "pip install": "needs the network",
-    "python -m benchmarks.": "tests/test_benchmarks.py",
-    "source .venv/bin/activate": "tests run in an environment already",
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "tests/test_examples.py",
-    "torchrun --max-restarts 3 --nproc-per-node 2 examples/train_gpt.py": "tests/test_examples.py",
-    "torchrun --nnodes 2 --nproc-per-node 1 ... -m benchmarks.": "tests/test_benchmarks.py",
-    "torchrun --nproc-per-node 2 -m ddpopt bench": "tests/test_cli.py",
-    "torchrun --nproc-per-node 4 examples/train_gpt.py --algorithm": "tests/test_examples.py",
-    "torchrun --standalone --nproc-per-node 2 -m benchmarks.": "tests/test_benchmarks.py",
-    "torchrun --standalone --nproc-per-node 4 -m benchmarks.": "tests/test_algorithm_benchmarks.py",
+# Commands that other tests run as they are written, and look at what they print.
+ELSEWHERE = {
+    command_of(f"examples/{name}.py")
+    for name in (
+        "data_parallel",
+        "minimal",
+        "recipes/accelerate_loop",
+        "recipes/lightning_fabric",
+        "recipes/trainer",
+    )
 }
-# Pages that are read without the site, and so have no comments in front of their blocks.
+# What is said in these files was done once, and is no instruction.
+RECORDS = {"CHANGELOG.md", "benchmarks/RESULTS.md"}
+# Pages whose Python blocks are only compiled.
 COMPILE_ONLY = {
     "README.md": "each line is in tests of its own: planning, rebucketing, simulation",
     "benchmarks/README.md": "MyModule is the reader's",
 }
-_SHELL = ("ddpopt", "git", "make", "pip", "python", "source", "torchrun")
-
-
-class Block(NamedTuple):
-    """A fenced block; `how` is what the comment in front of it says."""
-
-    page: str
-    line: int
-    language: str
-    title: str
-    how: str
-    text: str
-
-    @property
-    def commands(self) -> list[str]:
-        """The shell's lines: after `$ ` in a console, all in a script; comments left out."""
-        text = self.text.replace("\\\n", " ")
-        lines = text.splitlines()
-        if self.language == "console":
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        commands = [line.partition("  #")[0].strip() for line in lines]
-        return [command for command in commands if command and not command.startswith("#")]
-
-    @property
-    def is_shell(self) -> bool:
-        """Whether it is named as such, or has no name and only commands."""
-        if self.language:
-            return self.language in ("bash", "console", "sh")
-        return all(command.startswith(_SHELL) for command in self.commands)
-
-
-def _blocks(page: str) -> list[Block]:
-    lines = (ROOT / page).read_text().splitlines()
-    found, how, start = [], "", None
-    for number, line in enumerate(lines):
-        if start is None:
-            if comment := re.fullmatch(r"\s*<!-- test: (.*) -->", line):
-                how = comment[1]
-            elif fence := re.fullmatch(r"( *)```(\w*)(.*)", line):
-                start, indent, language = number, fence[1], fence[2]
-                title = re.search(r'title="(.*?)"', fence[3])
-            elif line.strip():
-                how = ""
-        elif line == f"{indent}```":
-            text = "\n".join(text.removeprefix(indent) for text in lines[start + 1 : number])
-            name = title[1] if title else ""
-            found.append(Block(page, start + 1, language, name, how, text + "\n"))
-            start, how = None, ""
-    assert start is None, f"{page}: the block of line {start} does not end"
-    return found
 
 
 def _is_include(block: Block) -> bool:
@@ -136,7 +84,7 @@ def _is_include(block: Block) -> bool:
 
 
 def _python(page: str) -> list[Block]:
-    return [b for b in _blocks(page) if b.language == "python" and not _is_include(b)]
+    return [b for b in blocks(page) if b.language == "python" and not _is_include(b)]
 
 
 def _use_aot_eager(text: str) -> str:
@@ -147,9 +95,10 @@ def _use_aot_eager(text: str) -> str:
 
 def _prepare(page: str, folder: Path) -> None:
     """Write the files that a page's commands need: its own, or those of Getting started."""
-    for block in [*_blocks(FILES_FROM), *_blocks(page)]:
-        if block.title and not _is_include(block):
-            (folder / block.title).write_text(_use_aot_eager(block.text))
+    files = {block.title: _use_aot_eager(block.text) for block in blocks(FILES_FROM)}
+    files |= {block.title: block.text for block in blocks(page) if not _is_include(block)}
+    for name in filter(None, files):
+        (folder / name).write_text(files[name])
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my_package").mkdir()  # what pages call the reader's own
     shutil.copy(folder / "shapes.py", folder / "my_package" / "model.py")
@@ -222,40 +171,23 @@ def test_python_blocks_run(ranks: Ranks, tmp_path: Path, page: str) -> None:
 def _commands(page: str) -> list[str]:
     return [
         command
-        for block in _blocks(page)
+        for block in blocks(page)
         if block.is_shell and not block.how
         for command in block.commands
-        if not command.startswith(tuple(EXEMPT))
+        if command not in block.skipped and command not in ELSEWHERE
     ]
-
-
-def _environment(variables: dict[str, str]) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-
-
-def _split_variables(command: str) -> tuple[dict[str, str], list[str]]:
-    words = shlex.split(command)
-    variables = {}
-    while re.match(r"[A-Z_]+=", words[0]):
-        name, _, value = words.pop(0).partition("=")
-        variables[name] = value
-    return variables, words
 
 
 def _run(command: str, folder: Path) -> None:
     """Run a command; ddpopt's own in this process, which saves the seconds of an import."""
-    variables, words = _split_variables(command)
+    _, words = split_variables(command)
     if words[:3] == ["python", "-m", "ddpopt"]:
         words = ["ddpopt", *words[3:]]
     if words[0] == "ddpopt":
         with _inside(folder):
             assert cli.main(words[1:]) == 0, command
-        return
-    done = subprocess.run(
-        words, cwd=folder, env=_environment(variables), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    else:
+        run_command(command, folder)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _commands(page)])
@@ -272,9 +204,8 @@ def test_commands_run(tmp_path: Path, page: str) -> None:
 
 def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) -> None:
     """The same command twice, as on two machines, and both ranks print."""
-    page = FILES_FROM
-    _prepare(page, tmp_path)
-    found = [b for b in _blocks(page) if b.how == "run on two emulated nodes"]
+    _prepare("README.md", tmp_path)
+    found = [b for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES]
     assert found
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -283,7 +214,7 @@ def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) ->
         words = shlex.split(command.replace("node0:29400", f"localhost:{port}"))
         nodes = [
             subprocess.Popen(
-                words, cwd=tmp_path, env=_environment({}), stdout=subprocess.PIPE, text=True
+                words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
             )
             for _ in range(2)
         ]
@@ -292,11 +223,36 @@ def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) ->
         assert sorted(re.findall(r"rank (\d) of 2", "".join(texts))) == ["0", "1"]
 
 
+def test_every_command_is_run_as_it_is_written_or_a_mark_says_why_not() -> None:
+    """Those of pages and of docstrings."""
+    run = ELSEWHERE | {command for page in PAGES for command in _commands(page)}
+    run |= {c for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES for c in b.commands}
+    for command in commands():
+        assert command.is_skipped != (command.text in run), f"{command.place}: {command.text}"
+
+
+def test_no_command_hides_in_a_block_that_is_none() -> None:
+    """A block without a language has commands alone, or none."""
+    for page in PAGES:
+        for block in blocks(page):
+            if not block.language and not block.is_shell:
+                assert not any(map(is_command, block.text.splitlines())), f"{page}:{block.line}"
+
+
+def test_all_pages_are_looked_at() -> None:
+    """But for records of what was done."""
+    found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*.md")}
+    for folder in ("benchmarks", "docs", "examples", "src", "tests"):
+        found |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.md")}
+    assert found == {*PAGES, *RECORDS}
+
+
 def test_what_is_left_out_has_a_reason() -> None:
     """A comment that is none of the known ones would hide a block from the tests."""
     for page in PAGES:
-        for block in _blocks(page):
-            assert re.fullmatch(r"|(skip|compile only), .+|run on two emulated nodes", block.how)
+        for block in blocks(page):
+            assert re.fullmatch(rf"|(skip|compile only), .+|{ON_TWO_NODES}", block.how)
+            assert set(block.skipped) <= set(block.commands), f"{page}:{block.line}"
 
 
 # ---- tables and references --------------------------------------------------------------------

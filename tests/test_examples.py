@@ -1,42 +1,23 @@
-"""The examples, run as a user runs them; small."""
+"""The examples, run as a user runs them; those that take long, smaller."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import command_of, run_command
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def _run(*command: str) -> str:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        # Else torchrun 2.13 keeps its store, in which restarted ranks find addresses of the dead.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=EXAMPLES.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+# Else torchrun 2.13 keeps its store, in which restarted ranks find addresses of the dead.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+_TORCHRUN = f"{_OWN_STORE} torchrun --standalone --nproc-per-node 2"
 
 
 def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
     """The line that says so is printed after a comparison."""
-    text = _run("examples/minimal.py")
+    text = run_command(command_of("examples/minimal.py"))
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
     assert losses == sorted(losses, reverse=True)
     assert "all 2 ranks hold the same 110 parameters" in text
@@ -44,12 +25,10 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
 
 def test_train_gpt_learns_and_equals_its_eager_twin() -> None:
     """Plan table, falling loss, equal ranks, sample, and a loss difference of rounding size."""
-    text = _run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "examples/train_gpt.py", "--steps", "30", "--layers", "2", "--width", "64", "--heads", "2",
-        "--context", "64", "--bucket-cap-mb", "0.1", "--inner", "aot_eager", "--compare", "eager",
-        "--sample", "20",
-    )  # fmt: skip
+    text = run_command(
+        f"{_TORCHRUN} examples/train_gpt.py --steps 30 --layers 2 --width 64 --heads 2 "
+        "--context 64 --bucket-cap-mb 0.1 --inner aot_eager --compare eager --sample 20"
+    )
     assert re.search(r"\d+ sections for \d+ DDP buckets", text)
     assert "loss fell" in text
     assert float(re.search(r"\n([\d.e-]+); in the first", text).group(1)) < 1e-3
@@ -59,7 +38,7 @@ def test_train_gpt_learns_and_equals_its_eager_twin() -> None:
 
 def test_data_parallel_trains_as_one_device() -> None:
     """Two replicas end with the parameters of one device, up to rounding."""
-    text = _run("examples/data_parallel.py")
+    text = run_command(command_of("examples/data_parallel.py"))
     assert float(re.search(r"differ by at most ([\d.e+-]+)", text).group(1)) < 1e-3
 
 
@@ -69,12 +48,11 @@ def test_data_parallel_trains_as_one_device() -> None:
 )
 def test_train_gpt_learns_with_every_algorithm_and_ends_with_equal_ranks(algorithm: str) -> None:
     """Ranks whose weights were different in training have equal ones when it is detached."""
-    text = _run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "examples/train_gpt.py", "--algorithm", algorithm, "--steps", "40", "--layers", "1",
-        "--width", "32", "--heads", "2", "--context", "32", "--inner", "aot_eager",
-        "--sync-interval-ms", "20", "--warmup-steps", "5", "--sample", "0",
-    )  # fmt: skip
+    text = run_command(
+        f"{_TORCHRUN} examples/train_gpt.py --algorithm {algorithm} --steps 40 --layers 1 "
+        "--width 32 --heads 2 --context 32 --inner aot_eager --sync-interval-ms 20 "
+        "--warmup-steps 5 --sample 0"
+    )
     assert "loss fell" in text
     assert "all ranks hold bitwise equal parameters" in text
 
@@ -84,13 +62,11 @@ def test_train_gpt_learns_with_every_algorithm_and_ends_with_equal_ranks(algorit
 
 def _train_with_checkpoint(path: Path, place: str) -> tuple[str, dict[str, Any]]:
     """Train 24 steps, saving each eighth, with a rank killed at `place`; return the last save."""
-    text = _run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--max-restarts", "3", "tests/dying_gpt.py", place, "--steps", "24", "--layers", "1",
-        "--width", "32", "--heads", "2", "--context", "32", "--inner", "aot_eager",
-        "--bucket-cap-mb", "0.02", "--sample", "0",
-        "--checkpoint", str(path), "--checkpoint-every", "8",
-    )  # fmt: skip
+    text = run_command(
+        f"{_TORCHRUN} --max-restarts 3 tests/dying_gpt.py {place} --steps 24 --layers 1 "
+        "--width 32 --heads 2 --context 32 --inner aot_eager --bucket-cap-mb 0.02 --sample 0 "
+        f"--checkpoint {path} --checkpoint-every 8"
+    )
     assert "all ranks hold bitwise equal parameters" in text
     return text, torch.load(path, weights_only=True)
 
@@ -131,3 +107,23 @@ def _assert_bitwise_equal(ours: Any, theirs: Any) -> None:
             _assert_bitwise_equal(own, other)
     else:
         assert ours == theirs
+
+
+# ---- How programs end -------------------------------------------------------------------------
+
+_OUTLIVES = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) -> None:
+    """Though it seldom hangs: so all that documents name, and these tests run, end in order."""
+    (tmp_path / "late.py").write_text(_OUTLIVES)
+    with pytest.raises(AssertionError, match="1 DDP modules outlive their process group"):
+        run_command("python late.py", tmp_path)
+    (tmp_path / "good.py").write_text(_OUTLIVES.replace("dist.destroy", "del ddp; dist.destroy"))
+    run_command("python good.py", tmp_path)

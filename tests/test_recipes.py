@@ -1,17 +1,13 @@
-"""The recipes for frameworks, run as a user runs them, on two gloo processes."""
+"""The recipes for frameworks, run by the commands that they name, on two gloo processes."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from documents import ROOT, command_of, run_command
 
-ROOT = Path(__file__).parents[1]
 RECIPES = {
     "accelerate_loop.py": ("accelerate",),
     "lightning_fabric.py": ("lightning",),
@@ -27,26 +23,16 @@ def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:
     for package in RECIPES[name]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (pip install 'ddpopt[recipes]')")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            str(ROOT / "examples" / "recipes" / name), "--inner", "aot_eager",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    split = re.findall(r": (\d+) sections for (\d+) DDP buckets", done.stdout)
+    text = run_command(command_of(f"examples/recipes/{name}"))
+    split = re.findall(r": (\d+) sections for (\d+) DDP buckets", text)
     assert split
     for num_sections, num_buckets in split:
         assert num_sections == num_buckets != "1"
-    whole = re.findall(r"compiled whole, because (.*?) \(", done.stdout)
+    whole = re.findall(r"compiled whole, because (.*?) \(", text)
     assert set(whole) <= {"the graph uses no parameter that DDP reduces"}
-    assert "as planned" in done.stdout
-    assert "DIFFERS" not in done.stdout
-    assert "parameters equal the twin's" in done.stdout
+    assert "as planned" in text
+    assert "DIFFERS" not in text
+    assert "parameters equal the twin's" in text
 
 
 def test_accelerate_takes_no_backend_by_its_name() -> None:

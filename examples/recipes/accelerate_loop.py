@@ -50,6 +50,19 @@ def make_batches(rank: int) -> list[torch.Tensor]:
     return [torch.randn(8, 64, generator=generator) for _ in range(NUM_STEPS)]
 
 
+def compare(accelerator: Accelerator, inner: str) -> None:
+    torch.manual_seed(0)
+    module = Net()
+    twin = copy.deepcopy(module)
+    ddp = train(accelerator, module, {"inner": inner})
+    with torch.compiler.set_stance("force_eager"):
+        train(accelerator, twin, {})
+    for ours, expected in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+    accelerator.print(ddpopt.explain(ddp))
+    accelerator.print("parameters equal the twin's")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inner", default="inductor", help="what compiles the sections")
@@ -59,16 +72,8 @@ def main() -> None:
         gradient_accumulation_steps=2,
         kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=0.03)],
     )
-    torch.manual_seed(0)
-    module = Net()
-    twin = copy.deepcopy(module)
-    ddp = train(accelerator, module, {"inner": args.inner})
-    with torch.compiler.set_stance("force_eager"):
-        train(accelerator, twin, {})
-    for ours, expected in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected)
-    accelerator.print(ddpopt.explain(ddp))
-    accelerator.print("parameters equal the twin's")
+    compare(accelerator, args.inner)
+    accelerator.free_memory()  # DDP has to go before the process group: see docs/faq.md
     accelerator.end_training()
 
 

@@ -2,6 +2,7 @@
 
 PYTHONPATH=tests python -m fuzzing --cases 5000 --minutes 120 --log fuzz.log
 """
+# test: skip, it is for a night; tests/test_fuzz.py runs a few cases
 
 from __future__ import annotations
 

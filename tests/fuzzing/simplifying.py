@@ -33,6 +33,13 @@ def simpler_cases(case: Case) -> Iterator[Case]:
     if max(map(len, case.batches)) > 1:
         yield dataclasses.replace(case, batches=tuple(sizes[:1] for sizes in case.batches))
     yield from _with_defaults(case, except_for=("blocks",))
+    for name in ("freezes", "extras"):
+        steps = getattr(case, name)
+        if len(steps) > len(case.batches):
+            yield dataclasses.replace(case, **{name: steps[: len(case.batches)]})
+        for index, how in enumerate(steps):
+            if how:
+                yield dataclasses.replace(case, **{name: (*steps[:index], "", *steps[index + 1 :])})
     if len(case.outputs) > 1:
         for index in range(len(case.outputs)):
             yield dataclasses.replace(case, outputs=_without(case.outputs, index))

@@ -17,6 +17,13 @@ DTYPES = ("float32", "float64", "bfloat16")
 AROUND = ("residual", "parallel", "chunk", "checkpoint", "autocast", "no_grad")
 # What some parameters of take no part in backward, in some steps or on some ranks.
 PARTLY_UNUSED = ("unused", "detached", "choose")
+# What is frozen in a step of what was not when DDP was made: every other parameter, or all;
+# "thawed" is nothing, and what was frozen then is trained, which DDP does not reduce.
+FREEZES = ("", "half", "all", "thawed")
+# What rank 0 alone runs before a step: a forward in eval mode, without gradients, under `no_sync`.
+EXTRAS = ("", "eval", "no_grad", "no_sync")
+# How the DDP module is copied after the first step; the copy is trained then.
+COPIES = ("deepcopy", "pickle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +55,8 @@ class Case:
     `outputs` are returned beside the main one, in a `container`. `hooks` are put on parameters.
     `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default. `regions` has two
     blocks each compiled in place, and nothing else: "plain", or in a "checkpoint", or in a
-    "reentrant" one.
+    "reentrant" one. `freezes` and `extras` have an item a step, or none; `copied` is one of
+    `COPIES`, or "".
     """
 
     blocks: tuple[Block, ...]
@@ -74,6 +82,9 @@ class Case:
     regions: str = ""
     split: str = "backward"
     inner: str = "aot_eager"
+    freezes: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    copied: str = ""
 
     def all_blocks(self) -> Iterator[Block]:
         """Give all blocks, those within others too."""
@@ -94,6 +105,9 @@ class Case:
         found |= {f"dtype {dtype}" for dtype in self.dtypes}
         found |= {f"output {name}" for name in self.outputs} | {f"hook {h}" for h in self.hooks}
         found |= {f"frozen {block.frozen}" for block in self.all_blocks() if block.frozen}
+        found |= {f"step frozen {how}" for how in self.freezes if how}
+        found |= {f"extra forward {how}" for how in self.extras if how}
+        found |= {f"copied {self.copied}"} if self.copied else set()
         for name in ("container", "feed", "regions", "split", "inner"):
             found.add(f"{name} {getattr(self, name)}")
         for field in dataclasses.fields(self):

@@ -9,7 +9,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from fuzzing.spec import AROUND, DTYPES, PARTLY_UNUSED, Block, Case
+from fuzzing.spec import AROUND, COPIES, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
 
 # Without state that a second run in backward would change once more, and without graph breaks.
 PURE = ("linear", "norm", "scalar", "attention", "dropout", "inplace", "function", "flat", "sorted")
@@ -104,6 +104,9 @@ def cases(draw: st.DrawFn) -> Case:
         regions=draw(st.sampled_from(REGIONS)) if draw(_sometimes(4)) else "",
         split=draw(st.sampled_from(("backward", "forward"))),
         inner=draw(st.sampled_from(("aot_eager", "aot_eager", "aot_eager", "eager"))),
+        freezes=draw(_in_steps(FREEZES)),
+        extras=draw(_in_steps(EXTRAS)),
+        copied=draw(st.sampled_from(("",) * 10 + COPIES)),
     )
     return _possible(case)
 
@@ -118,11 +121,36 @@ def _batches(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple((size,) * num_parts for size in sizes)
 
 
+@st.composite
+def _in_steps(draw: st.DrawFn, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Draw what happens in each step, in a fifth of all cases."""
+    if not draw(_sometimes(5)):
+        return ()
+    return tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)))
+
+
 def _possible(case: Case) -> Case:
     """Change what eager DDP is known to refuse."""
+    kinds = {block.kind for block in case.all_blocks()}
+    if case.regions:
+        case = dataclasses.replace(case, compiles_inside=False)
+    if any(case.freezes):
+        case = dataclasses.replace(case, static_graph=False)
+    if case.find_unused:  # it would have all reduced at once, in a backward that does not come
+        some = tuple("half" if how == "all" else how for how in case.freezes)
+        case = dataclasses.replace(case, freezes=some)
+    elif "half" in case.freezes:
+        some = tuple("all" if how == "half" else how for how in case.freezes)
+        case = dataclasses.replace(case, freezes=some)
+    if any(case.extras):  # ranks would wait for each other's buffers
+        case = dataclasses.replace(case, broadcasts_buffers=False)
+    if case.copied:  # hooks of tensors are not copied
+        case = dataclasses.replace(case, hooks=())
+    if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
+        case = dataclasses.replace(case, copied="deepcopy")
     if case.is_input_trained:  # autograd refuses writes to a leaf
         case = dataclasses.replace(case, is_input_mutated=False)
-    if any(block.kind == "choose" for block in case.all_blocks()):
+    if "choose" in kinds:
         case = dataclasses.replace(case, static_graph=False)
     if case.regions == "reentrant":  # DDP takes them for parameters that are ready twice
         case = dataclasses.replace(case, regions="checkpoint" if case.find_unused else "reentrant")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from fuzzing.blocks import WIDTH
 from fuzzing.building import Model
@@ -51,6 +54,15 @@ def leave_group() -> None:
     _group = None
 
 
+class _Training(NamedTuple):
+    """A DDP module, what is called in its place, its parameters by name, and their optimizer."""
+
+    ddp: DistributedDataParallel
+    forward: Callable[..., Any]
+    named: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+
+
 def train(
     case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
 ) -> tuple[Notes, DistributedDataParallel]:
@@ -59,44 +71,104 @@ def train(
     torch.manual_seed(case.seed)
     model = Model(case)
     _hook(case, model)
-    named = dict(model.named_parameters())
-    if case.regions:
-        model.compile_regions(compile_)
-        forward = ddp = _wrap(case, model, group)
-    elif case.compiles_inside:
-        forward = ddp = _wrap(case, compile_(model), group)
+    reduced = {name for name, p in model.named_parameters() if p.requires_grad}
+    if case.compiles_inside:
+        training = _training(case, _wrap(case, compile_(model), group), compile_)
     else:
-        ddp = _wrap(case, model, group)
-        forward = compile_(ddp)
-    trained = [p for p in named.values() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9 if case.momentum else 0.0)
+        training = _training(case, _wrap(case, model, group), compile_)
     notes = Notes()
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     torch.manual_seed(1000 * case.seed + rank)
-    for step, sizes in enumerate(case.batches):
-        if step and case.evaluates_between:
-            ddp.eval()
-            with torch.no_grad():
-                _note_output(notes, f"eval {step}", forward(_feed(case, _draw(2, generator))))
-            ddp.train()
-        for part, size in enumerate(sizes):
-            where = f"step {step}.{part}"
-            is_last = part == len(sizes) - 1
-            x = _draw(size, generator).to(getattr(torch, case.input_dtype))
-            x.requires_grad_(case.is_input_trained)
-            with contextlib.nullcontext() if is_last else ddp.no_sync():
-                output = forward(x=x) if case.feed == "keyword" else forward(_feed(case, x))
-                loss = _note_output(notes, where, output)
-                loss.backward()
-            notes.values[f"{where} input"] = x.detach().clone()
-            _note_gradients(notes, where, {"input": x, **named})
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=case.clears_to_none)
-    for name, parameter in named.items():
+    for step in range(len(case.batches)):
+        if step == 1 and case.copied:
+            _freeze(training.named, reduced, "")
+            training = _training(case, _copy(case, training.ddp, group), compile_)
+        if case.freezes:
+            _freeze(training.named, reduced, _item(case.freezes, step))
+        if rank == 0 and _item(case.extras, step):
+            _run_alone(case, step, training, notes, generator)
+        _train_step(case, step, training, notes, generator)
+    for name, parameter in training.named.items():
         notes.values[f"parameter {name}"] = parameter.detach().clone()
-    for name, buffer in model.named_buffers():
+    for name, buffer in _module(training.ddp).named_buffers():
         notes.values[f"buffer {name}"] = buffer.detach().clone()
-    return notes, ddp
+    return notes, training.ddp
+
+
+def _training(case: Case, ddp: DistributedDataParallel, compile_: Compile) -> _Training:
+    named = dict(_module(ddp).named_parameters())
+    may_train = [p for p in named.values() if p.requires_grad or "thawed" in case.freezes]
+    optimizer = torch.optim.SGD(may_train, lr=0.05, momentum=0.9 if case.momentum else 0.0)
+    if case.regions:
+        _module(ddp).compile_regions(compile_)
+    is_compiled = bool(case.compiles_inside or case.regions)
+    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, optimizer)
+
+
+def _module(ddp: DistributedDataParallel) -> Any:
+    return getattr(ddp.module, "_orig_mod", ddp.module)
+
+
+def _train_step(
+    case: Case, step: int, training: _Training, notes: Notes, generator: torch.Generator
+) -> None:
+    ddp, forward, named, optimizer = training
+    if step and case.evaluates_between:
+        ddp.eval()
+        with torch.no_grad():
+            _note_output(notes, f"eval {step}", forward(_feed(case, _draw(2, generator))))
+        ddp.train()
+    sizes = case.batches[step]
+    for part, size in enumerate(sizes):
+        where = f"step {step}.{part}"
+        is_last = part == len(sizes) - 1
+        x = _draw(size, generator).to(getattr(torch, case.input_dtype))
+        x.requires_grad_(case.is_input_trained)
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            output = forward(x=x) if case.feed == "keyword" else forward(_feed(case, x))
+            loss = _note_output(notes, where, output)
+            if loss.requires_grad:  # unless all is frozen
+                loss.backward()
+        notes.values[f"{where} input"] = x.detach().clone()
+        _note_gradients(notes, where, {"input": x, **named})
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=case.clears_to_none)
+
+
+def _item(steps: tuple[str, ...], step: int) -> str:
+    return steps[step] if step < len(steps) else ""
+
+
+def _freeze(named: dict[str, nn.Parameter], reduced: set[str], how: str) -> None:
+    """Freeze what `how` says of what DDP was made to reduce; thaw the rest of it."""
+    for index, (name, parameter) in enumerate(named.items()):
+        is_frozen = how == "all" or (how == "half" and index % 2 == 1)
+        parameter.requires_grad_(how == "thawed" or (name in reduced and not is_frozen))
+
+
+def _run_alone(
+    case: Case, step: int, training: _Training, notes: Notes, generator: torch.Generator
+) -> None:
+    """Run a forward that other ranks do not run, and no backward."""
+    ddp, how = training.ddp, case.extras[step]
+    ddp.train(how != "eval")
+    with ddp.no_sync() if how == "no_sync" else torch.no_grad():
+        output = training.forward(_feed(case, _draw(2, generator)))
+    ddp.train()
+    _note_output(notes, f"forward before {step}", output)
+
+
+def _copy(
+    case: Case, ddp: DistributedDataParallel, group: dist.ProcessGroup
+) -> DistributedDataParallel:
+    # DDP is copied with the default group alone; this one has a limit of its own.
+    with mock.patch.object(distributed, "_get_default_group", return_value=group):
+        if case.copied == "deepcopy":
+            return copy.deepcopy(ddp)
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
 
 
 def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:

@@ -60,17 +60,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     peers = _find_peers(args.peers)
     resolve_options(None, {"inner": args.inner})
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
-        entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
-        factory = find_factory(args.factory)
-        with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
-            contest = _Contest()
-            for peer, cap_mb in entrants:
-                contest.admit(peer, cap_mb, args.inner, _uncompiled(factory()))
-                advance()
-            for _ in range(args.rounds):
-                for trainee in contest.trainees:
-                    trainee.take_turn(args.steps)
-                    advance()
+        outcome = _measure(args, peers, screen)
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank:
         return None
@@ -81,7 +71,22 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         "steps": args.steps,
         "rounds": args.rounds,
     }
-    return _report(contest, title)
+    return _report(outcome, title)
+
+
+def _measure(args: argparse.Namespace, peers: Sequence[Peer], screen: Screen) -> _Outcome:
+    entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
+    factory = find_factory(args.factory)
+    with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
+        contest = _Contest()
+        for peer, cap_mb in entrants:
+            contest.admit(peer, cap_mb, args.inner, _uncompiled(factory()))
+            advance()
+        for _ in range(args.rounds):
+            for trainee in contest.trainees:
+                trainee.take_turn(args.steps)
+                advance()
+    return contest.outcome()
 
 
 def _uncompiled(loaded: Loaded) -> Loaded:
@@ -181,6 +186,13 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
     return torch.compile(ddp, backend=compile_anew)
 
 
+class _Outcome(NamedTuple):
+    """What was measured, without the models."""
+
+    results: list[dict[str, Any]]
+    failures: list[dict[str, Any]]
+
+
 class _Contest:
     """Those that are measured, and why others are not."""
 
@@ -204,9 +216,9 @@ class _Contest:
         else:
             self.trainees.append(trainee)
 
-    def results(self) -> list[dict[str, Any]]:
+    def outcome(self) -> _Outcome:
         """Return medians over the rounds; a ratio above 1 is faster."""
-        return [
+        results = [
             {
                 "peer": trainee.peer.name,
                 "cap_mb": trainee.cap_mb,
@@ -217,6 +229,7 @@ class _Contest:
             }
             for trainee in self.trainees
         ]
+        return _Outcome(results, self.failures)
 
     def _ratio(self, trainee: _Trainee, name: str) -> float | None:
         for other in self.trainees:
@@ -226,10 +239,10 @@ class _Contest:
         return None
 
 
-def _report(contest: _Contest, title: Mapping[str, Any]) -> Report:
-    results = contest.results()
+def _report(outcome: _Outcome, title: Mapping[str, Any]) -> Report:
+    results, failures = outcome
     own = {peer.name for peer in PEERS if peer.options is not None}
-    has_failed = not results or any(failure["peer"] in own for failure in contest.failures)
+    has_failed = not results or any(failure["peer"] in own for failure in failures)
     parts: list[str | Table] = [
         f"{title['world_size']} ranks ({title['backend']}), inner compiler {title['inner']}, "
         f"{title['rounds']} rounds of {title['steps']} steps; throughput as a multiple\n",
@@ -239,13 +252,13 @@ def _report(contest: _Contest, title: Mapping[str, Any]) -> Report:
         ),
     ]
     notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in results if r["tuning"]]
-    notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in contest.failures]
+    notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in failures]
     return Report(
         data={
             "format": "ddpopt bench 1",
             **title,
             "results": results,
-            "failures": contest.failures,
+            "failures": failures,
         },
         parts=[*parts, *(["\n" + "\n".join(notes)] if notes else [])],
         status=1 if has_failed else 0,

@@ -193,7 +193,8 @@ def _try(split: str) -> Check:
     """Train a small model, and see whether it is split."""
     name = f"split {split}"
     try:
-        plans = _train(split)
+        with one_rank_group():
+            plans = _train(split)
     except Exception as error:  # to tell what is in the way is the purpose
         detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Check(name, False, detail, "see the problems above, or report it with this output")
@@ -210,11 +211,10 @@ def _try(split: str) -> Check:
 
 
 def _train(split: str) -> tuple[Plan, ...]:
-    with one_rank_group():
-        ddp = DistributedDataParallel(_TrialModel(), bucket_cap_mb=_CAP_MB)
-        options: dict[str, Any] = {"inner": "aot_eager", "split": split}
-        # Sizes that vary need more of torch's private names than fixed ones.
-        compiled: Any = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
-        for _ in range(2):
-            torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())
-        return explain(ddp).plans
+    ddp = DistributedDataParallel(_TrialModel(), bucket_cap_mb=_CAP_MB)
+    options: dict[str, Any] = {"inner": "aot_eager", "split": split}
+    # Sizes that vary need more of torch's private names than fixed ones.
+    compiled: Any = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
+    for _ in range(2):
+        torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())
+    return explain(ddp).plans

@@ -38,7 +38,8 @@ def run(args: argparse.Namespace, screen: Screen) -> Report:
     loaded = find_factory(args.factory)()
     # Before DDP hangs its hooks on the parameters.
     best = _plan(loaded, args) if args.world_size else None
-    explanation = _train(loaded, options, args.bucket_cap_mb, best, screen)
+    with one_rank_group():
+        explanation = _train(loaded, options, args.bucket_cap_mb, best, screen)
     parts: list[str | Table] = [str(explanation)]
     data = explanation.to_dict()
     if best is not None:
@@ -68,7 +69,7 @@ def _train(
     screen: Screen,
 ) -> Explanation:
     cap: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
-    with one_rank_group(), screen.progress("compiling and training", _NUM_STEPS) as advance:
+    with screen.progress("compiling and training", _NUM_STEPS) as advance:
         ddp = DistributedDataParallel(loaded.model, **cap)
         compiled: Any = torch.compile(ddp, backend="ddpopt", options=options)
         for _ in range(_NUM_STEPS):

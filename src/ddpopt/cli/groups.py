@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ddpopt.cli.errors import InputError
 
-_SETTLE_S = 0.1
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -25,10 +24,8 @@ def one_rank_group() -> Iterator[None]:
         return
     distributed: Any = dist  # whose stores have no types
     dist.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with _leaving():
         yield
-    finally:
-        _leave()
 
 
 @contextlib.contextmanager
@@ -50,17 +47,28 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
     if name == "nccl":
         _use_own_gpu()
     dist.init_process_group(name)
-    try:
+    with _leaving():
         yield name
+
+
+_outlived: list[dist.ProcessGroup | None] = []
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """Destroy the group after this block, whose DDP modules have to be in functions that it calls.
+
+    gloo's threads need the GIL to let go of what was reduced last, and a Reducer that is the last
+    to hold its group joins them without releasing the GIL: both would wait forever.
+    """
+    try:
+        yield
+    except BaseException:  # its traceback may hold DDP modules for longer
+        _outlived.append(dist.group.WORLD)
+        raise
     finally:
-        _leave()
-
-
-def _leave() -> None:
-    # gloo's threads need the GIL to let go of what was reduced last, and a Reducer that is freed
-    # after its group was destroyed joins them without releasing the GIL: both would wait forever.
-    time.sleep(_SETTLE_S)
-    dist.destroy_process_group()
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def _use_own_gpu() -> None:
