@@ -148,6 +148,10 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=())
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
+    return _possible_in_ddp(case, kinds)
+
+
+def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:
     if case.is_input_trained:  # autograd refuses writes to a leaf
         case = dataclasses.replace(case, is_input_mutated=False)
     if "choose" in kinds:
