@@ -73,7 +73,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, _Owner]:
     examples |= {name: _Owner("OptimizedModule", compiled) for name in ("part", "model")}
     examples |= {"context": _Owner("OptimizedModule.dynamo_ctx", context)}
     examples |= {"function": _Owner("OptimizedModule.forward", getattr(compiled, "forward", None))}
-    examples |= {"target": _Owner("OpOverload", operator)}
+    examples |= {"overload": _Owner("OpOverload", operator)}
     with contextlib.suppress(TorchDriftError):
         examples |= {"inductor": _Owner("Inductor", _torch.inductor(None, {}))}
     if ddp is not None:
