@@ -474,10 +474,15 @@ _looked_into: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
-    """Whether a part of a module is compiled by us; asked once a module, since it looks at all."""
-    if ddp in _looked_into or records.of(ddp).is_copy:
+    """Whether a part of a module of which nothing ran compiled is to be compiled by us.
+
+    Asked once a module, since it looks at all of them.
+    """
+    if ddp in _looked_into:
         return False
     _looked_into.add(ddp)
+    if records.plans_of(ddp) or records.has_drifted or records.of(ddp).is_copy:
+        return False
     try:
         return is_compiled_by_us(ddp)
     except TorchDriftError:
