@@ -22,8 +22,6 @@ PARTLY_UNUSED = ("unused", "detached", "choose")
 FREEZES = ("", "half", "all", "thawed")
 # What rank 0 alone runs before a step: a forward in eval mode, without gradients, under `no_sync`.
 EXTRAS = ("", "eval", "no_grad", "no_sync")
-# How the DDP module is copied after the first step; the copy is trained then.
-COPIES = ("deepcopy", "pickle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,8 @@ class Case:
     `batches` are the sizes of the batches of each step; all but a step's last run under `no_sync`.
     `outputs` are returned beside the main one, in a `container`. `hooks` are put on parameters.
     `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default. `freezes` and `extras` have
-    an item a step, or none; `copied` is one of `COPIES`, or "".
+    an item a step, or none. `copied` is how the DDP module is copied after the first step, to train
+    the copy from then on: "deepcopy", "pickle", or "" for not at all.
     """
 
     blocks: tuple[Block, ...]
