@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -21,11 +23,13 @@ import torch
 import torch.distributed as dist
 from documents import environment
 from models import MLP
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.bucket_plan import plan_buckets
 from ddpopt.cli import benching, clusters, doctor, main, output, program
 from ddpopt.cli.errors import InputError
+from ddpopt.cli.groups import one_rank_group
 from ddpopt.cli.loading import Loaded, find_factory
 from ddpopt.cli.private_names import private_names
 from ddpopt.errors import SectionCompileError
@@ -460,6 +464,25 @@ def test_trace_merge_does_not_write_over_what_it_reads(
         told = _refused(capsys, "trace", "merge", str(tmp_path), "-o", str(output_path))
         assert "which is one of the traces; name another" in told
     assert path.read_text() == before
+
+
+# ---- process groups ---------------------------------------------------------------------------
+
+
+def test_a_group_outlives_the_ddp_module_that_an_exception_holds() -> None:
+    """A Reducer that is freed after its group, and is the last to hold it, may hang."""
+    with pytest.raises(ValueError, match="broken") as raised:
+        _fail_beside_ddp()
+    group = weakref.ref(raised.value.args[0].process_group)
+    assert not dist.is_initialized()
+    del raised
+    gc.collect()
+    assert group() is not None
+
+
+def _fail_beside_ddp() -> None:
+    with one_rank_group():
+        raise ValueError(DistributedDataParallel(MLP()), "broken")
 
 
 # ---- doctor -----------------------------------------------------------------------------------

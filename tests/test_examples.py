@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from documents import command_of, run_command
+from models import MLP
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
 
 # Else torchrun 2.13 keeps its store, in which restarted ranks find addresses of the dead.
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -127,3 +133,48 @@ def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) 
         run_command("python late.py", tmp_path)
     (tmp_path / "good.py").write_text(_OUTLIVES.replace("dist.destroy", "del ddp; dist.destroy"))
     run_command("python good.py", tmp_path)
+
+
+def _fail_in_training(way: str, split: str) -> None:
+    """Train a step and raise in the next, with references to what should die."""
+    options = {"inner": "aot_eager", "split": split}
+    module = MLP()
+    if way == "compiled before":
+        ddp = model = DistributedDataParallel(
+            torch.compile(module, backend="ddpopt", options=options), **_SMALL
+        )
+    elif way == "in place before":
+        module.compile(backend="ddpopt", options=options)
+        ddp = model = DistributedDataParallel(module, **_SMALL)
+    elif way == "in place":
+        ddp = model = DistributedDataParallel(module, **_SMALL)
+        ddp.compile(backend="ddpopt", options=options)
+    else:
+        ddp = DistributedDataParallel(module, **_SMALL)
+        model = torch.compile(ddp, backend="ddpopt", options=options)
+    model(torch.ones(2, 64)).sum().backward()
+    assert len(ddpopt.explain(ddp).plans[0].sections) > 1
+    loss = model(torch.ones(2, 64)).sum()
+    loss.register_hook(lambda _: 1 / 0)
+    references = [weakref.ref(ddp), weakref.ref(ddp.reducer), weakref.ref(module)]
+    try:
+        loss.backward()
+    except ZeroDivisionError as error:
+        raise RuntimeError(references) from error
+
+
+_SMALL = {"bucket_cap_mb": 0.03}
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["compiled", "compiled before", "in place", "in place before"])
+def test_a_collection_frees_what_a_function_compiled_and_trained(
+    one_rank: None, way: str, split: str
+) -> None:
+    """The DDP module and its Reducer too, after an exception too, with no reset of Dynamo."""
+    with pytest.raises(RuntimeError) as raised:
+        _fail_in_training(way, split)
+    references = raised.value.args[0]
+    del raised
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]

@@ -22,8 +22,6 @@ PARTLY_UNUSED = ("unused", "detached", "choose")
 FREEZES = ("", "half", "all", "thawed")
 # What rank 0 alone runs before a step: a forward in eval mode, without gradients, under `no_sync`.
 EXTRAS = ("", "eval", "no_grad", "no_sync")
-# How the DDP module is copied after the first step; the copy is trained then.
-COPIES = ("deepcopy", "pickle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +53,9 @@ class Case:
     `outputs` are returned beside the main one, in a `container`. `hooks` are put on parameters.
     `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default. `regions` has two
     blocks each compiled in place, and nothing else: "plain", or in a "checkpoint", or in a
-    "reentrant" one. `freezes` and `extras` have an item a step, or none; `copied` is one of
-    `COPIES`, or "".
+    "reentrant" one. `freezes` and `extras` have an item a step, or none. `copied` is how the DDP
+    module is copied after the first step, to train the copy from then on: "deepcopy", "pickle", or
+    "" for not at all.
     """
 
     blocks: tuple[Block, ...]

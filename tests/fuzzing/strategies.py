@@ -9,7 +9,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from fuzzing.spec import AROUND, COPIES, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
+from fuzzing.spec import AROUND, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
 
 # Without state that a second run in backward would change once more, and without graph breaks.
 PURE = ("linear", "norm", "scalar", "attention", "dropout", "inplace", "function", "flat", "sorted")
@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
         inner=draw(st.sampled_from(("aot_eager", "aot_eager", "aot_eager", "eager"))),
         freezes=draw(_in_steps(FREEZES)),
         extras=draw(_in_steps(EXTRAS)),
-        copied=draw(st.sampled_from(("",) * 10 + COPIES)),
+        copied=draw(st.sampled_from((*[""] * 10, "deepcopy", "pickle", "pickle"))),
     )
     return _possible(case)
 
