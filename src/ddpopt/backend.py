@@ -228,7 +228,8 @@ def _survey(
 ) -> _Survey:
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
-    owners, slots = find_parameters(graph, example_inputs, reduced)
+    trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
+    owners, slots = find_parameters(graph, example_inputs, trained)
     record, rules = records.of(ddp), records.rules_of(ddp)
     assert rules is not None
     later, earlier = records.arrival_around(ddp, graph_name(gm))
