@@ -135,10 +135,11 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     return bool(_private("torch._dynamo.trace_rules", "check")(function))
 
 
-def guard_on(check: Callable[[], bool], description: str) -> None:
+def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> None:
     """Have Dynamo run the graph that it is compiling only while `check` is true.
 
-    When it is false Dynamo compiles anew, as when a tensor's shape has changed.
+    When it is false Dynamo compiles anew, as when a tensor's shape has changed. `code` gets what
+    `forget_code` takes.
     """
     tracing = _private("torch._guards", "TracingContext").try_get()
     if tracing is None:
@@ -146,10 +147,27 @@ def guard_on(check: Callable[[], bool], description: str) -> None:
 
     def create(builder: Any, _guard: Any) -> None:
         builder.guard_manager.root.add_lambda_guard(lambda _: check(), [description], None)
+        code.append(getattr(builder, "check_fn_manager", None))
 
     source = _private("torch._dynamo.source", "GlobalStateSource")()
     guards = _private_of(_private_of(tracing, "guards_context"), "dynamo_guards")
     guards.add(_private("torch._guards", "Guard")(source, create))
+
+
+def forget_code(code: Sequence[Any]) -> None:
+    """Have Dynamo give up code that it will never run again, so that its limits do not count it.
+
+    As it does itself where an object dies that code was compiled for. Dynamo keeps such code in its
+    list, and would count it as compiled for the object that is there now; so it is noted as another
+    one's.
+    """
+    try:
+        for manager in code:
+            _private_of(manager, "invalidate")("DDP's bucket rules")
+            of_others = {"": weakref.ref(forget_code)}
+            _private_of(_private_of(manager, "guard_manager"), "id_matched_objs").update(of_others)
+    except TorchDriftError as error:
+        _do_without("Dynamo forgetting what it compiled for other buckets", str(error))
 
 
 def optimize_ddp_mode() -> str:

@@ -89,7 +89,7 @@ def backend(
         if reason is None and ddp is not None and resolved.buckets == "auto":
             tuning.start(ddp, resolved.split)
         if reason in (None, Fallback.NO_DDP):
-            _guard_on_rules(records.rules_of(ddp))
+            _guard_on_rules(ddp)
     except TorchDriftError as error:
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     except DDPOptError:
@@ -131,12 +131,16 @@ def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) 
     return Fallback.NO_DDP if ddp is None else None
 
 
-def _guard_on_rules(rules: ReducerRules | None) -> None:
+def _guard_on_rules(ddp: DistributedDataParallel | None) -> None:
     """Keep the graph for DDP modules with equal rules (None: for runs without DDP).
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    _torch.guard_on(lambda: records.rules_of(_torch.active_ddp()) == rules, "DDP's bucket rules")
+    rules = records.rules_of(ddp)
+    code = [] if ddp is None else records.of(ddp).code
+    _torch.guard_on(
+        lambda: records.rules_of(_torch.active_ddp()) == rules, "DDP's bucket rules", code
+    )
 
 
 # Where a graph releases one bucket or none, no cut of its backward would help.

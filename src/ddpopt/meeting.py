@@ -1,4 +1,4 @@
-"""A place where ranks wait for each other as long as somebody works, by their group's store.
+"""Where ranks wait for each other by their group's store: as long as somebody works, or a moment.
 
 No collective is used, so no time limit of the process group's runs. It knows phases and texts;
 what ranks do in them is the caller's affair.
@@ -10,7 +10,9 @@ import collections
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,6 +25,8 @@ _BEATS = 10  # in the time after which a rank is given up
 _LONGEST_TEXT = 500  # characters of an error that other ranks are told
 
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
+_GO = "go"
+_RANKS_SHOWN = 8
 _num_meetings: collections.Counter[str] = collections.Counter()
 
 
@@ -140,7 +144,93 @@ class Meeting:
             logs.warning("%s: still waiting for %s", self._name, named)
 
     def _without_store(self, error: RuntimeError) -> PeerError:
-        return PeerError(
-            f"{self._name}: the process group's store has gone ({error}); the process that holds "
-            "it, mostly rank 0's, has ended: look at its log and start all ranks again"
-        )
+        return _without_store(self._name, error)
+
+
+class Appointment:
+    """All ranks go on together, or none does; nobody waits longer than `limit_s`.
+
+    There is one answer, which whoever writes it first gives: the last rank to come, one that cannot
+    go on, or one that waited too long. A rank announces itself before the last collective that
+    comes before the appointment; so one that did not is not waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, limit_s: float) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._store = _torch.store_of(group)
+        self._name, self._limit_s = name, limit_s
+
+    def announce(self) -> None:
+        """Tell the other ranks that this one will come."""
+        self._call(lambda: self._store.set(f"{self._name}/announced/{self._rank}", ""))
+
+    def keep(self, problem: str) -> str:
+        """Return why ranks do not go on, "" if they do; the same on all ranks.
+
+        Raises:
+            PeerError: the store has gone or does not answer, so that nobody knows.
+        """
+        answer: str = self._call(lambda: self._keep(problem))
+        return "" if answer == _GO else answer
+
+    def _keep(self, problem: str) -> str:
+        if problem:
+            return self._answer(f"on rank {self._rank}, {problem}")
+        if missing := self._find_missing("announced"):
+            return self._answer(f"{missing} not look for them in the same steps")
+        self._store.set(f"{self._name}/came/{self._rank}", "")
+        if self._store.add(f"{self._name}/num_came", 1) == self._size:
+            return self._answer(_GO)
+        until_s = time.monotonic() + self._limit_s
+        while not self._store.check([f"{self._name}/answer"]):
+            if time.monotonic() > until_s:
+                missing = self._find_missing("came") or "ranks did"
+                return self._answer(f"{missing} not come within {self._limit_s:.0f} s")
+            time.sleep(_POLL_S)
+        return self._answer("")
+
+    def _answer(self, word: str) -> str:
+        """Give an answer, unless there is one; return the one that there is."""
+        text: bytes = self._store.compare_set(f"{self._name}/answer", "", word)
+        return text.decode()
+
+    def _find_missing(self, what: str) -> str:
+        """Return the subject of a sentence on the ranks that did not do that, "" if all did."""
+        keys = {rank: f"{self._name}/{what}/{rank}" for rank in range(self._size)}
+        if self._store.check(list(keys.values())):
+            return ""
+        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+        shown = ", ".join(map(str, missing[:_RANKS_SHOWN]))
+        more = f" and {len(missing) - _RANKS_SHOWN} more" if len(missing) > _RANKS_SHOWN else ""
+        return f"rank {shown} did" if len(missing) == 1 else f"ranks {shown}{more} did"
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """Call in another thread: no call of a store has a limit of its own."""
+        results: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                results.append(call())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="ddpopt appointment", daemon=True)
+        thread.start()
+        thread.join(2 * self._limit_s)
+        if errors:
+            raise _without_store("buckets", errors[0]) from errors[0]
+        if not results:
+            raise PeerError(
+                f"buckets: the process group's store has not answered for {2 * self._limit_s:.0f} "
+                "s; the process that holds it, mostly rank 0's, hangs or is out of reach: look at "
+                "its log and start all ranks again"
+            )
+        return results[0]
+
+
+def _without_store(name: str, error: RuntimeError) -> PeerError:
+    return PeerError(
+        f"{name}: the process group's store has gone ({error}); the process that holds "
+        "it, mostly rank 0's, has ended: look at its log and start all ranks again"
+    )

@@ -36,6 +36,7 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     agree(ddp, plan.hash, find_problem(ddp, plan))
     apply(ddp, plan)
     records.of(ddp).caps_bytes = ()
+    records.forget_code(ddp)
     _forbid_backward(ddp)
 
 
