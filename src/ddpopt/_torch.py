@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import logging
@@ -378,6 +379,15 @@ def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -
     return _private_of(backend.options, "_timeout")
 
 
+def num_collectives(group: torch.distributed.ProcessGroup) -> int:
+    """Return how many collectives `group` has launched, which is the same on all ranks.
+
+    Raises:
+        RuntimeError: its backend does not count them.
+    """
+    return int(_private_of(group, "_get_sequence_number_for_group")())
+
+
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     """Find out, before a step depends on it, whether buckets can be changed while training.
 
@@ -417,8 +427,7 @@ def replace_reducer(
     config = getattr(ddp, "_bucket_config", None)  # from 2.12 on
     if config is not None:
         ddp._bucket_config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
-    _private_of(ddp, "_remove_autograd_hooks")()
-    ddp.reducer = ddp.logger = None  # frees the old buckets before there are others
+    _drop_reducer(ddp)
     with _assigned_buckets(buckets, caps_bytes):
         _make_reducer(ddp, list(reduced), list(reduced.values()))
     for hook, state in hooks:
@@ -428,6 +437,19 @@ def replace_reducer(
         _private_of(ddp.logger, "_set_comm_hook_name")(str(builtin_hook))
         _private("torch.distributed", "_register_builtin_comm_hook")(ddp.reducer, builtin_hook)
     ddp._has_rebuilt_buckets = False
+
+
+def _drop_reducer(ddp: DistributedDataParallel) -> None:
+    """Free the buckets of `ddp` before there are others.
+
+    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
+    would keep the Reducer, and its logger that keeps it too.
+    """
+    _private_of(ddp, "_remove_autograd_hooks")()
+    attributes = ("reducer", "logger")
+    for owner in gc.get_referrers(ddp.reducer):
+        if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
+            owner.update(dict.fromkeys(attributes))
 
 
 def _make_reducer(

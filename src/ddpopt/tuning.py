@@ -10,13 +10,13 @@ ranks stay. From there on they are at the same place, and use collectives: measu
 gather the times, rank 0 plans and broadcasts, each says whether the plan fits it, and all apply it,
 or none does.
 
-Nobody waits for what is known before. A rank tells one step ahead that it is about to come, so that
-one that will not is known; and whoever cannot go on says so at once.
+Nobody waits for what is known before. A rank tells one step ahead that it is about to come, so one
+that will not is known; and whoever cannot go on says so at once. A search is named after the
+backward in which it began, so ranks whose searches began in different ones do not wait either.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import itertools
@@ -64,6 +64,13 @@ def start(ddp: DistributedDataParallel, split: str) -> None:
     record.is_trial = split == "forward" and not record.tuner.is_done
 
 
+def restart(ddp: DistributedDataParallel, split: str) -> None:
+    """Look for them anew, on all ranks in the same step."""
+    _tuners.pop(ddp, None)
+    records.of(ddp).tuner = None
+    start(ddp, split)
+
+
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Tell the tuner, if there is one."""
     tuner = _tuners.get(ddp)
@@ -106,21 +113,14 @@ class _Measured:
     between_s: float = 0.0
 
 
-_Counter = collections.Counter[str]
-_num_searches: weakref.WeakKeyDictionary[dist.ProcessGroup, _Counter] = weakref.WeakKeyDictionary()
+def _name(ddp: DistributedDataParallel) -> str:
+    """Return a name that the search for one DDP module has on all ranks, and no other search.
 
-
-def _next_name(ddp: DistributedDataParallel) -> str:
-    """Return a name that the search for one DDP module has on all ranks.
-
-    Modules with equal parameters are told apart by the order in which they first reduce gradients.
-    Copies that one rank makes for itself reduce none.
+    It tells in which backward it is asked for, by how many collectives came before.
     """
     parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
     digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-    numbers = _num_searches.setdefault(ddp.process_group, collections.Counter())
-    numbers[digest] += 1
-    return f"ddpopt/buckets/{digest}/{numbers[digest]}"
+    return f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
 
 class _Tuner:
@@ -143,9 +143,14 @@ class _Tuner:
             _torch.check_names_for_tuning(ddp)
             device = next(iter(_torch.reducer_parameters(ddp))).device
             timeout_s = _torch.group_timeout(ddp.process_group, device).total_seconds()
+            _torch.num_collectives(ddp.process_group)
         except TorchDriftError as error:
             self.stay(str(error))
             logs.warning("%s", self.outcome)
+            return
+        except RuntimeError as error:  # a backend that does not count them
+            self.stay(str(error))
+            logs.info("%s", self.outcome)
             return
         self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
         if dist.get_world_size(ddp.process_group) < 2:
@@ -189,7 +194,7 @@ class _Tuner:
     def _make_appointment(self) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        self._appointment = Appointment(ddp.process_group, _next_name(ddp), self._limit_s)
+        self._appointment = Appointment(ddp.process_group, _name(ddp), self._limit_s)
 
     def _finish(self, ddp: DistributedDataParallel, stopwatch: _Stopwatch) -> None:
         assert self._appointment is not None
