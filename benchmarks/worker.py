@@ -98,8 +98,7 @@ class Worker:
         record = records.of(self._ddp)
         if record.tuner is not None and record.tuner.is_done:
             self.use_caps(DDP_DEFAULT_CAPS)
-            record.tuner = None
-            tuning.start(self._ddp, "backward")
+            tuning.restart(self._ddp, "backward")
         for _ in range(num_steps):
             self._step()
         tuner = record.tuner

@@ -7,6 +7,7 @@ module, and is active while its forward runs.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,13 @@ class FakeDDP(DistributedDataParallel):
         self.process_group = dist.GroupMember.NON_GROUP_MEMBER
         records.of(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
+        reduced = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+        bucket = mock.Mock(parameters=lambda: reduced)
+        self.reducer = mock.Mock(_get_zeros_like_grad_buckets=lambda: [bucket])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():

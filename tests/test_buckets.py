@@ -104,3 +104,16 @@ def test_reducer_parameters_leave_out_what_ddp_leaves_out(one_rank: None) -> Non
     assert [p.name for p in found] == names
     assert [p.is_sparse for p in found] == [False, False, False, True]
     assert [p.index for p in found] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_reducer_parameters_stay_when_others_are_frozen(one_rank: None, is_sparse: bool) -> None:
+    """Those that required gradients when DDP was made, with a sparse one after the first step."""
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=is_sparse), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.arange(4)).sum().backward()
+    model.requires_grad_(False)
+    model[1].requires_grad_(True)
+    names = [p.name for p in _torch.reducer_parameters(ddp).values()]
+    assert names == ["0.weight", "2.weight", "2.bias"]

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +166,109 @@ def _backward_from_before(rank: int) -> None:
 
 def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(ranks: Ranks) -> None:
     ranks.run(_backward_from_before)
+
+
+def _rebucket_frozen(rank: int) -> None:
+    """Part is frozen and part unfrozen after DDP was made; buckets change while all is frozen."""
+    module = MLP()
+    module.layers[0].requires_grad_(False)
+    expected = DistributedDataParallel(copy.deepcopy(module))
+    ddp = DistributedDataParallel(module)
+    run = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    inputs = batches(rank, [(4, 64)] * 3)
+    for each, call in ((ddp, run), (expected, expected)):
+        train(each, inputs, call)
+        each.requires_grad_(False)
+    plan = _plan_for(nn.ModuleDict({"layers": nn.ModuleList(module.layers)}), SIZES)
+    reduced = [g for g in plan.profile.gradients if not g.name.startswith("layers.0")]
+    profile = dataclasses.replace(plan.profile, gradients=tuple(reduced))
+    plan = dataclasses.replace(plan, profile=profile, sizes=(1, 4, 5))
+    ddpopt.rebucket(ddp, plan)
+    with pytest.raises(ddpopt.PlanError, match="2 parameters are not reduced"):
+        ddpopt.rebucket(ddp, _plan_for(module, SIZES))
+    for each in (ddp, expected):
+        each.requires_grad_(True)  # the first layer too, which DDP does not reduce
+    for _ in range(2):
+        assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
+    assert [len(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()] == [
+        1,
+        4,
+        5,
+    ]
+
+
+def test_what_is_reduced_is_what_required_gradients_when_ddp_was_made(ranks: Ranks) -> None:
+    ranks.run(_rebucket_frozen)
+
+
+def _rebucket_at_the_limit(rank: int) -> None:
+    options = {"inner": "aot_eager", "split": "forward"}
+    compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
+    ddp = DistributedDataParallel(compiled)
+    plan = _plan_for(compiled, SIZES)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for sizes in (SIZES, (6, 6), (2, 4, 6)):
+            train(ddp, batches(rank, [(4, 64)] * 2))
+            ddpopt.rebucket(ddp, dataclasses.replace(plan, sizes=sizes))
+        train(ddp, batches(rank, [(4, 64)] * 2))
+
+
+def test_code_for_buckets_of_before_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
+    ranks.run(_rebucket_at_the_limit)
+
+
+_MEASURE = """
+import sys, tempfile
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ddpopt
+from models import MLP
+from test_rebucketing import _plan_for
+
+def resident_mb(kind):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(kind)]
+    return int(line.split()[1]) / 1024
+
+def step():
+    open("/proc/self/clear_refs", "w").write("5")
+    run(torch.ones(8, 1024)).sum().backward()
+    ddp.zero_grad()
+    return resident_mb("VmHWM")
+
+store = dist.FileStore(tempfile.mktemp(), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+ddp = DistributedDataParallel(MLP(depth=17, width=1024))
+run = ddp
+if sys.argv[1] == "compiled":
+    options = {"inner": "aot_eager", "split": "backward"}
+    run = torch.compile(ddp, backend="ddpopt", options=options)
+before = max(step() for _ in range(4))
+ddpopt.rebucket(ddp, _plan_for(ddp.module, (4,) * 8 + (2,)))
+print(before, max(step() for _ in range(3)), "ddpopt.backend" in sys.modules)
+del run, ddp
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="it reads Linux's /proc")
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_change_takes_the_memory_of_one_bucket_at_most(how: str) -> None:
+    """68 MiB of gradients; DDP's buckets are of 24, the plan's of 8. Eager, nobody but us helps."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, how],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, after, has_backend = done.stdout.split()
+    assert float(after) < float(before) + 24
+    assert has_backend == str(how == "compiled")
 
 
 def test_what_is_no_ddp_module_is_refused() -> None:

@@ -7,6 +7,7 @@ a machine that is busy for a moment would make the best buckets others.
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 import time
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, rebucketing, records, tuning
+from ddpopt import AllreduceCost, meeting, rebucketing, records, tuning
 
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
 TICK_S = 1e-3
@@ -169,16 +170,149 @@ def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> N
 def _train_apart(rank: int, absent: int) -> dict[str, Any]:
     """One rank looks for no better buckets, so that it never comes to meet the other."""
     buckets = "ddp" if rank == absent else "auto"
-    return _train(rank, "backward", SLOW, {"buckets": buckets, "_MEETING_S": 1.0})
+    with mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")):
+        return _train(rank, "backward", SLOW, {"buckets": buckets})
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_does_not_come_makes_all_stay_and_none_hang(ranks: Ranks, absent: int) -> None:
+def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, absent: int) -> None:
+    """Nor does it keep ranks from finding each other for the next module, an equal one."""
     told = ranks.run(_train_apart, absent)
     present = told[1 - absent]
-    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} ")
+    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} did not look")
     assert present["hash"] is None
     assert told[0]["buckets"] == told[1]["buckets"]
+    for outcome in ranks.run(_outcome, {}):
+        assert outcome.startswith("buckets change")
+
+
+def _outcome(rank: int, patches: dict[str, Any]) -> str:
+    outcome: str = _train(rank, "backward", SLOW, dict(patches))["outcome"]
+    return outcome
+
+
+def _appointments(size: int, limit_s: float) -> list[meeting.Appointment]:
+    """Return those of all ranks of a group, in one process."""
+    made, store = [], dist.HashStore()
+    for rank in range(size):
+        with (
+            mock.patch.multiple(
+                meeting.dist, get_rank=lambda _, r=rank: r, get_world_size=lambda _: size
+            ),
+            mock.patch.object(meeting._torch, "store_of", return_value=store),
+        ):
+            made.append(meeting.Appointment(mock.Mock(), "name", limit_s))
+    return made
+
+
+def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
+    first, *others = _appointments(4, limit_s=0.4)
+    for each in (first, *others):
+        each.announce()
+    with mock.patch.object(meeting.time, "sleep", side_effect=time.sleep) as sleep:
+        assert first.keep("") == "ranks 1, 2, 3 did not come within 0 s"
+        assert sleep.call_count <= 0.4 / meeting._POLL_S + 1
+        sleep.reset_mock()
+        assert {each.keep("") for each in others} == {"ranks 1, 2, 3 did not come within 0 s"}
+        sleep.assert_not_called()
+
+
+def test_a_rank_that_cannot_go_on_waits_for_nobody_and_is_not_waited_for() -> None:
+    first, second, third = _appointments(3, limit_s=60)
+    for each in (first, second, third):
+        each.announce()
+    with mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")):
+        told = [second.keep("it cannot"), first.keep(""), third.keep("")]
+    assert told == ["on rank 1, it cannot"] * 3
+
+
+def test_a_store_that_hangs_is_an_error() -> None:
+    (alone,) = _appointments(1, limit_s=0.05)
+    alone._store = mock.Mock(set=lambda *_: time.sleep(0.3))
+    with pytest.raises(ddpopt.PeerError, match="has not answered for 0 s"):
+        alone.announce()
+
+
+def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
+    """The others may be in a collective meanwhile, which must not end in its timeout."""
+    ddp = DistributedDataParallel(MLP())
+    timeout = datetime.timedelta(seconds=8)
+    with mock.patch.object(tuning._torch, "group_timeout", return_value=timeout):
+        tuner = tuning._Tuner(ddp)
+        tuner.check()
+    assert tuner._limit_s == 2.0
+
+
+def _train_with(rank: int, kind: str, split: str) -> str:
+    """Rank 0 runs forwards that the other does not, or forgets its code; or parameters freeze."""
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module))
+    ddp = DistributedDataParallel(module)
+    options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()):
+        for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 3)), 1):
+            if kind == "sanity" and rank == 0 and step in (1, 3, DECIDED):
+                ddp(x)
+                compiled(x)
+            if kind == "reset" and rank == 0 and step in (2, 6):
+                torch._dynamo.reset()
+            if kind == "frozen":
+                for each, call in ((ddp, compiled), (expected, expected)):
+                    each.requires_grad_(False)
+                    call(x.requires_grad_()).sum().backward()
+                    each.requires_grad_(True)
+            assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
+    return records.of(ddp).tuner.outcome
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("kind", ["sanity", "reset", "frozen"])
+def test_ranks_meet_whatever_else_they_run(ranks: Ranks, kind: str, split: str) -> None:
+    """Forwards on one rank, a reset of Dynamo on one, and forwards of frozen parameters on all."""
+    first, second = ranks.run(_train_with, kind, split)
+    assert first.startswith("buckets change")
+    assert first == second
+
+
+def _train_in_join(rank: int) -> str:
+    """Rank 1 has fewer batches."""
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with (
+        mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")),
+        ddp.join(),
+    ):
+        for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
+            train(ddp, [x], compiled)
+    return records.of(ddp).tuner.outcome
+
+
+def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
+    first, second = ranks.run(_train_in_join)
+    assert "on rank 0, this DDP module's buckets cannot be changed: it is in its join()" in first
+    assert second == "not decided yet"
+
+
+def _train_at_the_limit(rank: int) -> str:
+    options = {"inner": "aot_eager", "split": "forward", "buckets": "auto"}
+    compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
+    ddp = DistributedDataParallel(compiled)
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()),
+    ):
+        train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            train(ddp, batches(rank, [(3, 64)]))
+    return records.of(ddp).tuner.outcome
+
+
+def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
+    """A graph that may be compiled once is compiled once more, whole graphs asked for; no third."""
+    for outcome in ranks.run(_train_at_the_limit):
+        assert outcome.startswith("buckets change")
 
 
 @pytest.mark.usefixtures("one_rank")

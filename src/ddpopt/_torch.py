@@ -12,12 +12,13 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,10 +137,11 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     return bool(_private("torch._dynamo.trace_rules", "check")(function))
 
 
-def guard_on(check: Callable[[], bool], description: str) -> None:
+def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> None:
     """Have Dynamo run the graph that it is compiling only while `check` is true.
 
-    When it is false Dynamo compiles anew, as when a tensor's shape has changed.
+    When it is false Dynamo compiles anew, as when a tensor's shape has changed. `code` gets what
+    `forget_code` takes.
     """
     tracing = _private("torch._guards", "TracingContext").try_get()
     if tracing is None:
@@ -147,6 +149,7 @@ def guard_on(check: Callable[[], bool], description: str) -> None:
 
     def create(builder: Any, _guard: Any) -> None:
         builder.guard_manager.root.add_lambda_guard(lambda _: check(), [description], None)
+        code.append(getattr(builder, "check_fn_manager", None))
 
     source = _private("torch._dynamo.source", "GlobalStateSource")()
     guards = _private_of(_private_of(tracing, "guards_context"), "dynamo_guards")
@@ -172,6 +175,22 @@ def checkpointed_region() -> object | None:
         if isinstance(found, frame_class):
             return found  # type: ignore[no-any-return]
     return None
+
+
+def forget_code(code: Sequence[Any]) -> None:
+    """Have Dynamo give up code that it will never run again, so that its limits do not count it.
+
+    As it does itself where an object dies that code was compiled for. Dynamo keeps such code in its
+    list, and would count it as compiled for the object that is there now; so it is noted as another
+    one's.
+    """
+    try:
+        for manager in code:
+            _private_of(manager, "invalidate")("DDP's bucket rules")
+            of_others = {"": weakref.ref(forget_code)}
+            _private_of(_private_of(manager, "guard_manager"), "id_matched_objs").update(of_others)
+    except TorchDriftError as error:
+        _do_without("Dynamo forgetting what it compiled for other buckets", str(error))
 
 
 def optimize_ddp_mode() -> str:
@@ -283,26 +302,59 @@ def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
-    """Return the parameters that the Reducer reduces, in its order, shared ones once."""
-    ignored = _private_of(ddp, "parameters_to_ignore")
+    """Return the parameters that the Reducer reduces, in its order, shared ones once.
+
+    They are those that required gradients when it was made, whatever is frozen now.
+    """
+    reduced = _reduced_tensors(ddp)
     found: dict[torch.Tensor, Parameter] = {}
     for module_name, module in ddp.module.named_modules():
         is_sparse = _produces_sparse_gradient(module)
         for leaf_name, parameter in module.named_parameters(recurse=False):
-            # DDP compares both spellings: the top module's parameters are named ".weight" there.
-            name = f"{module_name}.{leaf_name}" if module_name else leaf_name
-            if name in ignored or f"{module_name}.{leaf_name}" in ignored:
-                continue
-            if not parameter.requires_grad or parameter in found:
+            if parameter not in reduced or parameter in found:
                 continue
             found[parameter] = Parameter(
                 index=len(found),
-                name=name,
+                name=f"{module_name}.{leaf_name}" if module_name else leaf_name,
                 num_bytes=parameter.numel() * parameter.element_size(),
                 group=f"{parameter.dtype} on {parameter.device}",
                 is_sparse=is_sparse,
             )
     return found
+
+
+_reduced: weakref.WeakKeyDictionary[Any, frozenset[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
+    """Ask the Reducer, once: DDP forgets what it gave it."""
+    reducer = _private_of(ddp, "reducer")
+    if reducer not in _reduced:
+        ask = _private_of(reducer, "_get_zeros_like_grad_buckets")
+        mode = _private("torch._subclasses.fake_tensor", "FakeTensorMode")
+        try:
+            with mode(allow_non_fake_inputs=True):  # or it would allocate all buckets again
+                buckets = ask()
+        except RuntimeError:  # a sparse gradient has no bucket before the first backward
+            return frozenset(_private_of(ddp, "_build_params_for_reducer")()[0])
+        _reduced[reducer] = frozenset(p for bucket in buckets for p in bucket.parameters())
+    return _reduced[reducer]
+
+
+@contextlib.contextmanager
+def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Unfreeze parameters in this block; a frozen one has no node that accumulates its gradient.
+
+    The Reducer keeps the nodes of all that it reduces, so they are the same when training goes on.
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def cannot_rebucket(ddp: DistributedDataParallel) -> str:
@@ -381,6 +433,15 @@ def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -
     return _private_of(backend.options, "_timeout")
 
 
+def num_collectives(group: torch.distributed.ProcessGroup) -> int:
+    """Return how many collectives `group` has launched, which is the same on all ranks.
+
+    Raises:
+        RuntimeError: its backend does not count them.
+    """
+    return int(_private_of(group, "_get_sequence_number_for_group")())
+
+
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     """Find out, before a step depends on it, whether buckets can be changed while training.
 
@@ -388,8 +449,6 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
         TorchDriftError: a name that is needed for it has moved.
     """
     for name in (
-        "_build_params_for_reducer",
-        "_build_debug_param_to_name_mapping",
         "_ddp_init_helper",
         "_comm_hooks",
         "_get_ddp_logging_data",
@@ -415,23 +474,16 @@ def replace_reducer(
     As DDP's constructor makes it, with the same options and comm hooks. It rebuilds its buckets
     after its first iteration as any Reducer, by the limits `caps_bytes`, one for each bucket.
     """
-    build_parameters = _private_of(ddp, "_build_params_for_reducer")
-    build_names = _private_of(ddp, "_build_debug_param_to_name_mapping")
-    make = _private_of(ddp, "_ddp_init_helper")
+    reduced = reducer_parameters(ddp)
     hooks = _registered_hooks(ddp)
     builtin_hook = _builtin_hook(ddp)
     ddp.bucket_bytes_cap_list = list(caps_bytes)
     config = getattr(ddp, "_bucket_config", None)  # from 2.12 on
     if config is not None:
         ddp._bucket_config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
-    _private_of(ddp, "_remove_autograd_hooks")()
-    parameters, expect_sparse_gradient = build_parameters()
+    _drop_reducer(ddp)
     with _assigned_buckets(buckets, caps_bytes):
-        make(parameters, expect_sparse_gradient, build_names(parameters), ddp.static_graph)
-    if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = False
-        _private_of(ddp.reducer, "_set_static_graph")()
-        _private_of(ddp.logger, "_set_static_graph")()
+        _make_reducer(ddp, list(reduced), list(reduced.values()))
     for hook, state in hooks:
         _private_of(ddp.logger, "_set_comm_hook_name")(hook.__qualname__)
         _private("torch.distributed", "_register_comm_hook")(ddp.reducer, state, hook)
@@ -439,6 +491,33 @@ def replace_reducer(
         _private_of(ddp.logger, "_set_comm_hook_name")(str(builtin_hook))
         _private("torch.distributed", "_register_builtin_comm_hook")(ddp.reducer, builtin_hook)
     ddp._has_rebuilt_buckets = False
+
+
+def _drop_reducer(ddp: DistributedDataParallel) -> None:
+    """Free the buckets of `ddp` before there are others.
+
+    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
+    would keep the Reducer, and its logger that keeps it too.
+    """
+    _private_of(ddp, "_remove_autograd_hooks")()
+    attributes = ("reducer", "logger")
+    for owner in gc.get_referrers(ddp.reducer):
+        if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
+            owner.update(dict.fromkeys(attributes))
+
+
+def _make_reducer(
+    ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
+) -> None:
+    """Give `ddp` a Reducer of these, as DDP's constructor makes it; some may be frozen now."""
+    is_sparse = [parameter.is_sparse for parameter in parameters]
+    names = {parameter.index: parameter.name for parameter in parameters}
+    with requiring_grad(tensors):
+        _private_of(ddp, "_ddp_init_helper")(list(tensors), is_sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        _private_of(ddp.reducer, "_set_static_graph")()
+        _private_of(ddp.logger, "_set_static_graph")()
 
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
@@ -483,7 +562,8 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
 
     It lives as long as somebody holds it, or a graph that uses the parameter.
     """
-    view = parameter.view_as(parameter)
+    with requiring_grad([parameter]):
+        view = parameter.view_as(parameter)
     assert view.grad_fn is not None
     return view.grad_fn.next_functions[0][0]
 
@@ -1316,15 +1396,10 @@ def _copy_ddp(
     ignored = _private_of(ddp, "parameters_to_ignore")
     own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
     twin.__dict__["_module_parameters"] = own
-    if ddp.static_graph:
-        twin._static_graph_delay_allreduce_enqueued = False
-    build_names = _private_of(twin, "_build_debug_param_to_name_mapping")
-    parameters, expect_sparse_gradient = _private_of(twin, "_build_params_for_reducer")()
-    make = _private_of(twin, "_ddp_init_helper")
-    make(parameters, expect_sparse_gradient, build_names(parameters), ddp.static_graph)
-    if ddp.static_graph:
-        _private_of(twin.reducer, "_set_static_graph")()
-        _private_of(twin.logger, "_set_static_graph")()
+    _private_of(twin, "_assign_modules_buffers")()
+    copied = dict(module.named_parameters(remove_duplicate=False))
+    reduced = list(reducer_parameters(ddp).values())
+    _make_reducer(twin, [copied[parameter.name] for parameter in reduced], reduced)
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:

@@ -92,7 +92,7 @@ def backend(
         if reason is None and ddp is not None and resolved.buckets == "auto":
             tuning.start(ddp, resolved.split)
         if reason in (None, Fallback.NO_DDP):
-            _guard_on_rules(records.rules_of(ddp))
+            _guard_on_rules(ddp)
     except TorchDriftError as error:
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     except DDPOptError:
@@ -134,13 +134,15 @@ def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) 
     return Fallback.NO_DDP if ddp is None else None
 
 
-def _guard_on_rules(rules: ReducerRules | None) -> None:
+def _guard_on_rules(ddp: DistributedDataParallel | None) -> None:
     """Keep the graph for DDP modules with equal rules (None: for runs without DDP).
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
+    rules = records.rules_of(ddp)
+    code = [] if ddp is None else records.of(ddp).code
     recomputation.note_compiled(rules)
-    _torch.guard_on(lambda: recomputation.may_run(rules), "DDP's bucket rules")
+    _torch.guard_on(lambda: recomputation.may_run(rules), "DDP's bucket rules", code)
 
 
 # Where a graph releases one bucket or none, no cut of its backward would help.
@@ -232,7 +234,8 @@ def _survey(
 ) -> _Survey:
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
-    owners, slots = find_parameters(graph, example_inputs, reduced)
+    trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
+    owners, slots = find_parameters(graph, example_inputs, trained)
     record, rules = records.of(ddp), records.rules_of(ddp)
     assert rules is not None
     later, earlier = records.arrival_around(ddp, graph_name(gm))

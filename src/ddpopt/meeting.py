@@ -1,4 +1,4 @@
-"""A place where ranks wait for each other as long as somebody works, by their group's store.
+"""Where ranks wait for each other by their group's store: as long as somebody works, or a moment.
 
 No collective is used, so no time limit of the process group's runs. It knows phases and texts;
 what ranks do in them is the caller's affair.
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddpopt import logs
+from ddpopt import logs, stores
 from ddpopt.errors import PeerError
 from ddpopt.stores import StoreConnection, StoreGoneError
 
@@ -26,7 +26,11 @@ _BEATS = 10  # in the time after which a rank is given up
 _LONGEST_TEXT = 500  # characters of an error that other ranks are told
 
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
+_GO = "go"
+_RANKS_SHOWN = 8
+
 T = TypeVar("T")
+
 _num_meetings: collections.Counter[str] = collections.Counter()
 
 
@@ -91,11 +95,7 @@ class Meeting:
         try:
             return self._store.ask(call, self._silence_s)
         except StoreGoneError as error:
-            raise PeerError(
-                f"{self._name}: the process group's store has gone ({error}); the process that "
-                "holds it, mostly rank 0's, has ended or hangs: look at its log and start all "
-                "ranks again"
-            ) from error
+            raise _without_store(self._name, error) from error
 
     def _beat(self) -> None:
         while not self._is_over.wait(self._silence_s / _BEATS):
@@ -152,3 +152,77 @@ class Meeting:
         if self._rank == min(set(range(self._size)) - missing.keys()):  # one rank's log is enough
             named = ", ".join(f"rank {rank} ({phase})" for rank, phase in missing.items())
             logs.warning("%s: still waiting for %s", self._name, named)
+
+
+class Appointment:
+    """All ranks go on together, or none does; nobody waits longer than `limit_s`.
+
+    There is one answer, which whoever writes it first gives: the last rank to come, one that cannot
+    go on, or one that waited too long. A rank announces itself before the last collective that
+    comes before the appointment; so one that did not is not waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, limit_s: float) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._name, self._limit_s = group, name, limit_s
+
+    def announce(self) -> None:
+        """Tell the other ranks that this one will come.
+
+        Raises:
+            PeerError: the store has gone or does not answer.
+        """
+        self._ask(lambda store: store.set(f"{self._name}/announced/{self._rank}", ""))
+
+    def keep(self, problem: str) -> str:
+        """Return why ranks do not go on, "" if they do; the same on all ranks.
+
+        Raises:
+            PeerError: the store has gone or does not answer, so that nobody knows.
+        """
+        answer = self._ask(lambda store: self._keep(store, problem))
+        return "" if answer == _GO else answer
+
+    def _keep(self, store: Any, problem: str) -> str:
+        if problem:
+            return self._answer(store, f"on rank {self._rank}, {problem}")
+        if missing := self._find_missing(store, "announced"):
+            return self._answer(store, f"{missing} not look for them in the same steps")
+        store.set(f"{self._name}/came/{self._rank}", "")
+        if store.add(f"{self._name}/num_came", 1) == self._size:
+            return self._answer(store, _GO)
+        until_s = time.monotonic() + self._limit_s
+        while not store.check([f"{self._name}/answer"]):
+            if time.monotonic() > until_s:
+                missing = self._find_missing(store, "came") or "ranks did"
+                return self._answer(store, f"{missing} not come within {self._limit_s:.0f} s")
+            time.sleep(_POLL_S)
+        return self._answer(store, "")
+
+    def _answer(self, store: Any, word: str) -> str:
+        """Give an answer, unless there is one; return the one that there is."""
+        text: bytes = store.compare_set(f"{self._name}/answer", "", word)
+        return text.decode()
+
+    def _find_missing(self, store: Any, what: str) -> str:
+        """Return the subject of a sentence on the ranks that did not do that, "" if all did."""
+        keys = {rank: f"{self._name}/{what}/{rank}" for rank in range(self._size)}
+        if store.check(list(keys.values())):
+            return ""
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        shown = ", ".join(map(str, missing[:_RANKS_SHOWN]))
+        more = f" and {len(missing) - _RANKS_SHOWN} more" if len(missing) > _RANKS_SHOWN else ""
+        return f"rank {shown} did" if len(missing) == 1 else f"ranks {shown}{more} did"
+
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        try:
+            return stores.ask(self._group, call, 2 * self._limit_s)
+        except StoreGoneError as error:
+            raise _without_store("looking for better buckets", error) from error
+
+
+def _without_store(name: str, error: StoreGoneError) -> PeerError:
+    return PeerError(
+        f"{name}: the process group's store has gone ({error}); the process that holds it, mostly "
+        "rank 0's, has ended or hangs: look at its log and start all ranks again"
+    )

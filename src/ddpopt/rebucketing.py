@@ -36,6 +36,7 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     agree(ddp, plan.hash, find_problem(ddp, plan))
     apply(ddp, plan)
     records.of(ddp).caps_bytes = ()
+    records.forget_code(ddp)
     _forbid_backward(ddp)
 
 
@@ -125,11 +126,15 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
         )
 
     allow_backward(ddp)
-    _guards[ddp] = [
-        parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # as torch has it
-        for parameter in ddp.parameters()
-        if parameter.requires_grad
-    ]
+    reduced = _torch.reducer_parameters(ddp)
+    with _torch.requiring_grad(reduced):
+        handles = [
+            parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # as torch has it
+            for parameter in reduced
+        ]
+    # Where nothing was compiled yet, nobody else tells that a forward has begun.
+    begin = _torch.uncompiled(lambda module, _inputs: allow_backward(module))
+    _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
 
 
 def allow_backward(ddp: DistributedDataParallel) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +44,8 @@ class _Record:
     `assigned_buckets` are those that `rebucket` gave it, of `bucket_plan`. `caps_bytes` are the
     Reducer's limits when graphs were cut for it, `nodes` are those of the graphs that `plans` are
     of, `recording` is the last that was made, and `is_trial` says that code compiled now is to
-    be replaced when the tuner is done, `is_copy` that it is a rehearsal's module.
+    be replaced when the tuner is done, `is_copy` that it is a rehearsal's module. `code` is what
+    Dynamo compiled for it, as `_torch.forget_code` takes it.
     """
 
     caps_bytes: tuple[int, ...] = ()
@@ -58,6 +59,7 @@ class _Record:
     tuner: Tuner | None = None
     is_trial: bool = False
     is_copy: bool = False
+    code: list[Any] = field(default_factory=list)
 
     @property
     def has_forward_sections(self) -> bool:
@@ -105,6 +107,13 @@ def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
         is_rebuilt=_torch.follows_arrival_order(ddp),
         is_trial=record.is_trial,
     )
+
+
+def forget_code(ddp: DistributedDataParallel) -> None:
+    """Have Dynamo forget what it compiled for a module whose rules are others now."""
+    code = of(ddp).code
+    _torch.forget_code(code)
+    code.clear()
 
 
 def keep(ddp: DistributedDataParallel, plan: Plan, nodes: Nodes) -> None:

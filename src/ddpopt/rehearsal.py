@@ -192,8 +192,9 @@ def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[No
 
 
 def take_after(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
-    """Note for a model what compiling its copy began: the search for better buckets."""
+    """Note for a model what compiling its copy made or began: code, the search for buckets."""
     ddp, copied = records.ddp_of(model), records.of(rehearsal.ddp)
+    records.of(ddp).code += copied.code
     if copied.tuner is not None and records.of(ddp).tuner is None:
         tuning.start(ddp, "forward" if copied.is_trial else "backward")
 

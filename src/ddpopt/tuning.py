@@ -2,45 +2,53 @@
 
 [Note: tuning]
 With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs that are cut more
-finely. The steps of a DDP module's life that communicate are counted alike on all ranks. In some
-of them each rank notes when its gradients arrive. Then, before the forward of one and the same
-step, ranks meet by the process group's store, with a time limit: a rank that does not come, or
-cannot go on, makes all ranks stay. From there on they are at the same place, and use collectives:
-measure the network, gather the times, rank 0 plans and broadcasts, each says whether the plan fits
-it, and all apply it, or none does.
+finely. In some of them each rank notes when its gradients arrive. Steps are counted by their
+backwards, in which gradients are reduced: these are the same on all ranks, whatever forwards one of
+them runs besides. Before the forward that follows one and the same backward, ranks meet by the
+process group's store, with a time limit: a rank that does not come, or cannot go on, makes all
+ranks stay. From there on they are at the same place, and use collectives: measure the network,
+gather the times, rank 0 plans and broadcasts, each says whether the plan fits it, and all apply it,
+or none does.
+
+Nobody waits for what is known before. A rank tells one step ahead that it is about to come, so one
+that will not is known; and whoever cannot go on says so at once. A search is named after the
+backward in which it began, so ranks whose searches began in different ones do not wait either.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import datetime
 import hashlib
 import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, logs, rebucketing, records, stores
+from ddpopt import _torch, logs, rebucketing, records
 from ddpopt.bucket_plan import BucketPlan, plan_buckets
 from ddpopt.calibration import calibrate
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
+from ddpopt.meeting import Appointment
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
-from ddpopt.stores import StoreGoneError
 
 _FIRST_MEASURED = 4  # step, counted from 1; buckets are rebuilt in the second, and caches fill
 _NUM_MEASURED = 5
 _LEAST_COMPLETE = 2  # of those, steps of one forward and one backward
 _LEAST_GAIN = 0.03  # of an iteration
-_MEETING_S = 60.0  # that ranks wait for each other
+_DECIDED_AFTER = _FIRST_MEASURED + _NUM_MEASURED - 1  # backwards
+_MEETING_S = 30.0  # that ranks wait for each other, at most
+_PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
+
+# They outlive `torch._dynamo.reset()`, which one rank may call alone.
+_tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
 
 
 def start(ddp: DistributedDataParallel, split: str) -> None:
@@ -48,31 +56,31 @@ def start(ddp: DistributedDataParallel, split: str) -> None:
     record = records.of(ddp)
     if record.tuner is not None:
         return
-    record.tuner = tuner = _Tuner(ddp)
-    try:
-        _torch.check_names_for_tuning(ddp)
-    except TorchDriftError as error:
-        tuner.stay(str(error))
-        logs.warning("%s", tuner.outcome)
-        return
-    if dist.get_world_size(ddp.process_group) < 2:
-        tuner.stay("one rank communicates nothing")
-        logs.info("%s", tuner.outcome)
-        return
+    if ddp not in _tuners:
+        _tuners[ddp] = tuner = _Tuner(ddp)
+        tuner.check()
+    record.tuner = _tuners[ddp]
     # Forward sections cost time where they are not needed, backward sections hardly any.
-    record.is_trial = split == "forward"
+    record.is_trial = split == "forward" and not record.tuner.is_done
+
+
+def restart(ddp: DistributedDataParallel, split: str) -> None:
+    """Look for them anew, on all ranks in the same step."""
+    _tuners.pop(ddp, None)
+    records.of(ddp).tuner = None
+    start(ddp, split)
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Tell the tuner, if there is one."""
-    tuner = records.of(ddp).tuner
+    tuner = _tuners.get(ddp)
     if tuner is not None and not tuner.is_done:
         tuner.before_forward()
 
 
 def after_forward(ddp: DistributedDataParallel) -> None:
     """Tell the tuner, if there is one."""
-    tuner = records.of(ddp).tuner
+    tuner = _tuners.get(ddp)
     if tuner is not None and not tuner.is_done:
         tuner.after_forward()
 
@@ -105,15 +113,14 @@ class _Measured:
     between_s: float = 0.0
 
 
-_num_tuners: collections.Counter[str] = collections.Counter()
-
-
 def _name(ddp: DistributedDataParallel) -> str:
-    """Return a name that the tuners of one DDP module have on all ranks."""
+    """Return a name that the search for one DDP module has on all ranks, and no other search.
+
+    It tells in which backward it is asked for, by how many collectives came before.
+    """
     parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
     digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-    _num_tuners[digest] += 1
-    return f"ddpopt/buckets/{digest}/{_num_tuners[digest]}"
+    return f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
 
 class _Tuner:
@@ -124,9 +131,31 @@ class _Tuner:
         self.outcome = "not decided yet"
         self.best: BucketPlan | None = None
         self._ddp = weakref.ref(ddp)  # the record that holds this must not hold its module
-        self._count = 1  # it is made in the first step's forward
         self._stopwatch: _Stopwatch | None = None
-        self._name = _name(ddp)
+        self._appointment: Appointment | None = None
+        self._limit_s = _MEETING_S
+
+    def check(self) -> None:
+        """Stay where it is clear from the start that nothing can be changed or won."""
+        ddp = self._ddp()
+        assert ddp is not None
+        try:
+            _torch.check_names_for_tuning(ddp)
+            device = next(iter(_torch.reducer_parameters(ddp))).device
+            timeout_s = _torch.group_timeout(ddp.process_group, device).total_seconds()
+            _torch.num_collectives(ddp.process_group)
+        except TorchDriftError as error:
+            self.stay(str(error))
+            logs.warning("%s", self.outcome)
+            return
+        except RuntimeError as error:  # a backend that does not count them
+            self.stay(str(error))
+            logs.info("%s", self.outcome)
+            return
+        self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
+        if dist.get_world_size(ddp.process_group) < 2:
+            self.stay("one rank communicates nothing")
+            logs.info("%s", self.outcome)
 
     def stay(self, reason: str) -> None:
         """Decide for DDP's own buckets."""
@@ -138,32 +167,49 @@ class _Tuner:
         ddp = self._ddp()
         if ddp is None or not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
             return
-        self._count += 1
-        if self._count < _FIRST_MEASURED:
-            return
-        if self._stopwatch is None:
-            self._stopwatch = _Stopwatch(ddp)
-        is_last = self._count == _FIRST_MEASURED + _NUM_MEASURED
-        self._stopwatch.begin_step()
-        if is_last:
-            self._finish(ddp, self._stopwatch)
+        stopwatch = self._begin_step(ddp)
+        if stopwatch.num_backwards == _DECIDED_AFTER - 1 and self._appointment is not None:
+            try:
+                self._appointment.announce()
+            except PeerError as error:
+                self.stay(str(error))
+                stopwatch.remove()
+        if stopwatch.num_backwards == _DECIDED_AFTER:
+            self._finish(ddp, stopwatch)
 
     def after_forward(self) -> None:
         """Note the time."""
+        ddp = self._ddp()
+        if self._stopwatch is None and ddp is not None:
+            self._begin_step(ddp)  # this was made in the forward that ends here
         if self._stopwatch is not None:
             self._stopwatch.end_forward()
 
+    def _begin_step(self, ddp: DistributedDataParallel) -> _Stopwatch:
+        if self._stopwatch is None:
+            self._stopwatch = _Stopwatch(ddp, self._make_appointment)
+        self._stopwatch.begin_step()
+        return self._stopwatch
+
+    def _make_appointment(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        self._appointment = Appointment(ddp.process_group, _name(ddp), self._limit_s)
+
     def _finish(self, ddp: DistributedDataParallel, stopwatch: _Stopwatch) -> None:
+        assert self._appointment is not None
         stopwatch.remove()
         self._stopwatch = None
         self.is_done = True
-        record = records.of(ddp)
+        record, rules = records.of(ddp), records.rules_of(ddp)
         record.is_trial = False
-        problem = _meet(ddp.process_group, self._name, _find_obstacle(ddp))
+        problem = self._appointment.keep(_find_obstacle(ddp))
         if problem:
             self.stay(problem)
         else:
             self.outcome, self.best = _decide(ddp, stopwatch.measured())
+        if records.rules_of(ddp) != rules:
+            records.forget_code(ddp)
         logs.info("%s", self.outcome)
 
 
@@ -171,11 +217,16 @@ class _Tuner:
 
 
 class _Stopwatch:
-    """Notes when gradients arrive, by hooks on autograd's nodes that accumulate them."""
+    """Notes when gradients arrive, by hooks on autograd's nodes that accumulate them.
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    `at_first` is called at the end of the first backward.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, at_first: Callable[[], None]) -> None:
         self._ddp = weakref.ref(ddp)
+        self._at_first = at_first
         parameters = _torch.reducer_parameters(ddp)
+        self._parameters = tuple(parameters)
         self._device = next(iter(parameters)).device
         self._steps: list[_Step] = []
         self._events: list[torch.Event] = []
@@ -184,8 +235,18 @@ class _Stopwatch:
             node = _torch.accumulate_node(tensor)
             self._hooks.append((node, node.register_prehook(self._note_arrival(parameter.index))))
 
+    @property
+    def num_backwards(self) -> int:
+        """How many backwards have reduced gradients."""
+        return sum(bool(step.backward_ended) for step in self._steps)
+
     def begin_step(self) -> None:
-        """A forward begins, and with it the end of the step before."""
+        """A forward begins, and with it the end of the step before.
+
+        One of frozen parameters alone, as of a GAN's discriminator, is no part of a step.
+        """
+        if not any(parameter.requires_grad for parameter in self._parameters):
+            return
         now = self._now()
         if self._steps and not self._steps[-1].backward_ended:
             self._steps[-1].num_forwards += 1
@@ -215,7 +276,7 @@ class _Stopwatch:
         arrival = tuple(itertools.chain.from_iterable(buckets))
         complete = [
             step
-            for step in self._steps
+            for step in self._steps[_FIRST_MEASURED - 1 :]
             if step.ended and step.num_forwards == 1 and step.ready.keys() >= set(arrival)
         ]
         if len(complete) < _LEAST_COMPLETE:
@@ -252,6 +313,8 @@ class _Stopwatch:
 
     def _end_backward(self) -> None:
         self._steps[-1].backward_ended = self._now()
+        if len(self._steps) == 1:
+            self._at_first()
 
     def _now(self) -> float:
         """Return the time in seconds, or the number of an event on the device's stream plus 1."""
@@ -275,61 +338,13 @@ class _Stopwatch:
 
 def _find_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
+    if records.of(ddp).tuner is None:
+        return "torch._dynamo.reset() was called, and nothing is compiled with buckets='auto' since"
     if _torch.hook_states(ddp):
         return (
             "its comm hook keeps a state, which may be by bucket; call ddpopt.rebucket if it is not"
         )
     return rebucketing.find_obstacle(ddp)
-
-
-def _meet(group: dist.ProcessGroup, name: str, problem: str) -> str:
-    """Wait until all ranks are here; return why they cannot go on together, "" if they can.
-
-    Raises:
-        PeerError: the store does not answer, so that nobody knows what the other ranks do.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    limit_s = (size + 1) * _MEETING_S
-    try:
-        return stores.ask(group, lambda s: _meet_by(s, rank, size, name, problem), limit_s)
-    except StoreGoneError as error:
-        raise PeerError(
-            f"looking for better buckets: the process group's store has gone ({error}); the "
-            "process that holds it, mostly rank 0's, has ended or hangs: look at its log and "
-            "start all ranks again"
-        ) from error
-
-
-def _meet_by(store: Any, rank: int, size: int, name: str, problem: str) -> str:
-    """As `_meet`; may wait for the store for ever.
-
-    Rank 0 takes each rank's word, once, and tells what follows. A rank that waited too long takes
-    its word back, unless rank 0 has taken it: then rank 0 lives, and its answer comes.
-    """
-    limit = datetime.timedelta(seconds=_MEETING_S)
-    word = f"no: on rank {rank}, {problem}" if problem else "here"
-    store.set(f"{name}/{rank}", word)
-    if rank:
-        try:
-            store.wait([f"{name}/answer"], limit)
-        except RuntimeError:
-            own = store.compare_set(f"{name}/{rank}", word, "left").decode()
-            if own == "left":
-                return f"rank 0 did not come within {_MEETING_S:.0f} s"
-            store.wait([f"{name}/answer"])
-        return str(store.get(f"{name}/answer").decode())
-    answer = ""
-    for other in range(size):
-        try:
-            store.wait([f"{name}/{other}"], limit)
-            said = store.compare_set(f"{name}/{other}", "here", "taken").decode()
-        except RuntimeError:
-            said = f"no: rank {other} did not come within {_MEETING_S:.0f} s"
-        if said != "taken" and not answer:
-            answer = f"no: rank {other} had left" if said == "left" else said
-    answer = answer.removeprefix("no: ")
-    store.set(f"{name}/answer", answer)
-    return answer
 
 
 def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, BucketPlan | None]:
