@@ -10,6 +10,7 @@ import copy
 import datetime
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, meeting, rebucketing, records, tuning
+from ddpopt import AllreduceCost, meeting, rebucketing, records, stores, tuning
 
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
 TICK_S = 1e-3
@@ -191,22 +192,28 @@ def _outcome(rank: int, patches: dict[str, Any]) -> str:
     return outcome
 
 
-def _appointments(size: int, limit_s: float) -> list[meeting.Appointment]:
-    """Return those of all ranks of a group, in one process."""
-    made, store = [], dist.HashStore()
-    for rank in range(size):
-        with (
-            mock.patch.multiple(
+@pytest.fixture
+def appoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[meeting.Appointment]]:
+    """Makes the appointments of all ranks of a group, in one process."""
+    store = dist.HashStore()
+    monkeypatch.setattr(stores._torch, "store_of", lambda _: store)
+
+    def appoint(size: int, limit_s: float) -> list[meeting.Appointment]:
+        made = []
+        for rank in range(size):
+            with mock.patch.multiple(
                 meeting.dist, get_rank=lambda _, r=rank: r, get_world_size=lambda _: size
-            ),
-            mock.patch.object(meeting._torch, "store_of", return_value=store),
-        ):
-            made.append(meeting.Appointment(mock.Mock(), "name", limit_s))
-    return made
+            ):
+                made.append(meeting.Appointment(mock.Mock(), "name", limit_s))
+        return made
+
+    return appoint
 
 
-def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
-    first, *others = _appointments(4, limit_s=0.4)
+def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome(
+    appoint: Callable[..., list[meeting.Appointment]],
+) -> None:
+    first, *others = appoint(4, limit_s=0.4)
     for each in (first, *others):
         each.announce()
     with mock.patch.object(meeting.time, "sleep", side_effect=time.sleep) as sleep:
@@ -217,20 +224,15 @@ def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
         sleep.assert_not_called()
 
 
-def test_a_rank_that_cannot_go_on_waits_for_nobody_and_is_not_waited_for() -> None:
-    first, second, third = _appointments(3, limit_s=60)
+def test_a_rank_that_cannot_go_on_waits_for_nobody_and_is_not_waited_for(
+    appoint: Callable[..., list[meeting.Appointment]],
+) -> None:
+    first, second, third = appoint(3, limit_s=60)
     for each in (first, second, third):
         each.announce()
     with mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")):
         told = [second.keep("it cannot"), first.keep(""), third.keep("")]
     assert told == ["on rank 1, it cannot"] * 3
-
-
-def test_a_store_that_hangs_is_an_error() -> None:
-    (alone,) = _appointments(1, limit_s=0.05)
-    alone._store = mock.Mock(set=lambda *_: time.sleep(0.3))
-    with pytest.raises(ddpopt.PeerError, match="has not answered for 0 s"):
-        alone.announce()
 
 
 def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
@@ -316,11 +318,11 @@ def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ran
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_store_that_hangs_ends_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_hangs_ends_the_meeting() -> None:
     """With an error, since nobody knows then what the others do."""
-    monkeypatch.setattr(tuning, "_MEETING_S", 0.05)
+    appointment = meeting.Appointment(dist.group.WORLD, "test/tuning", limit_s=0.05)
     with hanging_store(), pytest.raises(ddpopt.PeerError, match="store has gone"):
-        tuning._meet(dist.group.WORLD, "test/tuning", "")
+        appointment.keep("")
 
 
 def _fail_to_plan(rank: int) -> dict[str, Any]:
