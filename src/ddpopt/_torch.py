@@ -1225,7 +1225,10 @@ def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
 
     Otherwise they raise, in other threads too: FX's flag that it is tracing is one for all.
     """
-    config = _private("torch._dynamo", "config")
+    try:
+        config = _private("torch._dynamo", "config")
+    except TorchDriftError:
+        return contextlib.nullcontext()  # what is not compiled is traced as well as ever
     context: contextlib.AbstractContextManager[None] = config.patch(error_on_nested_fx_trace=False)
     return context
 
