@@ -43,7 +43,7 @@ def test_without_the_in_tree_class_to_replace_training_goes_on(
     ddpopt.backend.install()
 
 
-@pytest.mark.parametrize("name", ["bucket_bytes_cap_list", "parameters_to_ignore"])
+@pytest.mark.parametrize("name", ["bucket_bytes_cap_list", "reducer"])
 def test_a_ddp_attribute_that_moved_means_unsplit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
