@@ -126,7 +126,7 @@ def _in_steps(draw: st.DrawFn, kinds: tuple[str, ...]) -> tuple[str, ...]:
     """Draw what happens in each step, in a fifth of all cases."""
     if not draw(_sometimes(5)):
         return ()
-    return tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)))
+    return tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
 
 
 def _possible(case: Case) -> Case:
@@ -144,6 +144,8 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, freezes=some)
     if any(case.extras):  # ranks would wait for each other's buffers
         case = dataclasses.replace(case, broadcasts_buffers=False)
+    more = max(len(case.freezes), len(case.extras)) - len(case.batches)
+    case = dataclasses.replace(case, batches=case.batches + case.batches[-1:] * more)
     if case.copied:  # hooks of tensors are not copied
         case = dataclasses.replace(case, hooks=())
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
