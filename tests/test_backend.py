@@ -290,6 +290,34 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     assert "u0" in said[0]
 
 
+class _PreparedOnce(MLP):
+    """Breaks its graph in its first forward, as models do that choose something then."""
+
+    def __init__(self, computes_before: bool) -> None:
+        super().__init__()
+        self.is_prepared, self.computes_before = False, computes_before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.computes_before:
+            x = x * 2
+        if not self.is_prepared:
+            torch._dynamo.graph_break()
+            self.is_prepared = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("computes_before", [True, False])
+def test_a_graph_that_takes_the_place_of_several_is_split(
+    one_rank: None, computes_before: bool
+) -> None:
+    """Those that only the first forward ran are no reason to leave it whole."""
+    _, ddp = twins(_PreparedOnce(computes_before), bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    *_, later = ddpopt.explain(ddp).plans
+    assert later.graph.endswith("/1")
+    assert len(later.sections) == 3, later.headline()
+
+
 def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> None:
     """As often as the unsplit compile: with the first value, and once for all others."""
 

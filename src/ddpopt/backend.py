@@ -238,7 +238,8 @@ def _survey(
     owners, slots = find_parameters(graph, example_inputs, trained)
     record, rules = records.of(ddp), records.rules_of(ddp)
     assert rules is not None
-    later, earlier = records.arrival_around(ddp, graph_name(gm))
+    used = {index for indices in owners.values() for index in indices}
+    later, earlier = records.arrival_around(ddp, graph_name(gm), used)
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
     is_shared = has_twin(ddp.module, frame)

@@ -7,7 +7,7 @@ their DDP module, and until `torch._dynamo.reset()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -147,21 +147,33 @@ def plans_of(ddp: DistributedDataParallel) -> tuple[Plan, ...]:
 
 
 def arrival_around(
-    ddp: DistributedDataParallel, graph: str
+    ddp: DistributedDataParallel, graph: str, parameters: Collection[int]
 ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
     """Return the parameters of graphs that run after and of those that run before this one.
 
     Each in the order in which gradients arrive: those of later graphs before this graph's own,
     those of earlier graphs after. A graph's name is its frame and the number of the frame's
-    compile, as in `4/0`; frames are first compiled in forward order.
+    compile, as in `4/0`; frames are first compiled in forward order. `parameters` are the graph's
+    own: where its frame was compiled before, without parameters, and a frame that came after has
+    some of them, the graph is in the place of that one, which a graph break had made.
     """
     # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
     by_frame = {plan.frame: plan.arrival for plan in plans_of(ddp) if plan.arrival}
     frames, frame = list(by_frame), frame_of(graph)
-    own = frames.index(frame) if frame in by_frame else len(frames)
-    later = [p for frame in reversed(frames[own + 1 :]) for p in by_frame[frame]]
-    earlier = [p for frame in reversed(frames[:own]) for p in by_frame[frame]]
+    replaced = (
+        other
+        for other in frames
+        if _number(other) > _number(frame) and any(p.index in parameters for p in by_frame[other])
+    )
+    first = frame if frame in by_frame else next(replaced, None)
+    own = frames.index(first) if first is not None else len(frames)
+    later = [p for other in reversed(frames[own:]) if other != frame for p in by_frame[other]]
+    earlier = [p for other in reversed(frames[:own]) for p in by_frame[other]]
     return tuple(later), tuple(earlier)
+
+
+def _number(frame: str) -> int:
+    return int(frame) if frame.isdigit() else 0  # a graph that is not Dynamo's has no name
 
 
 def note_drift() -> None:
