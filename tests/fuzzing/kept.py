@@ -23,4 +23,13 @@ KEPT: dict[str, Case] = {
         split="forward",
         inner="eager",
     ),
+    # What the Reducer reduces was read off what requires gradients now.
+    "all frozen after DDP rebuilt its buckets": Case(
+        blocks=(Block(kind="linear"),), batches=((3,),) * 4, freezes=("", "", "", "all")
+    ),
+    "thawed after DDP was made": Case(
+        blocks=(Block(kind="linear", frozen="all"), Block(kind="linear")),
+        batches=((3,),) * 4,
+        freezes=("", "", "", "thawed"),
+    ),
 }
