@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What an algorithm is attached to; `parameters` are trainable ones that DDP does not ignore."""
+    """What an algorithm is attached to; `parameters` are trainable, and not ignored by DDP."""
 
     ddp: DistributedDataParallel
     optimizers: tuple[torch.optim.Optimizer, ...]
