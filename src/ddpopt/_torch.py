@@ -306,12 +306,22 @@ def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Param
 
     They are those that required gradients when it was made, whatever is frozen now.
     """
-    reduced = _reduced_tensors(ddp)
+    return _describe(ddp, _reduced_tensors(ddp))
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """Return the parameters that the Reducer would reduce if it were made now."""
+    return _describe(ddp, _required_tensors(ddp))
+
+
+def _describe(
+    ddp: DistributedDataParallel, wanted: frozenset[torch.Tensor]
+) -> dict[torch.Tensor, Parameter]:
     found: dict[torch.Tensor, Parameter] = {}
     for module_name, module in ddp.module.named_modules():
         is_sparse = _produces_sparse_gradient(module)
         for leaf_name, parameter in module.named_parameters(recurse=False):
-            if parameter not in reduced or parameter in found:
+            if parameter not in wanted or parameter in found:
                 continue
             found[parameter] = Parameter(
                 index=len(found),
@@ -336,9 +346,13 @@ def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
             with mode(allow_non_fake_inputs=True):  # or it would allocate all buckets again
                 buckets = ask()
         except RuntimeError:  # a sparse gradient has no bucket before the first backward
-            return frozenset(_private_of(ddp, "_build_params_for_reducer")()[0])
+            return _required_tensors(ddp)
         _reduced[reducer] = frozenset(p for bucket in buckets for p in bucket.parameters())
     return _reduced[reducer]
+
+
+def _required_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
+    return frozenset(_private_of(ddp, "_build_params_for_reducer")()[0])
 
 
 @contextlib.contextmanager

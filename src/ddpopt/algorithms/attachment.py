@@ -51,7 +51,8 @@ def attach(
     if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
         raise AttachError("this rank has no process group any more; init_process_group comes first")
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    training = Training(ddp=ddp, optimizers=optimizers, parameters=_torch.reducer_parameters(ddp))
+    parameters = _torch.trainable_parameters(ddp)
+    training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
     problem = _find_problem(training, algorithm)
     agree(training.group, [] if problem else _facts(training, algorithm), problem)
     with naming_peers("making weights and optimizers equal on all ranks"):

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What an algorithm is attached to; `parameters` are those that DDP reduces, in its order."""
+    """What an algorithm is attached to; `parameters` are trainable, and not ignored by DDP."""
 
     ddp: DistributedDataParallel
     optimizers: tuple[torch.optim.Optimizer, ...]

@@ -109,7 +109,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         if (self.num_steps - 1) % self._interval:
             return
         flat = self.weights.copy()
-        is_changed = _torch.reducer_parameters(self.training.ddp).keys() != (
+        is_changed = _torch.trainable_parameters(self.training.ddp).keys() != (
             self.training.parameters.keys()
         )
         with naming_peers(f"exchanging compressed weights in step {self.num_steps}"):
