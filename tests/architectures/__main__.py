@@ -26,7 +26,7 @@ from architectures.document import write_document
 from architectures.log import Log
 from architectures.running import Way, run_way, ways_of
 
-_ANSWER_LIMIT_S = 600
+_ANSWER_LIMIT_S = 1200  # Inductor, on a busy machine
 _RUNS_A_START = 60  # then the two processes are started anew: Dynamo keeps a little of each
 
 

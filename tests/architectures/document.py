@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ from fuzzing.checking import (
 
 from architectures.catalogue import ARCHITECTURES
 from architectures.log import Log
-from architectures.running import NO_CHECKPOINTING, Result, Way
+from architectures.running import NO_CHECKPOINTING, Result, Way, ways_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
 
@@ -50,7 +51,7 @@ PYTHONPATH=tests python -m architectures --log architectures.jsonl --document
 ```
 
 which takes some hours, can be continued, and needs `pip install transformers timm`; here with torch
-{torch} and the inner compiler `aot_eager`.
+{torch} and the inner compiler `aot_eager`. {done} of {all} runs are done.
 
 - *whole* is `torch.compile(ddp)`, *regional* `layer.compile()` of each repeated layer before DDP is
   made. *Checkpointed* is the model's own: `gradient_checkpointing_enable()` of transformers,
@@ -61,6 +62,25 @@ which takes some hours, can be continued, and needs `pip install transformers ti
 - *looks for unused*: parameters get no gradient, so DDP has `find_unused_parameters=True`.
 
 """
+
+# Written by hand, from what the log says; to be renewed with the tables.
+_CAUSES = {
+    "*equal, rounded* in the forward split": "a value that several sections use gets its gradients "
+    "added in another order, as with the in-tree optimizer",
+    "timm's models with batch norm, whole and checkpointed: *as unsplit*": "eager computes the "
+    "forward again, which counts each batch twice in the running statistics; compiled it counts "
+    "once",
+    "big_bird, whole, forward split: *as unsplit*": "its pooler gets zeros where eager has None: "
+    "AOTAutograd makes them for outputs that nothing uses; the backward split leaves None",
+    "reformer: *eager raises*": "its reversible layers run a backward of their own, in which a "
+    "parameter is ready twice; DDP refuses that",
+    "qwen3_next: *unsplit raises*": "the backward that AOTAutograd makes views a tensor whose "
+    "strides do not allow it (torch 2.13)",
+    "swin, regional, in-tree: *error*": "a symbolic size that tracing found to be a number crosses "
+    "a cut; ddpopt writes the number in its place",
+    "image classifiers of transformers: `5 + 5 of 5`": "the first step writes `problem_type` into "
+    "the configuration, and Dynamo compiles anew, with any backend",
+}
 
 _SUMMARY = """\
 | outcome | forward | backward | in-tree |
@@ -79,8 +99,14 @@ def write_document(log: Log) -> None:
     """Write the page."""
     names = [name for name in ARCHITECTURES if any(name == other for other, _ in log.results)]
     packages = {name: metadata.version(name) for name in ("transformers", "timm")}
-    text = _INTRODUCTION.format(number=len(names), torch=torch.__version__, **packages)
-    text += _SUMMARY + "".join(_summary(log)) + "\n" + _TABLE
+    runs = [(name, way) in log.results for name in ARCHITECTURES for way in ways_of(name)]
+    text = _INTRODUCTION.format(
+        number=len(names), done=sum(runs), all=len(runs), torch=torch.__version__, **packages
+    )
+    text += _SUMMARY + "".join(_summary(log))
+    text += "\n## What is not equal, and why\n\n| row | cause |\n|---|---|\n"
+    text += "".join(f"| {row} | {cause} |\n" for row, cause in _CAUSES.items())
+    text += "\n## All rows\n\nWhat is empty has not been run.\n\n" + _TABLE
     text += "".join(line for name in names for line in _rows(log, name))
     text += "".join(_on_inductor(log, names))
     DOCUMENT.write_text(text)
@@ -129,10 +155,16 @@ def _cell(result: Result | None) -> str:
     if result is None:
         return ""
     if result.outcome not in _WORDS:
-        last = " ".join(result.detail.strip().splitlines()[-1:]).replace("|", "/")
         word = "error" if result.outcome == RAISES else result.outcome
-        return f"{word}: {last[:100]}"
+        return f"{word}: {_said(result.detail)[:100]}"
     word = _WORDS[result.outcome]
     if not result.sections:
         return word
     return f"{word}, {' + '.join(map(str, result.sections))} of {result.num_buckets}"
+
+
+def _said(detail: str) -> str:
+    """Return the line with the error of a traceback, or the last line."""
+    lines = detail.strip().splitlines() or [""]
+    found = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (found or lines)[-1].replace("|", "/")
