@@ -712,14 +712,22 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
             packet = getattr(torch.ops.aten, name, None)
         is_packet = isinstance(packet, packet_type)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
-    return {written for overload in overloads for written in _writes_of(overload)}
+    found: set[tuple[int | None, str]] = set()
+    for overload in overloads:
+        schema = _private_of(overload, "_schema")
+        if overload not in _writes:
+            _writes[overload] = _find_writes(schema)
+        found.update(_writes[overload])
+    return found
 
 
-@functools.cache
-def _writes_of(overload: Any) -> tuple[tuple[int | None, str], ...]:
+_writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
+
+
+def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
     return tuple(
         (None if argument.kwarg_only else place, argument.name)
-        for place, argument in enumerate(_private_of(overload, "_schema").arguments)
+        for place, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in RUNNING_AVERAGES
     )
