@@ -285,6 +285,30 @@ def _train_under_autocast(rank: int) -> None:
     loss.backward()
 
 
+class _TwoOutputs(MLP):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers[0](x).relu(), self.layers[1](x).relu()
+
+
+def _train_on_one_output(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(_TwoOutputs(2), bucket_cap_mb=0.01, find_unused_parameters=True)
+    compiled = torch.compile(ddp, backend="ddpopt", options=BACKWARD)
+    compiled(batches(rank, [SHAPE])[0])[0].sum().backward()
+
+
+class _Mapping(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.vmap(torch.sin)(x))
+
+
+def _train_with_vmap(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(_Mapping(3), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options=FORWARD)
+    compiled(batches(rank, [SHAPE])[0]).sum().backward()
+
+
 def _compile_nothing(rank: int) -> None:
     torch._dynamo.reset()
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4)))
@@ -353,6 +377,8 @@ DOORS: dict[str, Callable[[int], None]] = {
     "bench": _search_settings,
     "verify, compiled apart": _verify_apart,
     "autocast": _train_under_autocast,
+    "an output that the loss does not use": _train_on_one_output,
+    "vmap": _train_with_vmap,
     "nothing compiled": _compile_nothing,
     "a compiler that fails": _fail_to_compile,
     "other strides": _restride,
@@ -364,6 +390,8 @@ COMPILING |= {
     "verify, compiled in place",
     "verify, compiled apart",
     "autocast",
+    "an output that the loss does not use",
+    "vmap",
     "a compiler that fails",
     "options of Inductor",
 }

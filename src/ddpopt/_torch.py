@@ -165,7 +165,8 @@ def checkpointed_region() -> object | None:
     try:
         hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")(True)
         frame_class = _private("torch.utils.checkpoint", "_CheckpointFrame")
-    except TorchDriftError:
+    except TorchDriftError as error:
+        _do_without("telling which code a checkpoint's recomputation has to run", str(error))
         return None
     if hooks is None:
         return None
@@ -832,7 +833,7 @@ def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any]:
         node: node.meta.get("desc") for node in backward.graph.find_nodes(op="placeholder")
     }
     return {
-        node: _private_of(description, "output")
+        node: description.output
         for node, description in described.items()
         if isinstance(description, tangent)
     }

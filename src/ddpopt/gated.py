@@ -76,6 +76,8 @@ def compile_gated(
         if cuts is None:
             return compile_section(graph, inputs, list(range(len(inputs))))
         descent.update(find_descent(graph, places))
+        if descent:
+            _torch.autograd_node()  # backwards need it; find out now if it has moved
         sections = cut_backward(graph, cuts)
         show(graph, sections)
         first, *rest = compile_backward_sections(
@@ -84,9 +86,8 @@ def compile_gated(
         # AOTAutograd's own node does it for the first section.
         further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)
-        return run_first_section(
-            first, _torch.gradient_arguments(graph), num_inputs, num_kept, device
-        )
+        arguments = _torch.gradient_arguments(graph)
+        return run_first_section(first, arguments, num_inputs, num_kept, device, bool(descent))
 
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)

@@ -97,18 +97,19 @@ def run_first_section(
     token_argument: int,
     num_kept: int,
     device: torch.device,
+    has_descent: bool,
 ) -> Boxed:
     """Return what AOTAutograd is to run as its backward: one section, and the start of a run.
 
     `arguments` tells of each gradient that AOTAutograd expects which argument it belongs to;
-    `num_kept` is how many values all sections keep.
+    `num_kept` is how many values all sections keep, `has_descent` is as in `GatedGraph`.
     """
     places = {argument: place for place, argument in enumerate(arguments)}
     released = [places[argument] for argument in section.releases]
     token_place = places[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
-        run: Run = [*inputs, *[None] * num_kept, _given_outputs()]
+        run: Run = [*inputs, *[None] * num_kept, _given_outputs() if has_descent else ANY]
         inputs.clear()
         gradients: list[Any] = [None] * len(arguments)
         for place, gradient in zip(released, section.run(run), strict=True):
