@@ -21,13 +21,6 @@ from ddpopt.plans import Plan
 _MIB = 1024 * 1024
 
 
-class _Reducer:
-    """Reduces nothing."""
-
-
-_reducer = _Reducer()
-
-
 class FakeDDP(DistributedDataParallel):
     """Takes DDP's options for buckets; all others are of no use here."""
 
@@ -63,11 +56,6 @@ class FakeDDP(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
-
-    @property
-    def reducer(self) -> object:
-        """Of no use here."""
-        return _reducer
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {"has_rebuilt_buckets": 1}

@@ -470,7 +470,20 @@ def test_trace_merge_does_not_write_over_what_it_reads(
 
 
 def test_a_group_outlives_the_ddp_module_that_an_exception_holds() -> None:
-    """A Reducer that is freed after its group, and is the last to hold it, may hang."""
+    """A Reducer that is freed after its group, and is the last to hold it, may hang.
+
+    In a process that has no group before.
+    """
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; import test_cli; test_cli.leave_by_an_exception()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def leave_by_an_exception() -> None:
     with pytest.raises(ValueError, match="broken") as raised:
         _fail_beside_ddp()
     group = weakref.ref(raised.value.args[0].process_group)
