@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,12 +29,13 @@ from fuzzing.checking import (
     REFUSED,
     REFUSED_UNSPLIT,
     ROUNDED,
-    STUCK,
     anywhere,
+    quietly,
     relative_error,
+    worst_of,
 )
 from fuzzing.training import group_of_trainings, leave_group
-from ranks import RankError, Ranks
+from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,26 +129,13 @@ def ways_of(name: str) -> tuple[Way, ...]:
 
 def run_way(ranks: Ranks, name: str, way: Way) -> Result:
     """Run one way on all ranks; return the worst of what they found."""
-    try:
-        results: list[Result] = ranks.run(check, name, way)
-    except RankError as error:
-        return Result(outcome=STUCK, detail=str(error))
-    order = (NO_CHECKPOINTING, *OUTCOMES)
-    worst = max(results, key=lambda result: order.index(result.outcome))
-    if worst.outcome in (REFUSED, REFUSED_UNSPLIT, RAISES):
-        ranks.stop()  # an error in mid-backward may have left the processes in any state
-    return worst
+    return worst_of(ranks, (NO_CHECKPOINTING, *OUTCOMES), Result, check, name, way)
 
 
 def check(_rank: int, name: str, way: Way) -> Result:
     """Train eagerly and compiled, and compare; on all ranks at once."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _check(ARCHITECTURES[name], way)
-    finally:
-        logging.disable(logging.NOTSET)
+    with quietly():
+        return _check(ARCHITECTURES[name], way)
 
 
 def _check(architecture: Architecture, way: Way) -> Result:

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,25 +85,42 @@ def run_case(ranks: Ranks, case: Case, plant: str = "") -> Finding:
 
     `plant` names a bug of `planted.py` to run it with.
     """
+    return worst_of(ranks, OUTCOMES, Finding, check, case, plant)
+
+
+def worst_of(
+    ranks: Ranks, order: Sequence[str], kind: Any, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Run `function` on all ranks; return the worst of what they found, each of a `kind`.
+
+    `order` has outcomes from good to bad.
+    """
     try:
-        findings: list[Finding] = ranks.run(check, case, plant)
+        found = ranks.run(function, *args)
     except RankError as error:
-        return Finding(outcome=STUCK, detail=str(error))
-    worst = max(findings, key=lambda finding: OUTCOMES.index(finding.outcome))
+        return kind(outcome=STUCK, detail=str(error))
+    worst = max(found, key=lambda each: order.index(each.outcome))
     if worst.outcome in (REFUSED, REFUSED_UNSPLIT, RAISES):
         ranks.stop()  # an error in mid-backward may have left the processes in any state
     return worst
 
 
-def check(rank: int, case: Case, plant: str) -> Finding:
-    """Train a case eagerly and compiled, and compare; on all ranks at once."""
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Let nothing be logged or warned of in this block."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _check(rank, case, plant)
+            yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def check(rank: int, case: Case, plant: str) -> Finding:
+    """Train a case eagerly and compiled, and compare; on all ranks at once."""
+    with quietly():
+        return _check(rank, case, plant)
 
 
 def _check(rank: int, case: Case, plant: str) -> Finding:
