@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt.faults
+import ddpopt.ranks.faults
 from benchmarks.faults_cases import (
     ALLREDUCE,
     COMPILE,
@@ -140,7 +140,7 @@ def train(task: Task) -> None:
     if task.where == COMPILE:
         threading.Thread(target=_strike_while_inductor_writes, daemon=True).start()
     generator = torch.Generator().manual_seed(task.rank)
-    with ddpopt.faults.naming_peers():
+    with ddpopt.ranks.faults.naming_peers():
         for step in range(task.num_steps):
             fault.step = step
             note("step", step=step)

@@ -32,8 +32,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.gates import Boxed, CompiledSection, GatedGraph, run_first_section
-from ddpopt.listening import Label
+from ddpopt._events import Label
+from ddpopt.split.backward.gates import Boxed, CompiledSection, GatedGraph, run_first_section
 
 _MIB = 1024 * 1024
 _ELEMENTS = 4

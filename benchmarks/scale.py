@@ -30,13 +30,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.backend import backend
-from ddpopt.buckets import Parameter, ReducerRules, predict_buckets
 from ddpopt.errors import SectionCompileError
-from ddpopt.planning.backward import final_positions, plan_backward
-from ddpopt.planning.planner import order_arrival
-from ddpopt.plans import BackwardCuts
-from ddpopt.splitting.backward import cut_backward
-from ddpopt.splitting.backward_analysis import read_backward
+from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
+from ddpopt.split.backward.cut import cut_backward
+from ddpopt.split.backward.facts import read_backward
+from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.forward.plan import order_arrival
+from ddpopt.split.plan import BackwardCuts
 
 _MIB = 1024 * 1024
 _WIDTH = 2

@@ -38,7 +38,7 @@ class Census:
     `num_threads` are the kernel's, `num_tensors` the Python objects of class Tensor, `num_objects`
     all that Python's garbage collector tracks, and `types` those by class. `num_sources` are the
     FX graphs whose code torch keeps for tracebacks as long as the process lives. `registries` are
-    the lengths of the containers in the globals of ddpopt's modules, as `ddpopt.records._records`.
+    the lengths of the containers in the globals of ddpopt's modules, as `ddpopt.split.state._records`.
     """
 
     step: int

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.algorithms import ByteGrad, Decentralized, attach
-from ddpopt.verification import verify
-from ddpopt.warming import warmup
+from ddpopt.checks.verify import verify
+from ddpopt.checks.warmup import warmup
 
 _CAP_MB = 0.02  # a bucket a layer
 _WIDTH, _DEPTH, _ROWS = 64, 4, 8

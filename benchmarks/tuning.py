@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.cluster import FREE, open_cluster
 from benchmarks.models import find_model
 from benchmarks.teams import Setting, Team, TeamError, open_team
-from ddpopt.bucket_plan import DDP_DEFAULT_CAPS, BucketPlan
+from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
 _CAPS_MB = (0.5, 1, 4, 8, 16, 1000)

@@ -33,9 +33,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.models import find_model
 from benchmarks.peers import find_peer
 from benchmarks.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
-from ddpopt import rebucketing, records, tuning
-from ddpopt.bucket_plan import DDP_DEFAULT_CAPS
-from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.bucketing import rebucket
+from ddpopt.bucketing import tuner as tuning
+from ddpopt.bucketing.merging import buckets_of_caps
+from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS
+from ddpopt.split import state
 
 _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4
@@ -95,7 +97,7 @@ class Worker:
 
     def tune(self, num_steps: int) -> str:
         """Find the best buckets anew while training; return the plan as JSON, with `outcome`."""
-        record = records.of(self._ddp)
+        record = state.of(self._ddp)
         if record.tuner is not None and record.tuner.is_done:
             self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp, "backward")
@@ -113,13 +115,13 @@ class Worker:
 
         What is compiled stays as it is: it was cut finely. Then trains until DDP has rebuilt them.
         """
-        tuner = records.of(self._ddp).tuner
+        tuner = state.of(self._ddp).tuner
         assert tuner is not None
         assert tuner.best is not None, tuner.outcome
         plan = tuner.best
         if caps_bytes:
             plan = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
-        rebucketing.apply(self._ddp, plan)
+        rebucket.apply(self._ddp, plan)
         for _ in range(2):
             self._step()
         return plan.to_json()

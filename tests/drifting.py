@@ -25,8 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.backend
-from ddpopt import _torch, records
+from ddpopt import _torch
 from ddpopt.cli import private_names
+from ddpopt.split import state as records
 
 _KINDS = ("_private", "_private_of")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import records
-from ddpopt.plans import Plan
+from ddpopt.split import state
+from ddpopt.split.plan import Plan
 
 _MIB = 1024 * 1024
 
@@ -43,7 +43,7 @@ class FakeDDP(DistributedDataParallel):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.require_backward_grad_sync = True
         self.process_group = dist.GroupMember.NON_GROUP_MEMBER
-        records.of(self).is_copy = True  # there are no ranks to agree with
+        state.of(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
         reduced = [
             parameter

@@ -21,9 +21,11 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _torch, agreement, config, records
+from ddpopt import _torch, config
+from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError
-from ddpopt.warming import warmup
+from ddpopt.ranks import agreement
+from ddpopt.split import state
 
 CAP_MB = 0.03
 SHORT_S = 4.0
@@ -66,7 +68,7 @@ def _train_beside_eager(
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    plans = records.plans_of(ddp)
+    plans = state.plans_of(ddp)
     return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.buckets import Parameter
-from ddpopt.splitting.analysis import GraphFacts, read_facts
-from ddpopt.splitting.forward import copy_for_splitting
-from ddpopt.splitting.nodes import call_nodes
-from ddpopt.splitting.parameters import find_parameters
+from ddpopt.reducer import Parameter
+from ddpopt.split.forward.cut import copy_for_splitting
+from ddpopt.split.forward.facts import GraphFacts, read_facts
+from ddpopt.split.nodes import call_nodes
+from ddpopt.split.parameters import find_parameters
 
 
 class Capture:

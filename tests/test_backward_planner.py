@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.buckets import Bucket, Parameter
 from ddpopt.errors import Fallback
-from ddpopt.planning.backward import plan_backward
-from ddpopt.plans import BackwardCuts
-from ddpopt.splitting.backward_analysis import BackwardFacts, Tie
+from ddpopt.reducer import Bucket, Parameter
+from ddpopt.split.backward.facts import BackwardFacts, Tie
+from ddpopt.split.backward.plan import plan_backward
+from ddpopt.split.plan import BackwardCuts
 
 
 def _facts(

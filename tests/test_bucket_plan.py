@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ddpopt
 from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
-from ddpopt.bucket_plan import plan_buckets
+from ddpopt.bucketing.plan import plan_buckets
 
 MIB = 1024 * 1024
 

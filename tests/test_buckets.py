@@ -11,9 +11,10 @@ from models import MLP, batches, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, records
-from ddpopt.buckets import Parameter, ReducerRules, predict_buckets
-from ddpopt.planning.planner import order_arrival
+from ddpopt import _torch
+from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
+from ddpopt.split import state
+from ddpopt.split.forward.plan import order_arrival
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -77,7 +78,7 @@ def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, option
     train(ddp, batches(0, [(2, 64)] * 3))
     parameters = list(_torch.reducer_parameters(ddp).values())
     place = {p.index: -(p.index // 2) for p in parameters}
-    buckets = predict_buckets(order_arrival(parameters, place), records.rules_of(ddp))
+    buckets = predict_buckets(order_arrival(parameters, place), state.rules_of(ddp))
     reported = ddp._get_ddp_logging_data()
     sizes = [int(size) for size in reported["rebuilt_bucket_sizes"].split(",")]
     assert [bucket.num_bytes for bucket in buckets] == sizes

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import config
 from ddpopt.algorithms import ByteGrad, attach
-from ddpopt.algorithms.quantization import compress, decompress
+from ddpopt.algorithms._runtime.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError, PeerError
 
 LR = 0.1

@@ -26,15 +26,17 @@ from models import MLP
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.bucket_plan import plan_buckets
-from ddpopt.cli import benching, clusters, doctor, main, output, program
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.plan import plan_buckets
+from ddpopt.cli import main, output
+from ddpopt.cli import main as program
+from ddpopt.cli.commands import bench, doctor, simulate
 from ddpopt.cli.errors import InputError
-from ddpopt.cli.groups import one_rank_group
-from ddpopt.cli.loading import Loaded, find_factory
+from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.private_names import private_names
+from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.errors import SectionCompileError
-from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
-from ddpopt.recorded import RecordedBucket, RecordedStep, Recording
+from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
 
 MODELS = """
 import torch
@@ -269,7 +271,7 @@ def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
     assert {m for m in loaded if m.startswith("ddpopt.cli.")} == {
         f"ddpopt.cli.{name}" for name in ("arguments", "clusters", "errors", "output", "program")
     }
-    assert not loaded & {"ddpopt.backend", "ddpopt.estimation", "networkx", "rich"}
+    assert not loaded & {"ddpopt.backend", "ddpopt.bucketing.estimate", "networkx", "rich"}
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,7 @@ def test_bench_gives_each_model_code_of_its_own(
         return backend(graph, inputs)
 
     monkeypatch.setattr(_torch, "lookup_backend", lambda _name: note)
-    contest, peers, counts = benching._Contest(), {p.name: p for p in benching.PEERS}, {}
+    contest, peers, counts = bench._Contest(), {p.name: p for p in bench.PEERS}, {}
     for name in names:
         compiled.clear()
         contest.admit(peers[name], 2.0, "aot_eager", Loaded(MLP(8, 512), torch.ones(2, 512)))
@@ -393,7 +395,7 @@ def test_bench_refuses_a_model_that_is_compiled_already() -> None:
     model = MLP(1)
     model.compile(backend="eager")
     with pytest.raises(InputError, match="is compiled already"):
-        benching._uncompiled(Loaded(model, ()))
+        bench._uncompiled(Loaded(model, ()))
 
 
 def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -618,7 +620,7 @@ def test_work_that_fails_exits_with_1_and_the_message(
     def fail(*_: Any) -> None:
         raise SectionCompileError("the inner compiler raised on section 3")
 
-    monkeypatch.setattr(clusters, "run_simulate", fail)
+    monkeypatch.setattr(simulate, "run_simulate", fail)
     assert main(("simulate", saved, "--world-size", "4")) == 1
     assert capsys.readouterr().err == "ddpopt: the inner compiler raised on section 3\n"
 
@@ -669,7 +671,7 @@ def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_every_command_can_be_imported() -> None:
     """Each name of `module:function` in arguments.py."""
-    source = inspect.getsource(sys.modules["ddpopt.cli.arguments"])
+    source = inspect.getsource(sys.modules["ddpopt.cli.parser"])
     names = re.findall(r'"(\w+:run\w*)"', source)
     assert len(names) == 7
     found: list[Callable[..., Any]] = [program._command(name) for name in names]

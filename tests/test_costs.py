@@ -8,7 +8,7 @@ import random
 import pytest
 
 import ddpopt
-from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
 
 
 def test_a_ring_sends_all_but_one_part_twice() -> None:

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ddpopt.errors import PlanError
-from ddpopt.planning.dag import (
+from ddpopt.bucketing.call_costs import (
     arrival_order,
     build_dag,
     critical_path,
     end_times,
     live_bytes,
 )
-from ddpopt.planning.device import Device, measure_device
+from ddpopt.bucketing.device import Device, measure_device
+from ddpopt.errors import PlanError
 
 # One byte a second and no arithmetic: seconds are bytes; and the other way round.
 BYTES = Device(flops_per_s={torch.float32: 1e30}, bytes_per_s=1)

@@ -23,8 +23,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.parallel.data_parallel import DataParallel
-from ddpopt.parallel.novelty import KnownCalls, signature_of, state_of
+from ddpopt.data_parallel.known_calls import KnownCalls, signature_of, state_of
+from ddpopt.data_parallel.module import DataParallel
 
 CPUS = ["cpu", "cpu"]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # sums of chunks are rounded otherwise than sums of rows

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import Decentralized, attach
-from ddpopt.algorithms.peers import rotating_peer
+from ddpopt.algorithms._runtime.peers import rotating_peer
 
 LR = 0.1
 

@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import AllreduceCost, Fallback, ForwardInstead, Gradient, Profile, cli
-from ddpopt.bucket_plan import plan_buckets
+from ddpopt.bucketing.plan import plan_buckets
 
 sys.path.insert(0, str(DOCS / "tools"))
 

@@ -13,7 +13,8 @@ from models import MLP
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, Explanation, records
+from ddpopt import AllreduceCost, Explanation
+from ddpopt.split import state
 
 
 def _explain(is_recorded: bool = False, **options: Any) -> Explanation:
@@ -110,7 +111,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
         first, stop=second.stop, parameters=second.parameters + first.parameters
     )
     plan = dataclasses.replace(plan, sections=(joined, third)).with_buckets(plan.buckets)
-    records.keep(ddp, plan, ())
+    state.keep(ddp, plan, ())
     explanation = ddpopt.explain(ddp)
     assert [bucket.shares_section_with for bucket in explanation.buckets] == [(), (2,), (1,)]
     assert "buckets 1, 2 share sections" in str(explanation)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from ddpopt import drawing
-from ddpopt.drawing import draw_svg, find_parameters, to_dot
+from ddpopt.split import drawing
+from ddpopt.split.drawing import draw_svg, find_parameters, to_dot
 
 SVG_TAGS = {"svg", "g", "title", "polygon", "text", "path"}
 NODE = re.compile(r'^  (n\d+) \[label="((?:[^"\\]|\\.)*)", fillcolor="(#\w+)"\];$', re.MULTILINE)

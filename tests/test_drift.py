@@ -25,20 +25,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import (
-    AllreduceCost,
-    BucketPlan,
-    Gradient,
-    Profile,
-    _torch,
-    algorithms,
-    config,
-    faults,
-    tuning,
-    verification,
-)
-from ddpopt.cli import doctor
+from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile, _torch, algorithms, config
+from ddpopt.bucketing import tuner
+from ddpopt.checks import verify
+from ddpopt.cli.commands import doctor
 from ddpopt.cli.private_names import private_names
+from ddpopt.ranks import faults
 
 FORWARD = {"inner": "aot_eager", "split": "forward"}
 BACKWARD = {"inner": "aot_eager", "split": "backward"}
@@ -268,13 +260,13 @@ def _tune(rank: int) -> None:
     ddp, compiled = _compile(buckets="auto")
     readings = itertools.count()
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
-    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=clock):
+    with mock.patch.multiple(tuner, calibrate=lambda *_: SLOW, time=clock):
         train(ddp, batches(rank, [SHAPE] * 10), compiled)
 
 
 def _verify_apart(rank: int) -> None:
     """As where Inductor draws other random numbers than eager."""
-    with mock.patch.object(verification, "_draws_otherwise", return_value=True):
+    with mock.patch.object(verify, "_draws_otherwise", return_value=True):
         _verify(rank)
 
 

@@ -18,8 +18,9 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import config, dump
-from ddpopt.plans import Plan
+from ddpopt import config
+from ddpopt.split import dump
+from ddpopt.split.plan import Plan
 
 CAP_MB = 0.0316  # two layers fill a bucket, so there are three
 

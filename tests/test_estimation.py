@@ -13,11 +13,11 @@ from models import MLP, WAYS, Blocks, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt import records
+from ddpopt.bucketing.costs import Gradient, Profile
+from ddpopt.bucketing.device import Device
+from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.errors import PlanError
-from ddpopt.estimation import estimate, scale
-from ddpopt.planning.costs import Gradient, Profile
-from ddpopt.planning.device import Device
+from ddpopt.split import state
 
 FLOPS = Device(flops_per_s={torch.float32: 1}, bytes_per_s=1e30)  # seconds are FLOPs
 DEVICE = Device(flops_per_s={torch.float32: 4e10}, bytes_per_s=1e10, launch_s=2e-6)
@@ -357,7 +357,7 @@ def test_a_compiled_model_is_estimated_as_it_is_uncompiled(one_rank: None, way: 
     ddp = WAYS[way](Blocks(), lambda: {"backend": "ddpopt", "options": {"inner": "eager"}}, {})
     profile, expected = (
         estimate(model, torch.randn(4, 64), device=DEVICE)
-        for model in (records.ddp_of(ddp).module, Blocks())
+        for model in (state.ddp_of(ddp).module, Blocks())
     )
     times = {g.name.replace("_orig_mod.", ""): g.ready_s for g in profile.gradients}
     assert times == {g.name: g.ready_s for g in expected.gradients}

@@ -29,13 +29,15 @@ from ranks import Ranks
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, faults, records
+from ddpopt import _torch
+from ddpopt.checks.warmup import warmup
 from ddpopt.errors import PeerError
-from ddpopt.faults import naming_peers
-from ddpopt.presence import Identity, Presence
-from ddpopt.rollcall import Word
-from ddpopt.stores import StoreGoneError
-from ddpopt.warming import warmup
+from ddpopt.ranks import faults
+from ddpopt.ranks.faults import naming_peers
+from ddpopt.ranks.presence import Identity, Presence
+from ddpopt.ranks.rollcall import Word
+from ddpopt.ranks.stores import StoreGoneError
+from ddpopt.split import state
 
 CAP_MB = 0.03
 FAULT_STEP = 2
@@ -470,7 +472,7 @@ def _compile_unasked(rank: int) -> dict[str, Any]:
     ):
         for x in batches(rank, [(8, 64)] * 3):
             compiled(x).sum().backward()
-    (plan,) = records.plans_of(ddp)
+    (plan,) = state.plans_of(ddp)
     return {
         "sections": len(plan.sections),
         "sockets": _sockets() - num_sockets,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_analysis import Capture, forward_of
 from torch import nn
 
-from ddpopt.plans import Section
-from ddpopt.splitting.analysis import read_facts
-from ddpopt.splitting.forward import copy_for_splitting, split_forward
-from ddpopt.splitting.nodes import call_nodes
+from ddpopt.split.forward.cut import copy_for_splitting, split_forward
+from ddpopt.split.forward.facts import read_facts
+from ddpopt.split.nodes import call_nodes
+from ddpopt.split.plan import Section
 
 
 def _section(index: int, start: int, stop: int) -> Section:

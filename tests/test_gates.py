@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import gates, records
+from ddpopt.split import state
+from ddpopt.split.backward import gates
 
 SIZE = 16
 CAP = {"bucket_cap_mb": 0.0001}  # a bucket for each weight
@@ -493,7 +494,7 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
     with mock.patch.object(gates, "_in_own_memory", keep):
         model(x).square().mean().backward()
-    (plan,) = records.plans_of(ddp)
+    (plan,) = state.plans_of(ddp)
     assert len(plan.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad

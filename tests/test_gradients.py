@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.splitting.gradients import find_passing_gradients
-from ddpopt.splitting.nodes import call_nodes
+from ddpopt.split.forward.gradients import find_passing_gradients
+from ddpopt.split.nodes import call_nodes
 
 WIDTH = 8
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 
-from ddpopt.algorithms.groups import make_groups, ranks_per_node
+from ddpopt.algorithms._runtime.groups import make_groups, ranks_per_node
 from ddpopt.errors import OptionError
 
 CPU = torch.device("cpu")

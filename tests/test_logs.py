@@ -38,7 +38,7 @@ for _ in range(3):
 
 REFUSE_TO_FORMAT = """
 import sys, torch.fx
-from ddpopt.plans import Plan
+from ddpopt.split.plan import Plan
 
 def refuse(*_, original=torch.fx.GraphModule.print_readable, **options):
     if "ddpopt" in sys._getframe(1).f_code.co_filename:

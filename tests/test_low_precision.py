@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import config
 from ddpopt.algorithms import LowPrecisionDecentralized, attach, low_precision
-from ddpopt.algorithms.quantization import EPSILON, compress, decompress
+from ddpopt.algorithms._runtime.quantization import EPSILON, compress, decompress
 from ddpopt.errors import AttachError, NonFiniteError, OptionError, PeerError
 
 LR = 0.1

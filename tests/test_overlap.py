@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.gates import CompiledSection
+from ddpopt.split.backward.gates import CompiledSection
 
 OPTIONS: list[dict[str, Any]] = [
     {},

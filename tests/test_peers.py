@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpopt.algorithms.peers import ring_neighbours, rotating_peer
+from ddpopt.algorithms._runtime.peers import ring_neighbours, rotating_peer
 
 TABLE = {
     2: ["10", "10"],

@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.buckets import Bucket, Parameter, ReducerRules, predict_buckets
 from ddpopt.errors import Fallback
-from ddpopt.planning.planner import order_arrival, plan_sections
-from ddpopt.plans import Section
-from ddpopt.splitting.analysis import GraphFacts
+from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
+from ddpopt.split.forward.facts import GraphFacts
+from ddpopt.split.forward.plan import order_arrival, plan_sections
+from ddpopt.split.plan import Section
 
 
 def _parameters(count: int) -> list[Parameter]:

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpopt import presence
-from ddpopt.presence import Identity, Presence, find_presence, introduction, listens_here
+from ddpopt.ranks import presence
+from ddpopt.ranks.presence import Identity, Presence, find_presence, introduction, listens_here
 
 LIMIT_S = 30.0
 
 _INTRODUCED = """
 import sys, time
-from ddpopt.presence import introduction
+from ddpopt.ranks.presence import introduction
 identity, listener = introduction(1, ("127.0.0.1", 1))
 print(identity.to_json(), flush=True)
 {more}

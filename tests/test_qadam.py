@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
-from ddpopt.algorithms.quantization import compress, decompress
+from ddpopt.algorithms._runtime.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
 
 LR = 0.01

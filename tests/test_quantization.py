@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.algorithms.quantization import (
+from ddpopt.algorithms._runtime.quantization import (
     EPSILON,
     are_finite,
     compress,

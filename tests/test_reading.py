@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpopt import reading
-from ddpopt.reading import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
+from ddpopt import _json
+from ddpopt._json import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
 
 LIMIT = 1000
 SHAPE = Record(
@@ -26,20 +26,20 @@ GOOD: dict[str, Any] = {"name": "a", "sizes": [1, 2], "row": [3, None], "plain":
 
 def _refused(text: str) -> str:
     with pytest.raises(MalformedError) as raised:
-        reading.parse(text, SHAPE, LIMIT)
+        _json.parse(text, SHAPE, LIMIT)
     return str(raised.value)
 
 
 def test_what_has_the_shape_is_returned() -> None:
     """Lists as tuples; what is optional may be missing."""
-    assert reading.parse(json.dumps(GOOD), SHAPE, LIMIT) == {
+    assert _json.parse(json.dumps(GOOD), SHAPE, LIMIT) == {
         "name": "a",
         "sizes": (1, 2),
         "row": (3, None),
         "plain": "b",
     }
     text = '{"name": "", "sizes": [1], "row": [0, 1]}'
-    assert reading.parse(text, SHAPE, LIMIT)["row"] == (0, 1)
+    assert _json.parse(text, SHAPE, LIMIT)["row"] == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_another_shape_is_refused_with_place_value_and_limit(
 ) -> None:
     text = json.dumps({**GOOD, **change})
     with pytest.raises(MalformedError) as raised:
-        reading.parse(text, SHAPE, 100_000)
+        _json.parse(text, SHAPE, 100_000)
     assert message in str(raised.value)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 200
@@ -110,27 +110,27 @@ def test_depth_is_limited_wherever_python_stops() -> None:
 def test_brackets_in_strings_are_no_nesting() -> None:
     """Nor are those behind an escaped quote."""
     value = {"name": '["\\' + "[" * 200, "sizes": [1]}
-    assert reading.parse(json.dumps(value), SHAPE, LIMIT)["name"] == value["name"]
+    assert _json.parse(json.dumps(value), SHAPE, LIMIT)["name"] == value["name"]
 
 
 def test_a_number_of_a_million_digits_takes_no_time() -> None:
     """Python would need minutes for some, and has a limit that programs switch off."""
     for text in ("1" * 10**6, "-" + "9" * 10**6, "0." + "3" * 10**6, "1e" + "9" * 10**6):
         with pytest.raises(MalformedError, match="characters, over the limit of 40"):
-            reading.parse(text, SHAPE, 10**7)
+            _json.parse(text, SHAPE, 10**7)
 
 
 @settings(deadline=None)
 @given(st.text(max_size=300) | st.binary(max_size=300).map(lambda b: b.decode("latin-1")))
 def test_random_text_never_raises_anything_else(text: str) -> None:
     with pytest.raises(MalformedError):
-        reading.parse(text, SHAPE, LIMIT)
+        _json.parse(text, SHAPE, LIMIT)
 
 
 def _read(text: str) -> str:
     """Return why it is refused, if it is."""
     try:
-        reading.parse(text, SHAPE, 10**6)
+        _json.parse(text, SHAPE, 10**6)
     except MalformedError as error:
         return str(error)
     return ""
@@ -152,9 +152,9 @@ def test_random_json_never_raises_anything_else(value: Any) -> None:
 
 
 def test_a_value_is_shown_short_and_without_control_characters() -> None:
-    assert reading.show("\x1b]0;evil\x07\u202e\ud800") == r"'\x1b]0;evil\x07\u202e\ud800'"
-    assert len(reading.show("a" * 10**6)) < 100
-    assert reading.show([1] * 10**6) == "a list of 1000000"
+    assert _json.show("\x1b]0;evil\x07\u202e\ud800") == r"'\x1b]0;evil\x07\u202e\ud800'"
+    assert len(_json.show("a" * 10**6)) < 100
+    assert _json.show([1] * 10**6) == "a list of 1000000"
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ def test_a_value_is_shown_short_and_without_control_characters() -> None:
 def test_a_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("é" * 5)
-    assert reading.read_text(path, 10) == "é" * 5
+    assert _json.read_text(path, 10) == "é" * 5
     with pytest.raises(MalformedError, match="it has 10 bytes or more, over the limit of 9"):
-        reading.read_text(path, 9)
+        _json.read_text(path, 9)
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(MalformedError, match="over the limit of 100"):
-        reading.read_text(path, 100)
+        _json.read_text(path, 100)
 
 
 def test_a_file_that_tells_no_size_is_read_up_to_the_limit() -> None:
@@ -184,8 +184,8 @@ def test_a_file_that_tells_no_size_is_read_up_to_the_limit() -> None:
         pytest.skip("there is no /proc")
     assert path.stat().st_size == 0
     with pytest.raises(MalformedError, match="it has 11 bytes or more, over the limit of 10"):
-        reading.read_text(path, 10)
-    assert reading.read_text(path, 10**6).startswith("Name:")
+        _json.read_text(path, 10)
+    assert _json.read_text(path, 10**6).startswith("Name:")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to a device"])
@@ -201,7 +201,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(MalformedError, match="not a regular file"):
-        reading.read_text(path, 100)
+        _json.read_text(path, 100)
 
 
 def test_a_socket_and_a_missing_file_are_errors_of_the_system(
@@ -211,16 +211,16 @@ def test_a_socket_and_a_missing_file_are_errors_of_the_system(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("x")
         with pytest.raises(OSError, match="No such device"):
-            reading.read_text(tmp_path / "x", 100)
+            _json.read_text(tmp_path / "x", 100)
     with pytest.raises(FileNotFoundError):
-        reading.read_text(tmp_path / "y", 100)
+        _json.read_text(tmp_path / "y", 100)
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(MalformedError, match=r"it is no text in UTF-8 \(byte 7\)"):
-        reading.read_text(path, 100)
+        _json.read_text(path, 100)
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
@@ -230,5 +230,5 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x", Path("/dev/zero")):
         for _ in range(20):
             with pytest.raises(MalformedError):
-                reading.read_text(path, 1)
+                _json.read_text(path, 1)
     assert len(os.listdir("/proc/self/fd")) == before

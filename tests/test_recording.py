@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import listening
-from ddpopt.recorded import RecordedStep
+from ddpopt import _events
+from ddpopt.inspection.recording import RecordedStep
 
 SETTLED = 4  # steps, after which DDP tells its buckets
 CAP_MB = 0.03  # two layers a bucket
@@ -212,7 +212,7 @@ def test_nothing_stays_behind(one_rank: None) -> None:
     model(torch.ones(8, WIDTH)).sum().backward()
     with contextlib.suppress(ArithmeticError), ddpopt.record(model) as recording:
         raise ArithmeticError
-    assert listening.current is None
+    assert _events.current is None
     assert recording.steps == ()
     with ddpopt.record(model) as recording:
         pass

@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 from hanging import LIMIT_S, hanging_store
 
-from ddpopt import _torch, rollcall
-from ddpopt.presence import Presence, introduction
-from ddpopt.rollcall import RollCall
-from ddpopt.stores import StoreGoneError
+from ddpopt import _torch
+from ddpopt.ranks import rollcall
+from ddpopt.ranks.presence import Presence, introduction
+from ddpopt.ranks.rollcall import RollCall
+from ddpopt.ranks.stores import StoreGoneError
 
 
 @pytest.fixture

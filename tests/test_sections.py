@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import sections
+from ddpopt.split.forward import compile as sections
 
 
 class _FailsOn:

@@ -20,9 +20,12 @@ import torch.distributed as dist
 from models import MLP, assert_equal_states, batches, train, twins
 from ranks import Ranks
 
-from ddpopt import agreement, config, records
-from ddpopt.algorithms import ByteGrad, Decentralized, attach, groups
+from ddpopt import config
+from ddpopt.algorithms import ByteGrad, Decentralized, attach
+from ddpopt.algorithms._runtime import groups
 from ddpopt.errors import DisagreementError
+from ddpopt.ranks import agreement
+from ddpopt.split import state
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -183,7 +186,7 @@ def test_a_model_that_is_dropped_leaves_nothing(ranks: Ranks, name: str) -> None
 
 def _keep_models(rank: int) -> dict[str, Any]:
     kept: list[Trial] = []
-    records.kept = kept  # type: ignore[attr-defined]  # a registry that forgets nothing
+    state.kept = kept  # type: ignore[attr-defined]  # a registry that forgets nothing
     life = LIVES["backward"]
     use = life.use
 
@@ -196,15 +199,15 @@ def _keep_models(rank: int) -> dict[str, Any]:
     refs = leaking.live()
     found = _grown(before, take_census(1))
     alive = [name for name, ref in refs.items() if ref() is not None]
-    del records.kept  # type: ignore[attr-defined]
+    del state.kept  # type: ignore[attr-defined]
     return {"alive": alive, "grown": found}
 
 
 def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
     for found in ranks.run(_keep_models):
         assert "Reducer" in found["alive"]
-        assert found["grown"]["ddpopt.records.kept"] == 1
-        assert found["grown"]["ddpopt.records._records"] == 1
+        assert found["grown"]["ddpopt.split.state.kept"] == 1
+        assert found["grown"]["ddpopt.split.state._records"] == 1
         assert found["grown"]["num_tensors"] > 0
 
 
@@ -327,7 +330,7 @@ def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    (plan, *_) = records.plans_of(ddp)
+    (plan, *_) = state.plans_of(ddp)
     told = agreement._told[ddp]
     return len(plan.sections), told.since_s is None
 

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 from hanging import LIMIT_S, hanging_store
 
-from ddpopt import _torch, stores
-from ddpopt.stores import StoreConnection, StoreGoneError
+from ddpopt import _torch
+from ddpopt.ranks import stores
+from ddpopt.ranks.stores import StoreConnection, StoreGoneError
 
 
 def _group() -> dist.ProcessGroup:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.bucket_plan import BucketPlan, plan_buckets
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.bucketing.plan import BucketPlan, plan_buckets
+from ddpopt.bucketing.simulate import Stragglers, simulate
+from ddpopt.bucketing.sweep import Cell, format_bandwidth, parse_bandwidth, render, sweep
 from ddpopt.cli import main
 from ddpopt.errors import PlanError
-from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
-from ddpopt.simulator import Stragglers, simulate
-from ddpopt.sweep import Cell, format_bandwidth, parse_bandwidth, render, sweep
 
 MIB = 1024 * 1024
 NETWORK = Network(latency_s=50e-6, bytes_per_s=1.0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
-from ddpopt.planning.timeline import predict, ready_times, undisturbed
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.timeline import predict, ready_times, undisturbed
 
 
 def _profile(times: list[float], sizes: list[int], **more: float) -> Profile:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ddpopt
-from ddpopt.recorded import RecordedBucket, RecordedSection, RecordedStep, Recording
+from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
 
 AHEAD_S = 0.5  # the second machine's clock
 

@@ -25,7 +25,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, meeting, rebucketing, records, stores, tuning
+from ddpopt import AllreduceCost
+from ddpopt.bucketing import rebucket
+from ddpopt.bucketing import tuner as tuning
+from ddpopt.ranks import rendezvous, stores
+from ddpopt.split import state as records
 
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
 TICK_S = 1e-3
@@ -155,7 +159,7 @@ def test_ranks_that_measure_different_times_get_one_plan(ranks: Ranks) -> None:
 
 
 def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
-    with mock.patch.object(rebucketing, where, return_value="the test says so" if rank else ""):
+    with mock.patch.object(rebucket, where, return_value="the test says so" if rank else ""):
         return _train(rank, "backward", SLOW, {})
 
 
@@ -171,7 +175,7 @@ def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> N
 def _train_apart(rank: int, absent: int) -> dict[str, Any]:
     """One rank looks for no better buckets, so that it never comes to meet the other."""
     buckets = "ddp" if rank == absent else "auto"
-    with mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")):
+    with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
         return _train(rank, "backward", SLOW, {"buckets": buckets})
 
 
@@ -193,44 +197,44 @@ def _outcome(rank: int, patches: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def appoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[meeting.Appointment]]:
+def appoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[rendezvous.Appointment]]:
     """Makes the appointments of all ranks of a group, in one process."""
     store = dist.HashStore()
     monkeypatch.setattr(stores._torch, "store_of", lambda _: store)
 
-    def appoint(size: int, limit_s: float) -> list[meeting.Appointment]:
+    def appoint(size: int, limit_s: float) -> list[rendezvous.Appointment]:
         made = []
         for rank in range(size):
             with mock.patch.multiple(
-                meeting.dist, get_rank=lambda _, r=rank: r, get_world_size=lambda _: size
+                rendezvous.dist, get_rank=lambda _, r=rank: r, get_world_size=lambda _: size
             ):
-                made.append(meeting.Appointment(mock.Mock(), "name", limit_s))
+                made.append(rendezvous.Appointment(mock.Mock(), "name", limit_s))
         return made
 
     return appoint
 
 
 def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome(
-    appoint: Callable[..., list[meeting.Appointment]],
+    appoint: Callable[..., list[rendezvous.Appointment]],
 ) -> None:
     first, *others = appoint(4, limit_s=0.4)
     for each in (first, *others):
         each.announce()
-    with mock.patch.object(meeting.time, "sleep", side_effect=time.sleep) as sleep:
+    with mock.patch.object(rendezvous.time, "sleep", side_effect=time.sleep) as sleep:
         assert first.keep("") == "ranks 1, 2, 3 did not come within 0 s"
-        assert sleep.call_count <= 0.4 / meeting._POLL_S + 1
+        assert sleep.call_count <= 0.4 / rendezvous._POLL_S + 1
         sleep.reset_mock()
         assert {each.keep("") for each in others} == {"ranks 1, 2, 3 did not come within 0 s"}
         sleep.assert_not_called()
 
 
 def test_a_rank_that_cannot_go_on_waits_for_nobody_and_is_not_waited_for(
-    appoint: Callable[..., list[meeting.Appointment]],
+    appoint: Callable[..., list[rendezvous.Appointment]],
 ) -> None:
     first, second, third = appoint(3, limit_s=60)
     for each in (first, second, third):
         each.announce()
-    with mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")):
+    with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
         told = [second.keep("it cannot"), first.keep(""), third.keep("")]
     assert told == ["on rank 1, it cannot"] * 3
 
@@ -283,7 +287,7 @@ def _train_in_join(rank: int) -> str:
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     with (
-        mock.patch.object(meeting.time, "sleep", side_effect=AssertionError("it waits")),
+        mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")),
         ddp.join(),
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
@@ -320,7 +324,7 @@ def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ran
 @pytest.mark.usefixtures("one_rank")
 def test_a_store_that_hangs_ends_the_meeting() -> None:
     """With an error, since nobody knows then what the others do."""
-    appointment = meeting.Appointment(dist.group.WORLD, "test/tuning", limit_s=0.05)
+    appointment = rendezvous.Appointment(dist.group.WORLD, "test/tuning", limit_s=0.05)
     with hanging_store(), pytest.raises(ddpopt.PeerError, match="store has gone"):
         appointment.keep("")
 

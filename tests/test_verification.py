@@ -21,10 +21,11 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _torch, config, records
-from ddpopt.comparison import relative_error
+from ddpopt import _torch, config
+from ddpopt.checks.numerics import relative_error
+from ddpopt.checks.verify import verify
 from ddpopt.errors import VerificationError
-from ddpopt.verification import verify
+from ddpopt.split import state
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -73,7 +74,7 @@ def _compiled(module: nn.Module, split: str, inner: Any = "aot_eager", **ddp_opt
 def _verify(rank: int, split: str, steps_before: int, ddp_options: dict[str, Any]) -> str:
     """Verify after some steps; return the verdict."""
     model = _compiled(Noisy(), split, **ddp_options)
-    ddp = records.ddp_of(model)
+    ddp = state.ddp_of(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     (x,) = batches(rank, [(16, 64)])
     for _ in range(steps_before):
@@ -211,7 +212,7 @@ def _verify_broken(rank: int, broken_rank: int) -> tuple[bool, int, str]:
     ):
         model = _compiled(MLP(), "backward")
         result = verify(model, *batches(rank, [(8, 64)]))
-        assert len(records.ddp_of(model).module.layers) == 6
+        assert len(state.ddp_of(model).module.layers) == 6
     return result.passed, result.worst_rank, str(result)
 
 
@@ -249,7 +250,7 @@ def test_training_runs_the_code_that_was_verified(split: str) -> None:
     for _ in range(3):
         model(x).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs
-    (plan,) = records.plans_of(records.ddp_of(model))
+    (plan,) = state.plans_of(state.ddp_of(model))
     assert len(plan.sections) > 1
     assert plan.split == split
 
@@ -259,9 +260,9 @@ def test_inductors_random_numbers_are_eagers_in_it() -> None:
     """Dropout under Inductor draws others; the copy is compiled apart, and the result says so."""
     model = _compiled(Noisy(), "backward", "inductor")
     x = torch.randn(16, 64)
-    before = _snapshot(records.ddp_of(model))
+    before = _snapshot(state.ddp_of(model))
     result = verify(model, x)
-    _assert_untouched(before, _snapshot(records.ddp_of(model)))
+    _assert_untouched(before, _snapshot(state.ddp_of(model)))
     assert result.passed, str(result)
     assert "random numbers" in str(result)
 
@@ -336,7 +337,7 @@ def _train_verified(rank: int, is_outer: bool, is_broken: bool) -> str:
             torch.compile(copy.deepcopy(module), **options), bucket_cap_mb=CAP_MB
         )
     inputs = batches(rank, [(8, 64)] * 3)
-    with config.patch(verify=True), mock.patch.object(ddpopt.logs, "warning") as warning:
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
         try:
             ours = train(ddp, inputs, model)
         except VerificationError as error:
@@ -367,7 +368,7 @@ def test_the_flag_verifies_a_model_once_and_leaves_others_alone() -> None:
     x = torch.randn(8, 64)
     with (
         config.patch(verify=True),
-        mock.patch("ddpopt.verification.verify", side_effect=verify) as calls,
+        mock.patch("ddpopt.checks.verify.verify", side_effect=verify) as calls,
     ):
         other(x).sum().backward()
         with torch.no_grad():
@@ -385,7 +386,7 @@ def test_the_flag_says_what_it_could_not_verify() -> None:
     step = torch.compile(
         lambda value: ddp(value).sum(), backend="ddpopt", options={"inner": "aot_eager"}
     )
-    with config.patch(verify=True), mock.patch.object(ddpopt.logs, "warning") as warning:
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
         step(x).backward()
     assert any("with a function around it" in str(call) for call in warning.call_args_list)
 
@@ -523,7 +524,7 @@ class Linked(Odd):
 
 def _loss_of(output: Any) -> torch.Tensor:
     output = output() if callable(output) else output
-    return sum(t.square().mean() for t in ddpopt.rehearsal.tensors_of(output))
+    return sum(t.square().mean() for t in ddpopt.checks.dry_run.tensors_of(output))
 
 
 def _steps(ddp: DistributedDataParallel, model: Any, inputs: Any) -> dict[str, torch.Tensor]:
@@ -682,7 +683,7 @@ def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
 
     def make(module: nn.Module) -> tuple[DistributedDataParallel, Any]:
         model = _compiled(module, "backward")
-        return records.ddp_of(model), model
+        return state.ddp_of(model), model
 
     def counting(*args: Any) -> Any:
         nonlocal num_verified
@@ -695,8 +696,8 @@ def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
         torch.manual_seed(0)
         with (
             config.patch(verify=flag),
-            mock.patch.object(ddpopt.logs, "warning") as warning,
-            mock.patch("ddpopt.verification.verify", counting),
+            mock.patch.object(ddpopt._logs, "warning") as warning,
+            mock.patch("ddpopt.checks.verify.verify", counting),
         ):
             states.append(case(rank, make))
         rng.append(torch.get_rng_state())
@@ -725,7 +726,7 @@ def test_what_the_flag_cannot_verify_is_trained(ranks: Ranks, name: str) -> None
 def _train_unrepeatably(rank: int) -> list[str]:
     ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=CAP_MB)
     model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"}, dynamic=True)
-    with config.patch(verify=True), mock.patch.object(ddpopt.logs, "warning") as warning:
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
         model(*batches(rank, [(8, 64)]), Counting()).sum().backward()
     return [str(call) for call in warning.call_args_list]
 

@@ -22,9 +22,11 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _torch, meeting, records
-from ddpopt.verification import verify
-from ddpopt.warming import warmup
+from ddpopt import _torch
+from ddpopt.checks.verify import verify
+from ddpopt.checks.warmup import warmup
+from ddpopt.ranks import rendezvous
+from ddpopt.split import state
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -71,12 +73,12 @@ def _warm_and_train(
     assert num_graphs > 0
     assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs
-    (plan,) = records.plans_of(ddp)
+    (plan,) = state.plans_of(ddp)
     assert plan.split == split
     assert len(plan.sections) > 1
     return {
         "buckets": [[p.name for p in bucket.parameters] for bucket in plan.buckets],
-        "actual": records.of(ddp).actual_buckets,
+        "actual": state.of(ddp).actual_buckets,
     }
 
 
@@ -107,7 +109,7 @@ def test_the_search_for_better_buckets_still_begins(split: str) -> None:
     options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     warmup(model, torch.randn(8, 64))
-    assert records.of(ddp).tuner is not None
+    assert state.of(ddp).tuner is not None
     num_graphs = counters["stats"]["unique_graphs"]
     model(torch.randn(8, 64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs
@@ -122,7 +124,7 @@ def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
     model = WAYS[way](
         copy.deepcopy(expected.module), lambda: _options(split), {"bucket_cap_mb": CAP_MB}
     )
-    ddp, inputs = records.ddp_of(model), batches(rank, [(8, 64)] * 3)
+    ddp, inputs = state.ddp_of(model), batches(rank, [(8, 64)] * 3)
     before, rng = state_of(ddp), torch.get_rng_state()
     warmup(model, inputs[0])
     num_graphs = counters["stats"]["unique_graphs"]
@@ -132,7 +134,7 @@ def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
     ours = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
     assert_equal_states(ours, train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs > 0
-    assert any(plan.sections for plan in records.plans_of(ddp))
+    assert any(plan.sections for plan in state.plans_of(ddp))
     return verdict.passed
 
 
@@ -151,7 +153,7 @@ def _warm_slowly(rank: int, split: str) -> list[str]:
     _slept.clear()
     timeout = datetime.timedelta(seconds=SHORT_S)
     group = dist.new_group(timeout=timeout, backend="gloo")
-    with mock.patch.object(meeting, "_REPORT_S", SHORT_S):
+    with mock.patch.object(rendezvous, "_REPORT_S", SHORT_S):
         ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB, process_group=group)
         inner = _slow if rank == 1 and split == "forward" else "aot_eager"
         real = _torch.aot_eager
@@ -164,7 +166,7 @@ def _warm_slowly(rank: int, split: str) -> list[str]:
         inputs = batches(rank, [(8, 64)] * 3)
         with mock.patch.object(_torch, "aot_eager", slow):
             model = torch.compile(ddp, **_options(split, inner))
-            with mock.patch.object(meeting.logs, "warning") as warning:
+            with mock.patch.object(rendezvous.logs, "warning") as warning:
                 warmup(model, inputs[0])
         assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
         return [call.args[0] % call.args[1:] for call in warning.call_args_list]

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ddpopt.algorithms.worker import Worker
+from ddpopt.algorithms._runtime.worker import Worker
 
 CPU = torch.device("cpu")
 

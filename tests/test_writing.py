@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddpopt import writing
-from ddpopt.writing import PrivateFolder, find_obstacle, write_text
+from ddpopt import _files
+from ddpopt._files import PrivateFolder, find_obstacle, write_text
 
 OTHER = 12345  # a user
 
@@ -201,7 +201,7 @@ def test_where_the_system_knows_no_descriptors_of_folders_names_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Windows."""
-    monkeypatch.setattr(writing, "_HAS_DESCRIPTORS", False)
+    monkeypatch.setattr(_files, "_HAS_DESCRIPTORS", False)
     folder = PrivateFolder.make(tmp_path, "mine").make_inside("inner")
     folder.write_text("x", "text")
     assert (tmp_path / "mine" / "inner" / "x").read_text() == "text"

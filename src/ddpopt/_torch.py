@@ -25,8 +25,8 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.buckets import Parameter
 from ddpopt.errors import OptionError, TorchDriftError
+from ddpopt.reducer import Parameter
 
 CompilerFn = Callable[..., Callable[..., Any]]
 

@@ -17,28 +17,11 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import (
-    _torch,
-    agreement,
-    config,
-    dump,
-    faults,
-    listening,
-    logs,
-    rebucketing,
-    recomputation,
-    records,
-    tuning,
-    verification,
-)
-from ddpopt.buckets import (
-    Bucket,
-    Parameter,
-    ReducerRules,
-    fine_buckets,
-    known_buckets,
-    predict_buckets,
-)
+from ddpopt import _events, _logs, _torch, config
+from ddpopt._events import Label, telling
+from ddpopt.bucketing import rebucket, tuner
+from ddpopt.checks import verify
+from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import (
     CutRefusedError,
     DDPOptError,
@@ -48,21 +31,29 @@ from ddpopt.errors import (
     TorchDriftError,
     UnsupportedModeError,
 )
-from ddpopt.gated import compile_gated
-from ddpopt.listening import Label, telling
 from ddpopt.options import Options, resolve_options
-from ddpopt.planning.backward import final_positions, plan_backward
-from ddpopt.planning.planner import order_arrival, plan_sections
-from ddpopt.plans import BackwardCuts, Plan
-from ddpopt.rehearsal import is_compiled_by_us
-from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
-from ddpopt.sections import compile_sections
-from ddpopt.splitting.analysis import GraphFacts, read_facts
-from ddpopt.splitting.backward import SectionGraph
-from ddpopt.splitting.backward_analysis import BackwardFacts
-from ddpopt.splitting.forward import copy_for_splitting, split_forward
-from ddpopt.splitting.nodes import call_nodes, count_collectives, describe, graph_name
-from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
+from ddpopt.ranks import agreement, faults
+from ddpopt.reducer import (
+    Bucket,
+    Parameter,
+    ReducerRules,
+    fine_buckets,
+    known_buckets,
+    predict_buckets,
+)
+from ddpopt.split import dump, recomputation, state
+from ddpopt.split.backward.compile import compile_gated
+from ddpopt.split.backward.cut import SectionGraph
+from ddpopt.split.backward.facts import BackwardFacts
+from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.forward.compile import compile_sections
+from ddpopt.split.forward.cut import copy_for_splitting, split_forward
+from ddpopt.split.forward.facts import GraphFacts, read_facts
+from ddpopt.split.forward.plan import order_arrival, plan_sections
+from ddpopt.split.nodes import call_nodes, count_collectives, describe, graph_name
+from ddpopt.split.parameters import find_parameters, frame_module, has_twin
+from ddpopt.split.plan import BackwardCuts, Plan
+from ddpopt.split.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
 
 
 def backend(
@@ -90,7 +81,7 @@ def backend(
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
-            tuning.start(ddp, resolved.split)
+            tuner.start(ddp, resolved.split)
         if reason in (None, Fallback.NO_DDP):
             _guard_on_rules(ddp)
     except TorchDriftError as error:
@@ -139,8 +130,8 @@ def _guard_on_rules(ddp: DistributedDataParallel | None) -> None:
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    rules = records.rules_of(ddp)
-    code = [] if ddp is None else records.of(ddp).code
+    rules = state.rules_of(ddp)
+    code = [] if ddp is None else state.of(ddp).code
     recomputation.note_compiled(rules)
     _torch.guard_on(lambda: recomputation.may_run(rules), "DDP's bucket rules", code)
 
@@ -236,10 +227,10 @@ def _survey(
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
     owners, slots = find_parameters(graph, example_inputs, trained)
-    record, rules = records.of(ddp), records.rules_of(ddp)
+    record, rules = state.of(ddp), state.rules_of(ddp)
     assert rules is not None
     used = {index for indices in owners.values() for index in indices}
-    later, earlier = records.arrival_around(ddp, graph_name(gm), used)
+    later, earlier = state.arrival_around(ddp, graph_name(gm), used)
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
     is_shared = has_twin(ddp.module, frame)
@@ -268,7 +259,7 @@ class _Split(NamedTuple):
     """The plan, the nodes of its sections, and the compiled graph: None if it is to be whole."""
 
     plan: Plan
-    nodes: records.Nodes
+    nodes: state.Nodes
     compiled: Callable[..., Any] | None
 
 
@@ -324,7 +315,7 @@ def _split_backward(
     elsewhere = {parameter.index for parameter in survey.earlier}
     plans: list[Plan] = []
     cuts: list[BackwardCuts] = []
-    nodes: records.Nodes = ()  # none unless backward is cut
+    nodes: state.Nodes = ()  # none unless backward is cut
 
     def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
         final = final_positions(facts, arguments, elsewhere)
@@ -382,45 +373,45 @@ def _compile_whole(
     compiled = options.inner(gm, list(example_inputs))
     _announce(ddp, plan, nodes)
     if plan.fallback is Fallback.TORCH_DRIFT:  # the runner needs the names that moved
-        records.note_drift()
+        state.note_drift()
         return compiled
     if ddp is None:
         return compiled
     return GraphRunner(plan, nodes, telling(compiled, Label(plan.graph, 0)))
 
 
-def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:
+def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: state.Nodes) -> None:
     if ddp is not None:
-        records.keep(ddp, plan, nodes)
+        state.keep(ddp, plan, nodes)
         if config.disagreement == "error":
             agreement.tell(ddp)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
-        logs.info("%s", plan)
+        _logs.info("%s", plan)
     else:
-        logs.warning("%s", plan)
+        _logs.warning("%s", plan)
 
 
 # Graphs go to the ddp_graphs log and the structured trace, each only if it is on.
 
 
 def _show_forward(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
-    logs.graph("original graph", _code(original))
+    _logs.graph("original graph", _code(original))
     for node in stitched.graph.find_nodes(op="call_module"):
         name = str(node.target)
         _show_section(name, stitched.get_submodule(name))
-    logs.graph("stitched graph", _code(stitched))
+    _logs.graph("stitched graph", _code(stitched))
     _torch.trace_structured("optimize_ddp_split_graph", {}, _code(stitched))
 
 
 def _show_backward(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
-    logs.graph("original backward graph", _code(original))
+    _logs.graph("original backward graph", _code(original))
     for index, section in enumerate(sections):
         _show_section(f"backward_{index}", section.graph)
 
 
 def _show_section(name: str, section: torch.nn.Module) -> None:
-    logs.graph(f"{name} graph", _code(section))
+    _logs.graph(f"{name} graph", _code(section))
     _torch.trace_structured("optimize_ddp_split_child", {"name": name}, _code(section))
 
 
@@ -437,7 +428,7 @@ def install() -> None:
     try:
         _torch.take_over(lambda candidate: candidate is backend)
     except TorchDriftError as error:
-        logs.warning(
+        _logs.warning(
             "ddpopt gets graphs that the in-tree DDPOptimizer has split already, and compiles "
             "each whole: %s",
             error,
@@ -445,7 +436,7 @@ def install() -> None:
     try:
         _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
     except TorchDriftError as error:
-        logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+        _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
 
 
 def uninstall() -> None:
@@ -457,21 +448,21 @@ def uninstall() -> None:
 def _before_ddp_forward(ddp: DistributedDataParallel) -> None:
     agreement.before_forward(ddp)
     if config.verify:
-        verification.before_forward(ddp)
-    rebucketing.allow_backward(ddp)
-    tuning.before_forward(ddp)
-    if listening.current is not None:
-        listening.current.before_forward(ddp)
+        verify.before_forward(ddp)
+    rebucket.allow_backward(ddp)
+    tuner.before_forward(ddp)
+    if _events.current is not None:
+        _events.current.before_forward(ddp)
 
 
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
-    tuning.after_forward(ddp)
-    if listening.current is not None:
-        listening.current.after_forward(ddp)
+    tuner.after_forward(ddp)
+    if _events.current is not None:
+        _events.current.after_forward(ddp)
     if ran_under is backend or _is_compiled_inside(ddp):
         warn_if_nothing_compiled(ddp)
     if config.verify:
-        verification.after_forward(ddp, is_around=ran_under is backend)
+        verify.after_forward(ddp, is_around=ran_under is backend)
 
 
 _looked_into: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -485,7 +476,7 @@ def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
     if ddp in _looked_into:
         return False
     _looked_into.add(ddp)
-    if records.plans_of(ddp) or records.has_drifted or records.of(ddp).is_copy:
+    if state.plans_of(ddp) or state.has_drifted or state.of(ddp).is_copy:
         return False
     try:
         return is_compiled_by_us(ddp)
@@ -493,5 +484,5 @@ def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
         return False  # only a warning is lost
 
 
-backend.reset = records.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
+backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
 install()

@@ -22,7 +22,7 @@ from torch import nn
 import ddpopt
 from ddpopt import Fallback
 from ddpopt.errors import ForwardInstead
-from ddpopt.plans import Plan
+from ddpopt.split.plan import Plan
 from fuzzing import planted
 from fuzzing.spec import Case
 from fuzzing.training import Compile, Notes, group_of_trainings, leave_group, train

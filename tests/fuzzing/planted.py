@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ddpopt import sections
-from ddpopt.gates import CompiledSection, Run
+from ddpopt.split.backward.gates import CompiledSection, Run
+from ddpopt.split.forward import compile as sections
 from fuzzing import training
 
 BUGS = ("a section's gradients are lost", "gradients are swapped", "a cut detaches")

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
-from ddpopt.plans import Plan
+from ddpopt.split.plan import Plan
 from scenarios.rows import SCENARIOS
 from scenarios.scenario import Compile, Scenario, Trainer
 

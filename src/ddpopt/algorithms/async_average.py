@@ -14,14 +14,14 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
-from ddpopt.algorithms.agreement import Fact, naming_peers
-from ddpopt.algorithms.averaging_loop import AveragingLoop, Peers
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import make_agreement_group
-from ddpopt.algorithms.handle import Algorithm, Handle, Training
-from ddpopt.algorithms.turns import Turns
-from ddpopt.algorithms.values import check_count
+from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop, Peers
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.groups import make_agreement_group
+from ddpopt.algorithms._runtime.handle import Algorithm, Handle, Training
+from ddpopt.algorithms._runtime.turns import Turns
+from ddpopt.algorithms._runtime.values import check_count
 from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.consensus import Fact, naming_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

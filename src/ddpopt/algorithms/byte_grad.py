@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddpopt.algorithms.background import BackgroundHandle
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import Groups
-from ddpopt.algorithms.handle import Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.quantization import (
+from ddpopt.algorithms._runtime.background import BackgroundHandle
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.groups import Groups
+from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.quantization import (
     are_finite,
     compress,
     decompress,
@@ -26,7 +25,8 @@ from ddpopt.algorithms.quantization import (
     pack,
     unpack,
 )
-from ddpopt.algorithms.values import check_boolean
+from ddpopt.algorithms._runtime.values import check_boolean
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.errors import NonFiniteError
 
 # torch < 2.13 has it under its old name only

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms.groups import mean, swap
-from ddpopt.algorithms.handle import Handle, Training
+from ddpopt.algorithms._runtime.groups import mean, swap
+from ddpopt.algorithms._runtime.handle import Handle, Training
+from ddpopt.algorithms._runtime.peers import rotating_peer
+from ddpopt.algorithms._runtime.values import check_choice, check_count
+from ddpopt.algorithms._runtime.worker import Worker
 from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.peers import rotating_peer
-from ddpopt.algorithms.values import check_choice, check_count
-from ddpopt.algorithms.worker import Worker
 from ddpopt.errors import OptionError
 
 PEER_SELECTIONS = ("all", "shift_one")

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddpopt.algorithms.background import BackgroundHandle
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.handle import Training
+from ddpopt.algorithms._runtime.background import BackgroundHandle
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.values import check_boolean
 from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.values import check_boolean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

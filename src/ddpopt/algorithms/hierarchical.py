@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpopt.algorithms.groups import ranks_per_node
-from ddpopt.algorithms.handle import Algorithm, HandleT, Training
-from ddpopt.algorithms.values import check_boolean, check_count
+from ddpopt.algorithms._runtime.groups import ranks_per_node
+from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training
+from ddpopt.algorithms._runtime.values import check_boolean, check_count
 from ddpopt.errors import OptionError
 
 

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms.agreement import naming_peers
-from ddpopt.algorithms.groups import swap
-from ddpopt.algorithms.handle import Handle, Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.peers import ring_neighbours
-from ddpopt.algorithms.quantization import (
+from ddpopt.algorithms._runtime.groups import swap
+from ddpopt.algorithms._runtime.handle import Handle, Training
+from ddpopt.algorithms._runtime.peers import ring_neighbours
+from ddpopt.algorithms._runtime.quantization import (
     RANGE_BYTES,
     Compressed,
     are_finite,
@@ -27,9 +25,11 @@ from ddpopt.algorithms.quantization import (
     pack,
     unpack,
 )
-from ddpopt.algorithms.values import check_count
-from ddpopt.algorithms.weights import FlatWeights
+from ddpopt.algorithms._runtime.values import check_count
+from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
+from ddpopt.ranks.consensus import naming_peers
 
 BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
 

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.adam import adam
 
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.values import check_count
 from ddpopt.algorithms.byte_grad import ByteGradHandle
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.handle import Training
 from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.values import check_count
 from ddpopt.errors import OptionError
 
 

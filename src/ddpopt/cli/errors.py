@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from ddpopt._files import find_obstacle
 from ddpopt.errors import DDPOptError
-from ddpopt.writing import find_obstacle
 
 
 class InputError(DDPOptError, ValueError):

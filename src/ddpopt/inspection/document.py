@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpopt.planning.timeline import BucketTimes, Timeline
-from ddpopt.plans import NodeText, Plan, Section
-from ddpopt.recorded import RecordedBucket, RecordedStep
+from ddpopt.bucketing.timeline import BucketTimes, Timeline
+from ddpopt.inspection.recording import RecordedBucket, RecordedStep
+from ddpopt.split.plan import NodeText, Plan, Section
 
 if TYPE_CHECKING:
-    from ddpopt.inspection.report import BucketReport, Explanation
+    from ddpopt.inspection.explain import BucketReport, Explanation
 
 FORMAT = "ddpopt explanation 1"
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpopt import reading
+from ddpopt import _json
+from ddpopt._json import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
 from ddpopt.errors import TraceError
-from ddpopt.plans import printable
-from ddpopt.reading import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
-from ddpopt.recorded import TRACE_FORMAT
+from ddpopt.inspection.recording import TRACE_FORMAT
+from ddpopt.split.plan import printable
 
 _MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
 _MOST_EVENTS = 10_000_000
@@ -113,10 +113,10 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 def _read(path: Path) -> _Trace:
     name = printable(str(path))
     try:
-        content = reading.parse(reading.read_text(path, _MOST_BYTES), _SHAPE, _MOST_BYTES)
+        content = _json.parse(_json.read_text(path, _MOST_BYTES), _SHAPE, _MOST_BYTES)
         told = content["otherData"]
         if told["format"] != TRACE_FORMAT:
-            shown = reading.show(told["format"])
+            shown = _json.show(told["format"])
             raise MalformedError(f"is {shown}, not {TRACE_FORMAT!r}", "otherData.format")
         told = _TOLD.read(told)
     except MalformedError as error:

@@ -1,0 +1,415 @@
+"""`Handle`: what all algorithms share at work on a model, and `Algorithm`, what describes one.
+
+[Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
+of `no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
+the forwards of accumulated micro-batches and further forwards before the same backward are not
+counted. A step ends with the last optimizer's update; where that is skipped, as GradScaler does,
+with the next step's forward, so that all ranks communicate equally often.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.algorithms._runtime import comm_hook
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.groups import Lease, make_groups, mean
+from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.consensus import Fact, agree, naming_peers
+from ddpopt.reducer import Parameter
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What an algorithm is attached to; `parameters` are trainable, and not ignored by DDP."""
+
+    ddp: DistributedDataParallel
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    parameters: dict[torch.Tensor, Parameter]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """DDP's process group, on which no algorithm communicates while training."""
+        group: dist.ProcessGroup = self.ddp.process_group
+        return group
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter, on which communication is ordered."""
+        return next(iter(self.parameters)).device
+
+
+class Handle:
+    """An algorithm at work on a model, from `attach` to `detach`.
+
+    The methods that are marked as collective have to be called by all ranks, in the same step.
+
+    Attributes:
+        num_steps: Steps so far; see [Note: steps] in `algorithms/attachment.py`.
+        num_communications: How often ranks exchanged weights, or reduced gradients.
+    """
+
+    is_quiet_between_steps = True  # nothing is communicated in the background there
+
+    def __init__(
+        self, training: Training, algorithm: Algorithm[Any], *, ranks_per_node: int = 1
+    ) -> None:
+        self.algorithm = algorithm
+        self.training = training
+        self.weights = FlatWeights(training.parameters)
+        self._leases: list[Lease[Any]] = []
+        self._has_failed = False
+        self.groups = self.hold(make_groups(training.group, training.device, ranks_per_node))
+        self.num_steps = 0
+        self.num_communications = 0
+        self._is_attached = True
+        self._num_pauses = 0
+        self._is_open = False  # a step has begun and not ended
+        self._has_run_backward = False
+        self._is_updating = False  # before_update was called in this step
+        self._updated: set[int] = set()
+        self._removable = [
+            training.ddp.register_forward_pre_hook(_before_forward(self)),
+            *_watch_optimizers(self),
+        ]
+
+    # ---- what an algorithm does --------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Return the future gradients of a bucket; by default they stay as they are."""
+        return noop_hook(None, bucket)
+
+    def before_forward(self) -> None:
+        """Run before each forward with gradients on, counted or not."""
+
+    def begin_step(self) -> None:
+        """Run before the forward of a step; `num_steps` already counts it."""
+
+    def before_update(self) -> None:
+        """Run before the first optimizer's update, or where that is skipped."""
+
+    def after_update(self) -> None:
+        """Run after the last optimizer's update, or where that is skipped."""
+
+    def end_step(self) -> None:
+        """Run after that, if it ended a step."""
+
+    def begin_pause(self) -> None:
+        """Run when `paused` begins."""
+
+    def end_pause(self) -> None:
+        """Run when `paused` ends."""
+
+    def close(self) -> None:
+        """End what runs in the background; the last call that a handle gets."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what `state_dict` keeps beyond the counters: tensors and plain data."""
+        return {}
+
+    def find_problem_of(self, state: dict[str, Any]) -> Exception | None:
+        """Say why `load_own_state` would not take `state`."""
+        return None
+
+    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
+        """List what of `state` has to be equal on all ranks."""
+        return [Fact(name, str(state[name])) for name in ("num_steps", "num_communications")]
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take over what `own_state` returned."""
+
+    # ---- what users do -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no forwards and change no weights by communication in this block. Collective.
+
+        For evaluation: between two steps. Blocks can be nested.
+        """
+        self.check_attached()
+        self.settle()
+        if not self._num_pauses:
+            self.begin_pause()
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if not self._num_pauses and self._is_attached:
+                self.end_pause()
+
+    def average(self) -> None:
+        """Give all ranks the mean of their weights, as after the last step. Collective.
+
+        Raises:
+            PeerError: a rank did not take part.
+        """
+        self.check_attached()
+        self._note_busy()
+        with (
+            _noting_failure(self),
+            self.paused(),
+            naming_peers("averaging the weights of all ranks"),
+        ):
+            flat = self.weights.copy()
+            for values in flat:
+                mean(values, self.groups.everyone)
+            self.weights.assign(flat)
+        self._note_quiet()
+
+    def detach(self, *, average: bool = True) -> None:
+        """End the algorithm and give DDP its own allreduce back. Collective.
+
+        Ranks may have different weights now, and would keep the difference: they are averaged
+        first. With `average=False` nothing is communicated, as is right when a rank has failed;
+        then this is not collective. The step that is running ends here. Does nothing when called
+        again.
+
+        Raises:
+            PeerError: a rank did not take part; the model is detached all the same.
+        """
+        if not self._is_attached:
+            return
+        if not average:
+            self.note_failure()  # other ranks may wait for this one
+        try:
+            if average:
+                self.average()
+        finally:
+            self._is_attached = False
+            for removable in self._removable:
+                removable.remove()
+            comm_hook.release(self.training.ddp)
+            self.close()
+        if average:  # all ranks are here, so that nothing is under way
+            for lease in self._leases:
+                lease.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues this algorithm, of this rank: tensors and plain data.
+
+        Ranks differ, in weights and optimizer state too: each keeps its own checkpoint.
+        """
+        self.check_attached()
+        self.settle()
+        return {
+            "algorithm": self.algorithm.name,
+            "settings": self.algorithm.settings,
+            "num_steps": self.num_steps,
+            "num_communications": self.num_communications,
+            **self.own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of this rank; load weights and optimizer as well. Collective.
+
+        Raises:
+            OptionError: on all ranks, if on any of them it is not of an algorithm like this one,
+                or is malformed.
+            AttachError: on all ranks, if their states are not of the same step.
+        """
+        self.check_attached()
+        self.settle()
+        problem = self._find_problem(state)
+        self._note_busy()
+        agree(self.groups.everyone, [] if problem else self.facts_of(state), problem)
+        self.num_steps, self.num_communications = state["num_steps"], state["num_communications"]
+        self.load_own_state(state)
+        self._note_quiet()
+
+    def _find_problem(self, state: dict[str, Any]) -> Exception | None:
+        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
+        if not isinstance(state, dict):
+            return TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
+        for name, value in expected.items():
+            if state.get(name) != value:
+                return OptionError(
+                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
+                    "attach the algorithm that the state was saved of"
+                )
+        for name in ("num_steps", "num_communications"):
+            if not isinstance(state.get(name), int) or state[name] < 0:
+                return OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
+        return self.find_problem_of(state)
+
+    # ---- how a step goes ---------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a `paused` block is open."""
+        return self._num_pauses > 0
+
+    def check_attached(self) -> None:
+        """Raise AttachError after `detach`."""
+        if not self._is_attached:
+            raise AttachError(
+                f"this {self.algorithm.name} was detached from its model; attach it again"
+            )
+
+    def settle(self) -> None:
+        """End the step that is open, whether or not its update was made."""
+        if self._is_open:
+            self._start_update()
+            self._end_step()
+
+    def hold(self, lease: Lease[T]) -> T:
+        """Return the process groups of a lease, which `detach` releases.
+
+        So does collecting this handle, if no rank can wait for it on them then.
+        """
+        self._leases.append(lease)
+        lease.lend_to(self)
+        return lease.value
+
+    def note_failure(self) -> None:
+        """Note that a rank did not take part, so that others may wait for this one for ever."""
+        self._has_failed = True
+        self._note_busy()
+
+    def wait(self, future: torch.futures.Future[Any], what: str) -> Any:
+        """Return a future's result, or raise PeerError."""
+        with naming_peers(f"{what} in step {self.num_steps}"):
+            return future.wait()
+
+    def on_forward(self) -> None:
+        """Count a forward of DDP's, if it begins a step."""
+        ddp = self.training.ddp
+        if not torch.is_grad_enabled():
+            return
+        if not self.is_paused:
+            self.before_forward()
+        if not ddp.training or not ddp.require_backward_grad_sync or self.is_paused:
+            return
+        if self._is_open and not self._has_run_backward:
+            return  # another forward before the same backward
+        self.settle()
+        self._is_open, self._has_run_backward, self._is_updating = True, False, False
+        self.num_steps += 1
+        self._note_busy()
+        self.begin_step()
+
+    def on_bucket(self, bucket: Bucket) -> GradientFuture:
+        """Reduce a bucket of DDP's that is complete."""
+        self._has_run_backward = True
+        self._note_busy()
+        return self.reduce(bucket)
+
+    def on_update(self, *, has_closure: bool) -> None:
+        """Note that an optimizer is about to update the weights."""
+        if has_closure:
+            raise OptionError(
+                f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
+                "which runs forward in the middle of an update; call forward and backward before"
+            )
+        self._start_update()
+
+    def on_updated(self, index: int) -> None:
+        """Note that the optimizer with this index has updated the weights."""
+        self._updated.add(index)
+        if len(self._updated) == len(self.training.optimizers):
+            self._end_step()
+
+    def _start_update(self) -> None:
+        if not self._is_updating:
+            self._is_updating = True
+            self._note_busy()
+            self.before_update()
+
+    def _end_step(self) -> None:
+        is_step = self._is_open
+        self._is_open = self._is_updating = False
+        self._updated.clear()
+        self.after_update()
+        if is_step:
+            self.end_step()
+        self._note_quiet()
+
+    def _note_busy(self) -> None:
+        for lease in self._leases:
+            lease.note_busy()
+
+    def _note_quiet(self) -> None:
+        if self.is_quiet_between_steps and not self._has_failed:
+            for lease in self._leases:
+                lease.note_quiet((self.num_steps, self.num_communications))
+
+
+HandleT = TypeVar("HandleT", bound=Handle)
+
+
+class Algorithm(abc.ABC, Generic[HandleT]):
+    """What ranks communicate and when; a frozen dataclass that checks its values when made."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Its class's name, as in logs and states."""
+        return type(self).__name__
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its values, as plain data."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
+
+    @abc.abstractmethod
+    def find_problem(self, training: Training) -> Exception | None:
+        """Say why this cannot be attached there on this rank; nothing is communicated."""
+
+    @abc.abstractmethod
+    def make_handle(self, training: Training) -> HandleT:
+        """Begin; weights and optimizers are equal on all ranks. Collective."""
+
+
+@contextlib.contextmanager
+def _noting_failure(handle: Handle) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        handle.note_failure()
+        raise
+
+
+def _before_forward(handle: Handle) -> Callable[..., None]:
+    def count(_module: torch.nn.Module, _arguments: object) -> None:
+        with _noting_failure(handle):
+            handle.on_forward()
+
+    return _torch.uncompiled(count)
+
+
+def _watch_optimizers(handle: Handle) -> Iterator[Any]:
+    """Hook each optimizer; it may outlive the model, so it keeps no strong reference."""
+    weak = weakref.ref(handle)
+    for index, optimizer in enumerate(handle.training.optimizers):
+
+        def before(_optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+            live = weak()
+            if live is not None:
+                closures = (*args[1:], kwargs.get("closure"))  # the first is the optimizer
+                with _noting_failure(live):
+                    live.on_update(has_closure=any(closure is not None for closure in closures))
+
+        def after(*_ignored: object, index: int = index) -> None:
+            live = weak()
+            if live is not None:
+                with _noting_failure(live):
+                    live.on_updated(index)
+
+        yield optimizer.register_step_pre_hook(_torch.uncompiled(before))
+        yield optimizer.register_step_post_hook(_torch.uncompiled(after))

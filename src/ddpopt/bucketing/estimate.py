@@ -1,0 +1,287 @@
+"""The profile of one iteration from the model's graph alone: nothing is run on real data.
+
+Forward and backward are traced into one graph with fake tensors; `planning/dag.py` knows what its
+calls cost. What was measured comes from elsewhere; `scale` brings the two together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+
+from ddpopt import _torch
+from ddpopt.bucketing.call_costs import arrival_order, build_dag, end_times
+from ddpopt.bucketing.costs import Gradient, Profile
+from ddpopt.bucketing.device import Device, measure_device
+from ddpopt.errors import PlanError
+
+_MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class JointGraph(NamedTuple):
+    """Forward and backward in one graph, and the names of the nodes that it returns.
+
+    `gradients` are by the parameter's name, None for one that is not used; `parameters` are fake
+    tensors on the device that was traced for.
+    """
+
+    graph: fx.Graph
+    loss: str
+    gradients: Mapping[str, str | None]
+    parameters: Mapping[str, torch.Tensor]
+
+
+def estimate(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    device: Device | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Profile:
+    """Return the profile of one iteration as a device of these rates would run it.
+
+    Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
+    ends where the loss is made. A parameter that is not used is ready at the end of backward.
+    Autocast and the model's mode (train or eval) count as they are. Neither the model nor the
+    random number state changes.
+
+    Args:
+        model: Compiled or not; its names are those of the profile, so give what DDP is to wrap, or
+            wraps. On the meta device it is traced as if it were on
+            the accelerator, or on the CPU where there is none, and takes no memory.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+            Only shapes and dtypes matter.
+        device: Its rates; None measures those of the device that the model is on, in under 1 s.
+        loss: Makes a scalar of the model's output. Default: the output's `loss` (an attribute or a
+            key), or else the sum of its floating point tensors.
+
+    Raises:
+        PlanError: the model has no parameter that requires grad, it cannot be traced, the loss is
+            no scalar that depends on a parameter, or a gradient is sparse.
+    """
+    joint = trace_joint(model, example_inputs, loss)
+    if device is None:
+        first = next(iter(joint.parameters.values()))
+        device = measure_device(first.device, _dtypes_of(joint.graph))
+    dag = build_dag(joint.graph, device)
+    ends_s = end_times(dag)
+    forward_s = ends_s[dag.nodes[joint.loss]["position"]] if joint.loss in dag else 0.0
+    made = {name: node for name, node in joint.gradients.items() if node is not None}
+    # A gradient that does not depend on the loss's arithmetic may stand before it in the graph.
+    ready_s = {a.name: max(a.ready_s - forward_s, 0.0) for a in arrival_order(dag, made)}
+    backward_s = ends_s[-1] - forward_s
+    ready_s |= {name: backward_s for name in joint.gradients if name not in ready_s}
+    return Profile(
+        gradients=tuple(
+            _gradient(name, joint.parameters[name], time_s) for name, time_s in ready_s.items()
+        ),
+        backward_s=backward_s,
+        forward_s=forward_s,
+        source="estimated",
+    )
+
+
+def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
+    """Return a profile stretched to measured times of forward and backward.
+
+    Raises:
+        PlanError: a time is negative or not finite, or the profile's backward takes no time.
+    """
+    if not profile.backward_s > 0:
+        raise PlanError("the profile's backward_s is 0, which cannot be stretched; measure instead")
+    factor = backward_s / profile.backward_s
+    gradients = tuple(
+        dataclasses.replace(gradient, ready_s=min(gradient.ready_s * factor, backward_s))
+        for gradient in profile.gradients
+    )
+    return dataclasses.replace(
+        profile,
+        gradients=gradients,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        source=f"{profile.source}, scaled",
+    )
+
+
+def trace_joint(
+    model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.Tensor] | None = None
+) -> JointGraph:
+    """Trace forward and backward into one graph of aten operations; arguments as for `estimate`.
+
+    Raises:
+        PlanError: as `estimate`.
+    """
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if not trained:
+        what = "requires grad; unfreeze one" if parameters else "exists; there is nothing to reduce"
+        raise PlanError(f"no parameter of {type(model).__name__} {what}")
+    args, kwargs = _arguments(example_inputs)
+    inputs = (parameters, dict(model.named_buffers()), args, kwargs)
+
+    def trace(
+        parameters: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[torch.Tensor | None]:
+        state = {f"model.{name}": value for name, value in {**parameters, **buffers}.items()}
+        wanted = [parameters[name] for name in trained]
+        result: list[torch.Tensor | None]
+        result = functional_call(_Step(model, loss or find_loss), state, (wanted, args, kwargs))
+        return result
+
+    try:
+        if any(parameter.is_meta for parameter in parameters.values()):
+            inputs = _to_fake(inputs, torch.accelerator.current_accelerator() or "cpu")
+        with torch.enable_grad(), _torch.uncompiled_while_tracing():
+            graph = make_fx(trace, tracing_mode="fake")(*inputs).graph
+    except PlanError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise PlanError(
+            f"{type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); the "
+            "inputs must fit its forward, whose course must not depend on values (torch.where "
+            "instead of if) and whose constant tensors must be buffers; or else measure its profile"
+        ) from error
+    returned: Any = graph.output_node().args[0]
+    made_loss, *gradients = returned
+    return JointGraph(
+        graph=graph,
+        loss=made_loss.name,
+        gradients=dict(zip(trained, map(_name_of_gradient, trained, gradients), strict=True)),
+        parameters={name: inputs[0][name] for name in trained},
+    )
+
+
+class _Step(nn.Module):
+    """Forward and backward as one module, since checkpointed parts of forward run in both."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(
+        self, wanted: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor | None]:
+        """Return the loss, and its gradients by what is wanted."""
+        value = _check_loss(self._loss(self.model(*args, **kwargs)))
+        return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
+
+
+def call_model(model: Callable[..., Any], example_inputs: Any) -> Any:
+    """Return the output for inputs as `estimate` takes them."""
+    args, kwargs = _arguments(example_inputs)
+    return model(*args, **kwargs)
+
+
+def find_loss(output: Any) -> torch.Tensor:
+    """Return an output's `loss` (attribute or key), or else the sum of its floating tensors.
+
+    Raises:
+        PlanError: it has neither.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    sums = [t.sum() for t in _tensors_of(output) if t.is_floating_point() and t.requires_grad]
+    if not sums:
+        raise PlanError(
+            f"the model's output ({type(output).__name__}) has no floating point tensor that "
+            "depends on a parameter; give loss, which makes a scalar of the output"
+        )
+    total = sums[0]
+    for other in sums[1:]:
+        total = total + other
+    return total
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        value = list(value.values())
+    for item in value if isinstance(value, list | tuple) else ():
+        yield from _tensors_of(item)
+
+
+def _check_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise PlanError(
+            f"the loss ({shape}) must be a tensor of one element that depends on a parameter"
+        )
+    return loss
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    raise PlanError(
+        f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
+        "positional arguments or a dict of keyword arguments"
+    )
+
+
+def _to_fake(values: Any, device: torch.device | str) -> Any:
+    """Return fake tensors on `device` in place of all tensors.
+
+    On the meta device itself operations would be traced that no device runs so: attention, for
+    one, comes apart there.
+    """
+    tensors: list[torch.Tensor] = []
+    map_aggregate(values, lambda v: tensors.append(v) if isinstance(v, torch.Tensor) else None)
+
+    def make() -> list[torch.Tensor]:
+        return [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors
+        ]
+
+    nodes: Any = make_fx(make, tracing_mode="fake")().graph.output_node().args[0]
+    fakes = iter(
+        node.meta["val"].requires_grad_(tensor.requires_grad)
+        for node, tensor in zip(nodes, tensors, strict=True)
+    )
+    return map_aggregate(values, lambda v: next(fakes) if isinstance(v, torch.Tensor) else v)
+
+
+def _name_of_gradient(parameter: str, node: fx.Node | None) -> str | None:
+    if node is None:
+        return None
+    if node.meta["val"].layout is not torch.strided:
+        raise PlanError(
+            f"the gradient of {parameter} is sparse, which DDP reduces in a bucket of its own; use "
+            "a dense one (sparse=False)"
+        )
+    return node.name
+
+
+def _gradient(name: str, parameter: torch.Tensor, ready_s: float) -> Gradient:
+    return Gradient(
+        name=name,
+        num_bytes=parameter.numel() * parameter.element_size(),
+        ready_s=ready_s,
+        group=f"{parameter.dtype} on {parameter.device}",
+    )
+
+
+def _dtypes_of(graph: fx.Graph) -> list[torch.dtype]:
+    values = [node.meta.get("val") for node in graph.nodes]
+    found = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return [dtype for dtype in _MEASURED_DTYPES if dtype in found]

@@ -1,0 +1,74 @@
+"""Which code may run now: that of the active DDP module, or the code that is to be recomputed.
+
+`torch.utils.checkpoint` around a compiled region runs it once more inside of backward, where no
+DDP module is active, and gives the tensors that it saves this time to the nodes of the first time.
+So the recomputation has to run the very code of the forward: another version saves other tensors,
+or as many of equal shapes in another order, which nobody would notice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.reducer import ReducerRules
+from ddpopt.split import state
+
+
+class _Forward(NamedTuple):
+    """The forward of a checkpoint: under which DDP module, and the rules of code for it."""
+
+    ddp: weakref.ref[DistributedDataParallel] | None
+    rules: set[ReducerRules | None]
+
+
+_forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictionary()
+
+
+def compiled_for() -> DistributedDataParallel | None:
+    """Return the DDP module to compile for: the active one, or the one of what is recomputed."""
+    if not _is_recomputing():
+        return _torch.active_ddp()
+    forward = _current_forward()
+    return forward.ddp() if forward is not None and forward.ddp is not None else None
+
+
+def may_run(rules: ReducerRules | None) -> bool:
+    """Whether code that was compiled for these rules (None: for no DDP) is the code to run now.
+
+    Dynamo offers the version first that ran last. So where a recomputation cannot be told from
+    others (reentrant ones, those of other libraries), any version will do.
+    """
+    forward = _current_forward()
+    if _is_recomputing():
+        return forward is None or rules in forward.rules
+    return state.rules_of(_torch.active_ddp()) == rules
+
+
+def note_compiled(rules: ReducerRules | None) -> None:
+    """Note that code is compiled for these rules, which what is recomputed now may run too.
+
+    Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
+    """
+    forward = _current_forward()
+    if forward is not None:
+        forward.rules.add(rules)
+
+
+def _is_recomputing() -> bool:
+    return _torch.is_in_backward() and _torch.active_ddp() is None
+
+
+def _current_forward() -> _Forward | None:
+    """Return the forward that runs in a checkpoint or is recomputed, None if there is none."""
+    region = _torch.checkpointed_region()
+    if region is None:
+        return None
+    if region not in _forwards and not _is_recomputing():
+        ddp = _torch.active_ddp()
+        reference = weakref.ref(ddp) if ddp is not None else None
+        _forwards[region] = _Forward(reference, {state.rules_of(ddp)})
+    return _forwards.get(region)
