@@ -4,9 +4,8 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 
 # What is promised to training, whatever the release of torch; pages, benchmarks and docs are not.
-CORE   := torch drift backend options config buckets forward_split gradients sections gates gated \
-          runner overlap exactness training dump agreement verification warming attachment \
-          data_parallel
+CORE   := _torch split ranks checks data_parallel test_backend.py test_options.py test_config.py \
+          test_reducer.py algorithms/test_api.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
 .PHONY: demo test drift lint docs clean
@@ -20,8 +19,8 @@ test: .venv/installed
 # The core of the tests on another release: `make drift TORCH=torch==2.11.0`. What PyPI has for
 # Linux is the CUDA build, several GB, which runs on CPUs too; so it is no part of CI.
 drift: $(DRIFT)/installed
-	$(DRIFT)/bin/python -m pytest $(CORE:%=tests/test_%.py)
-	$(DRIFT)/bin/python -m pytest tests/test_cli.py -k doctor
+	$(DRIFT)/bin/python -m pytest $(CORE:%=tests/%)
+	$(DRIFT)/bin/python -m pytest tests/system/test_cli.py -k doctor
 	$(DRIFT)/bin/ddpopt doctor
 
 $(DRIFT)/installed: pyproject.toml

@@ -5,7 +5,7 @@
 Every algorithm gets the same weights, the same batches on each rank and the same number of them;
 no model is compiled, and nothing is timed. See README.md beside this file.
 """
-# test: skip, an hour; tests/test_algorithm_benchmarks.py runs a small one
+# test: skip, an hour; tests/system/test_algorithm_benchmarks.py runs a small one
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 Each peer has processes of its own, one a rank, on an emulated cluster (see cluster.py) or, when
 this runs under torchrun, on a real one. See README.md beside this file for what is measured.
 """
-# test: skip, minutes; tests/test_benchmarks.py runs a small one
+# test: skip, minutes; tests/system/test_benchmarks.py runs a small one
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 Entering and leaving the block, where the profiler starts and is read, is not part of a step.
 """
-# test: skip, minutes; tests/test_benchmarks.py runs a small one
+# test: skip, minutes; tests/system/test_benchmarks.py runs a small one
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ the last quarter with those of the second, and ddpopt with the unsplit compile, 
 keeps something of each graph that it compiles. With `--models`, that many models of each kind (see
 `soak_models.py`) are made, compiled, trained and dropped on both ranks instead.
 """
-# test: skip, hours; tests/test_soak.py runs a small one
+# test: skip, hours; tests/system/test_soak.py runs a small one
 
 from __future__ import annotations
 

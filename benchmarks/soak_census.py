@@ -1,6 +1,6 @@
 """What a process holds: memory, file descriptors, threads, tensors, objects, ddpopt's registries.
 
-It counts, and says what grew; `soak.py` and tests/test_soak.py know how much may.
+It counts, and says what grew; `soak.py` and tests/system/test_soak.py know how much may.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Census:
     `num_threads` are the kernel's, `num_tensors` the Python objects of class Tensor, `num_objects`
     all that Python's garbage collector tracks, and `types` those by class. `num_sources` are the
     FX graphs whose code torch keeps for tracebacks as long as the process lives. `registries` are
-    the lengths of the containers in the globals of ddpopt's modules, as `ddpopt.split.state._records`.
+    the lengths of the containers in the globals of ddpopt's modules, by their names, as
+    `ddpopt.split.state._records`.
     """
 
     step: int

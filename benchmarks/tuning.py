@@ -5,7 +5,7 @@
 One model is compiled once, in sections finer than any bucket. For each rate it is tuned; then its
 buckets are changed in turns, by every cap and by the plan, and each is measured. See README.md.
 """
-# test: skip, minutes; tests/test_benchmarks.py runs a small one
+# test: skip, minutes; tests/system/test_benchmarks.py runs a small one
 
 from __future__ import annotations
 

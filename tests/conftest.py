@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 import ddpopt.backend
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
-from models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
 from ddpopt import Fallback
+from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 
 OPTIONS = {"inner": "aot_eager"}
 CAP = 0.03  # MiB: two of the MLP's six layers
