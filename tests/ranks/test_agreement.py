@@ -171,7 +171,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
     with (
         own_version,
         config.patch(disagreement=disagreement),
-        mock.patch.object(agreement.logs, "warning") as warning,
+        mock.patch.object(agreement._logs, "warning") as warning,
     ):
         try:
             inputs = batches(rank, [(8, 64)] * 4)
