@@ -19,13 +19,14 @@ from ddpopt._events import Label
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.split.backward.cut import SectionGraph, cut_backward
 from ddpopt.split.backward.facts import (
+    ANY,
     BackwardFacts,
+    find_descent,
     gradient_nodes,
     read_backward,
     saved_arguments,
 )
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
-from ddpopt.split.backward.tangents import ANY, find_descent
 from ddpopt.split.nodes import graph_name, output_values
 from ddpopt.split.plan import BackwardCuts
 from ddpopt.split.sections import Progress, compile_section

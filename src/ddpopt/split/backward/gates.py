@@ -32,7 +32,7 @@ import torch
 
 from ddpopt import _events, _torch
 from ddpopt._events import Label
-from ddpopt.split.backward.tangents import ANY
+from ddpopt.split.backward.facts import ANY
 
 TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
 Boxed = Callable[[list[Any]], Sequence[Any]]
