@@ -165,7 +165,7 @@ def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
     if ddp in _looked_into:
         return False
     _looked_into.add(ddp)
-    if state.plans_of(ddp) or state.has_drifted or state.of(ddp).is_copy:
+    if state.of(ddp).plans or state.has_drifted or state.of(ddp).is_copy:
         return False
     try:
         return is_compiled_by_us(ddp)

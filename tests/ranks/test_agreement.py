@@ -68,7 +68,7 @@ def _train_beside_eager(
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    plans = state.plans_of(ddp)
+    plans = state.of(ddp).plans
     return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
 
 

@@ -472,7 +472,7 @@ def _compile_unasked(rank: int) -> dict[str, Any]:
     ):
         for x in batches(rank, [(8, 64)] * 3):
             compiled(x).sum().backward()
-    (plan,) = state.plans_of(ddp)
+    (plan,) = state.of(ddp).plans
     return {
         "sections": len(plan.sections),
         "sockets": _sockets() - num_sockets,

@@ -326,7 +326,7 @@ def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    (plan, *_) = state.plans_of(ddp)
+    (plan, *_) = state.of(ddp).plans
     told = agreement._told[ddp]
     return len(plan.sections), told.since_s is None
 

@@ -36,8 +36,8 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     ddp = records.ddp_of(model)
     agree(ddp, plan.hash, find_problem(ddp, plan))
     apply(ddp, plan)
-    records.of(ddp).caps_bytes = ()
-    records.forget_code(ddp)
+    records.of(ddp).take_new_limits()
+    records.of(ddp).forget_code()
     _forbid_backward(ddp)
 
 
@@ -109,7 +109,9 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     buckets = [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
-    records.assign(ddp, plan, buckets)
+    known = records.of(ddp)
+    known.bucket_plan = plan
+    known.give_buckets(buckets)
 
 
 # A new Reducer does not know of forwards from before, and would leave their gradients as they are

@@ -63,7 +63,8 @@ def start(ddp: DistributedDataParallel, split: str) -> None:
         tuner.check()
     record.tuner = _tuners[ddp]
     # Forward sections cost time where they are not needed, backward sections hardly any.
-    record.is_trial = split == "forward" and not record.tuner.is_done
+    if not record.tuner.is_done:
+        record.begin_search(is_trial=split == "forward")
 
 
 def restart(ddp: DistributedDataParallel, split: str) -> None:
@@ -176,6 +177,7 @@ class _Tuner:
             except PeerError as error:
                 self.stay(str(error))
                 stopwatch.remove()
+                _end_search(ddp)
         if stopwatch.num_backwards == _DECIDED_AFTER:
             self._finish(ddp, stopwatch)
 
@@ -203,16 +205,24 @@ class _Tuner:
         stopwatch.remove()
         self._stopwatch = None
         self.is_done = True
-        record, rules = state.of(ddp), state.rules_of(ddp)
-        record.is_trial = False
+        rules = state.of(ddp).rules
+        _end_search(ddp)
         problem = self._appointment.keep(_find_obstacle(ddp))
         if problem:
             self.stay(problem)
         else:
             self.outcome, self.best = _decide(ddp, stopwatch.measured())
-        if state.rules_of(ddp) != rules:
-            state.forget_code(ddp)
+        if state.of(ddp).rules != rules:
+            state.of(ddp).forget_code()
         _logs.info("%s", self.outcome)
+
+
+def _end_search(ddp: DistributedDataParallel) -> None:
+    """Have graphs be cut by buckets again; those that were cut for the search are compiled anew."""
+    known = state.of(ddp)
+    if known.is_trial:
+        known.forget_code()
+    known.end_search()
 
 
 # ---- measuring --------------------------------------------------------------------------------
@@ -272,7 +282,7 @@ class _Stopwatch:
         """Return the medians over the complete steps."""
         ddp = self._ddp()
         assert ddp is not None
-        buckets = state.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp)
+        buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp)
         if not buckets:
             return _Measured(problem="DDP did not tell its buckets")
         arrival = tuple(itertools.chain.from_iterable(buckets))
@@ -377,7 +387,7 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     rebucket.apply(ddp, plan)
     _torch.prepare_reducer(ddp)
     if state.of(ddp).has_forward_sections:
-        state.of(ddp).caps_bytes = ()
+        state.of(ddp).take_new_limits()
     return f"buckets change: {reason}", plan
 
 

@@ -117,8 +117,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
             "module that copy.deepcopy takes"
         ) from error
     record, own = records.of(original), records.of(ddp)
-    own.is_copy = True
-    own.is_trial = record.is_trial
+    own.become_copy_of(record)
     if record.tuner is not None and record.tuner.is_done:
         own.tuner = record.tuner  # no other is to be started
     buffers = {name: buffer.detach().clone() for name, buffer in ddp.named_buffers()}

@@ -212,7 +212,7 @@ def after_forward(ddp: DistributedDataParallel, is_around: bool) -> None:
             "it is compiled with a function around it",
             "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
         )
-    elif state.plans_of(ddp):
+    elif state.of(ddp).plans:
         _verify_once(ddp, ddp)
 
 

@@ -202,9 +202,9 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     """
     ddp = state.ddp_of(model)
     record = state.of(ddp)
-    plans = state.plans_of(ddp)
+    plans = state.of(ddp).plans
     measured = record.recording.median_step() if record.recording else None
-    buckets = _report_buckets(ddp, plans, record.actual_buckets)
+    buckets = _report_buckets(ddp, plans, record.told_buckets)
     costs = plan or record.bucket_plan or (record.tuner.best if record.tuner else None)
     predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [NOTHING_MEASURED]

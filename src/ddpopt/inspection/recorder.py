@@ -137,7 +137,7 @@ class _Recorder:
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
-        self._buckets = buckets = state.of(ddp).known_buckets or ()
+        self._buckets = buckets = state.of(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(buckets) for index in bucket}
         self._sizes = [len(bucket) for bucket in buckets]  # how many gradients have hooks
         parameters = _torch.reducer_parameters(ddp)
@@ -279,7 +279,7 @@ class _Reader:
         self._allreduces = allreduces
         self._is_profiled = is_profiled
         self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-        self._buckets = state.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp) or ()
+        self._buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp) or ()
         if not self._buckets:
             self._note("buckets: DDP has not told its own; record after the first four steps")
 

@@ -84,7 +84,7 @@ def tell(ddp: DistributedDataParallel, plans: Sequence[Plan] = ()) -> None:
     if size == 1 or state.of(ddp).is_copy:
         return
     try:
-        facts = json.dumps(facts_of(ddp, plans or state.plans_of(ddp)))
+        facts = json.dumps(facts_of(ddp, plans or state.of(ddp).plans))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         before = _told.get(ddp)
         if before is not None and before.digest == digest:

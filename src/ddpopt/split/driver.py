@@ -161,10 +161,9 @@ def _survey(
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
     owners, slots = find_parameters(graph, example_inputs, trained)
-    record, rules = state.of(ddp), state.rules_of(ddp)
-    assert rules is not None
+    known = state.of(ddp)
     used = {index for indices in owners.values() for index in indices}
-    later, earlier = state.arrival_around(ddp, graph_name(gm), used)
+    later, earlier = known.arrival_around(graph_name(gm), used)
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
     is_shared = has_twin(ddp.module, frame)
@@ -181,11 +180,11 @@ def _survey(
         facts=read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier}),
         later=later,
         earlier=earlier,
-        rules=rules,
-        actual=None if is_shared else record.known_buckets,
+        rules=known.rules,
+        actual=None if is_shared else known.buckets,
         is_shared=is_shared,
         is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
-        is_cut_finely=record.tuner is not None and not record.tuner.is_done,
+        is_cut_finely=known.is_searched,
     )
 
 
@@ -301,7 +300,7 @@ def _blank_plan(
 
 def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: state.Nodes) -> None:
     if ddp is not None:
-        state.keep(ddp, plan, nodes)
+        state.of(ddp).keep(plan, nodes)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
         _logs.info("%s", plan)
