@@ -39,7 +39,7 @@ class Census:
     all that Python's garbage collector tracks, and `types` those by class. `num_sources` are the
     FX graphs whose code torch keeps for tracebacks as long as the process lives. `registries` are
     the lengths of the containers in the globals of ddpopt's modules, by their names, as
-    `ddpopt.split.state._records`.
+    `ddpopt.split.state._states`.
     """
 
     step: int

@@ -203,7 +203,7 @@ def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
     for found in ranks.run(_keep_models):
         assert "Reducer" in found["alive"]
         assert found["grown"]["ddpopt.split.state.kept"] == 1
-        assert found["grown"]["ddpopt.split.state._records"] == 1
+        assert found["grown"]["ddpopt.split.state._states"] == 1
         assert found["grown"]["num_tensors"] > 0
 
 
