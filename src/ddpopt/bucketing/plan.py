@@ -18,11 +18,11 @@ from typing import Any
 from ddpopt import _json
 from ddpopt._files import write_text
 from ddpopt._json import List, MalformedError, Number, Record, Text, Whole
+from ddpopt._text import format_bytes, printable, shorten, table
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile, by_group
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
 from ddpopt.errors import PlanError
-from ddpopt.split.plan import format_bytes, printable, shorten, table
 
 _MIB = 1024 * 1024
 _VERSION = 1

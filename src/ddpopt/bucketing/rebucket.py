@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
+from ddpopt._text import printable
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.split import state as records
-from ddpopt.split.plan import printable
 
 _NAMES_SHOWN = 3
 

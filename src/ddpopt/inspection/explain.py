@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._files import write_text
+from ddpopt._text import format_bytes, printable, shorten, table
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import OptionError
@@ -25,7 +26,7 @@ from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, format_ms, summary_of
 from ddpopt.reducer import Parameter
 from ddpopt.split import state
-from ddpopt.split.plan import Plan, format_bytes, printable, shorten, table
+from ddpopt.split.plan import SplitPlan
 
 NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 NOTHING_PREDICTED = (
@@ -72,7 +73,7 @@ class Explanation:
     """
 
     model: str
-    plans: tuple[Plan, ...]
+    plans: tuple[SplitPlan, ...]
     buckets: tuple[BucketReport, ...]
     bucket_plan: BucketPlan | None = None
     tuning: str = ""
@@ -225,7 +226,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
 
 
 def _report_buckets(
-    ddp: DistributedDataParallel, plans: Sequence[Plan], actual: Sequence[Sequence[int]] | None
+    ddp: DistributedDataParallel, plans: Sequence[SplitPlan], actual: Sequence[Sequence[int]] | None
 ) -> list[BucketReport]:
     """Merge the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
@@ -259,7 +260,7 @@ def _report_bucket(
     index: int,
     planned: Sequence[Parameter],
     actual: Sequence[Parameter],
-    plans: Sequence[Plan],
+    plans: Sequence[SplitPlan],
 ) -> BucketReport:
     members = {parameter.name for parameter in planned or actual}
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
@@ -274,7 +275,7 @@ def _report_bucket(
     )
 
 
-def _completing_section(plan: Plan, members: set[str]) -> str:
+def _completing_section(plan: SplitPlan, members: set[str]) -> str:
     """Return the section with a member that runs last."""
     ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
     for section in ran_last_first:

@@ -30,9 +30,9 @@ from torch.profiler import record_function
 from ddpopt import _torch
 from ddpopt._events import Label, listen
 from ddpopt._files import find_obstacle
+from ddpopt._text import format_bytes
 from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
 from ddpopt.split import state
-from ddpopt.split.plan import format_bytes
 
 # What process groups call their allreduces in a profile: gloo:all_reduce, nccl:all_reduce; on a
 # GPU the kernel tells when it has finished.

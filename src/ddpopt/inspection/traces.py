@@ -18,9 +18,9 @@ from typing import Any
 
 from ddpopt import _json
 from ddpopt._json import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
+from ddpopt._text import printable
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
-from ddpopt.split.plan import printable
 
 _MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
 _MOST_EVENTS = 10_000_000

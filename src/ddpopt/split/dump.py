@@ -26,7 +26,7 @@ from ddpopt._files import PrivateFolder
 from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.drawing import draw_svg, find_parameters, to_dot
 from ddpopt.split.nodes import call_nodes, graph_name
-from ddpopt.split.plan import BackwardCuts, NodeText, Plan
+from ddpopt.split.plan import BackwardCuts, NodeText, SplitPlan
 
 _LONGEST_NAME = 60  # of a folder
 
@@ -40,7 +40,7 @@ def dump_forward(
     gm: fx.GraphModule,
     stitched: fx.GraphModule,
     nodes: Sequence[Sequence[NodeText]],
-    plan: Plan,
+    plan: SplitPlan,
 ) -> None:
     """Write the plan, Dynamo's graph, its sections, and the stitched graph that calls them.
 
@@ -71,7 +71,7 @@ def dump_backward(
     backward: fx.GraphModule,
     cuts: BackwardCuts,
     sections: Sequence[SectionGraph],
-    plan: Plan,
+    plan: SplitPlan,
 ) -> None:
     """Write the plan, Dynamo's graph `gm`, AOTAutograd's backward of it and its sections."""
 
@@ -92,7 +92,7 @@ def dump_backward(
     _attempt(write)
 
 
-def dump_plan(gm: fx.GraphModule, plan: Plan) -> None:
+def dump_plan(gm: fx.GraphModule, plan: SplitPlan) -> None:
     """Write the final plan, and Dynamo's graph if it is not there: the graph is compiled whole."""
 
     def write() -> None:
@@ -145,7 +145,7 @@ class _Folder:
         if svg:
             self.place.write_text(f"{name}.svg", svg)
 
-    def write_plan(self, plan: Plan) -> None:
+    def write_plan(self, plan: SplitPlan) -> None:
         content = dataclasses.asdict(plan)
         self.place.write_text("plan.json", json.dumps(content, indent=1, default=_name_of) + "\n")
 

@@ -18,7 +18,7 @@ from ddpopt import _torch
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.inspection.recording import Recording
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
-from ddpopt.split.plan import NodeText, Plan, frame_of
+from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
 Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 
@@ -49,7 +49,7 @@ class _Record:
     """
 
     caps_bytes: tuple[int, ...] = ()
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[str, SplitPlan] = field(default_factory=dict)
     nodes: dict[str, Nodes] = field(default_factory=dict)
     actual_buckets: Sequence[Sequence[int]] | None = None
     num_comparisons: int = 0
@@ -116,7 +116,7 @@ def forget_code(ddp: DistributedDataParallel) -> None:
     code.clear()
 
 
-def keep(ddp: DistributedDataParallel, plan: Plan, nodes: Nodes) -> None:
+def keep(ddp: DistributedDataParallel, plan: SplitPlan, nodes: Nodes) -> None:
     """Note that `plan` is in force for `ddp`, in place of an earlier one of the same graph."""
     record = of(ddp)
     record.nodes[plan.graph] = nodes
@@ -141,7 +141,7 @@ def assign(
         keep(ddp, plan, record.nodes[plan.graph])
 
 
-def plans_of(ddp: DistributedDataParallel) -> tuple[Plan, ...]:
+def plans_of(ddp: DistributedDataParallel) -> tuple[SplitPlan, ...]:
     """Return the plans in force for a module, in the order in which they were made."""
     return tuple(of(ddp).plans.values())
 
