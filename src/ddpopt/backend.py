@@ -251,7 +251,7 @@ def _survey(
         actual=None if is_shared else record.known_buckets,
         is_shared=is_shared,
         is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
-        is_cut_finely=record.tuner is not None and not record.tuner.is_done,
+        is_cut_finely=tuner.is_searching(ddp),
     )
 
 

@@ -18,6 +18,8 @@ from ddpopt.split import state as records
 
 _NAMES_SHOWN = 3
 
+_applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = records.new_table()
+
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`.
@@ -109,7 +111,13 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     buckets = [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
-    records.assign(ddp, plan, buckets)
+    records.assign(ddp, buckets)
+    _applied[ddp] = plan
+
+
+def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
+    """Return the plan that the buckets of `ddp` are of, None if they are DDP's own."""
+    return _applied.get(ddp)
 
 
 # A new Reducer does not know of forwards from before, and would leave their gradients as they are

@@ -51,26 +51,45 @@ _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective m
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
+# Those of modules for which code was compiled with buckets="auto" since.
+_in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
 
 def start(ddp: DistributedDataParallel, split: str) -> None:
     """Look for better buckets of `ddp`, unless that was done before."""
-    record = state.of(ddp)
-    if record.tuner is not None:
+    if ddp in _in_use:
         return
     if ddp not in _tuners:
-        _tuners[ddp] = tuner = _Tuner(ddp)
-        tuner.check()
-    record.tuner = _tuners[ddp]
+        _tuners[ddp] = _Tuner(ddp)
+        _tuners[ddp].check()
+    tuner = _in_use[ddp] = _tuners[ddp]
     # Forward sections cost time where they are not needed, backward sections hardly any.
-    record.is_trial = split == "forward" and not record.tuner.is_done
+    state.of(ddp).is_trial = split == "forward" and not tuner.is_done
 
 
 def restart(ddp: DistributedDataParallel, split: str) -> None:
     """Look for them anew, on all ranks in the same step."""
     _tuners.pop(ddp, None)
-    state.of(ddp).tuner = None
+    _in_use.pop(ddp, None)
     start(ddp, split)
+
+
+def of(ddp: DistributedDataParallel) -> _Tuner | None:
+    """Return what looks for better buckets of `ddp`, or has found them; None if nothing does."""
+    return _in_use.get(ddp)
+
+
+def is_searching(ddp: DistributedDataParallel) -> bool:
+    """Whether better buckets are looked for, so that graphs are to be cut finely."""
+    tuner = of(ddp)
+    return tuner is not None and not tuner.is_done
+
+
+def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
+    """Spare a copy of `ddp` the search where it is over."""
+    tuner = of(ddp)
+    if tuner is not None and tuner.is_done:
+        _in_use[copy] = tuner
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -340,7 +359,7 @@ class _Stopwatch:
 
 def _find_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
-    if state.of(ddp).tuner is None:
+    if ddp not in _in_use:
         return "torch._dynamo.reset() was called, and nothing is compiled with buckets='auto' since"
     if _torch.hook_states(ddp):
         return (

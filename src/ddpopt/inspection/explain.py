@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt._files import write_text
 from ddpopt._text import format_bytes, printable, shorten, table
+from ddpopt.bucketing import rebucket, tuner
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import OptionError
+from ddpopt.inspection import recorder
 from ddpopt.inspection.document import document_of, to_json
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, format_ms, summary_of
@@ -204,9 +206,11 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     ddp = state.ddp_of(model)
     record = state.of(ddp)
     plans = state.plans_of(ddp)
-    measured = record.recording.median_step() if record.recording else None
+    recording, search = recorder.recording_of(ddp), tuner.of(ddp)
+    assigned = rebucket.plan_of(ddp)
+    measured = recording.median_step() if recording else None
     buckets = _report_buckets(ddp, plans, record.actual_buckets)
-    costs = plan or record.bucket_plan or (record.tuner.best if record.tuner else None)
+    costs = plan or assigned or (search.best if search else None)
     predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [NOTHING_MEASURED]
     hints += [] if predicted else [NOTHING_PREDICTED]
@@ -214,13 +218,13 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         model=type(ddp.module).__name__,
         plans=plans,
         buckets=tuple(_with_times(buckets, predicted, measured)),
-        bucket_plan=record.bucket_plan,
-        tuning=record.tuner.outcome if record.tuner else "",
+        bucket_plan=assigned,
+        tuning=search.outcome if search else "",
         predicted=predicted,
         basis=_basis(costs) if costs and predicted else "",
         measured=measured,
-        num_measured=len(record.recording.steps) if record.recording else 0,
-        hints=(*hints, *(record.recording.notes if record.recording else ())),
+        num_measured=len(recording.steps) if recording else 0,
+        hints=(*hints, *(recording.notes if recording else ())),
         nodes=dict(record.nodes),
     )
 

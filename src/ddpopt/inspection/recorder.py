@@ -17,6 +17,7 @@ import contextlib
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,9 +84,17 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     reader = _Reader(ddp, recording.origin_unix_ns, _allreduces(events), is_profiled)
     recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
     recording.notes = tuple(reader.notes)
-    state.of(ddp).recording = recording
+    _recordings[ddp] = recording
     if path is not None:
         recording.save(path)
+
+
+_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
+
+
+def recording_of(ddp: DistributedDataParallel) -> Recording | None:
+    """Return the last recording of a module, None if there is none."""
+    return _recordings.get(ddp)
 
 
 def _place_of(folder: Path, rank: int) -> Path:

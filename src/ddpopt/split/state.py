@@ -1,7 +1,8 @@
 """What is known of each DDP module: plans in force, buckets formed or assigned, what was observed.
 
 The backend and the runner write it; the backend and `explain` read it. Entries live as long as
-their DDP module, and until `torch._dynamo.reset()`.
+their DDP module, and until `torch._dynamo.reset()`. What others know of a DDP module, such as the
+plan of its buckets, is theirs: they keep it in a table of `new_table`.
 """
 
 from __future__ import annotations
@@ -9,43 +10,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.bucketing.plan import BucketPlan
-from ddpopt.inspection.recording import Recording
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
 Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 
 
-class Tuner(Protocol):
-    """What looks for better buckets; see `tuning.py`."""
-
-    is_done: bool
-    outcome: str
-    best: BucketPlan | None
-
-    def before_forward(self) -> None:
-        """Run before each forward of its DDP module."""
-
-    def after_forward(self) -> None:
-        """Run after it."""
-
-
 @dataclass(slots=True)
 class _Record:
     """`actual_buckets` are the Reducer's after its rebuild, by parameter index, in launch order.
 
-    `assigned_buckets` are those that `rebucket` gave it, of `bucket_plan`. `caps_bytes` are the
-    Reducer's limits when graphs were cut for it, `nodes` are those of the graphs that `plans` are
-    of, `recording` is the last that was made, and `is_trial` says that code compiled now is to
-    be replaced when the tuner is done, `is_copy` that it is a rehearsal's module. `code` is what
-    Dynamo compiled for it, as `_torch.forget_code` takes it.
+    `assigned_buckets` are those that `rebucket` gave it. `caps_bytes` are the Reducer's limits when
+    graphs were cut for it, `nodes` are those of the graphs that `plans` are of. `is_trial` says
+    that code compiled now is to be replaced when the tuner is done, `is_copy` that it is a
+    rehearsal's module. `code` is what Dynamo compiled for it, as `_torch.forget_code` takes it.
     """
 
     caps_bytes: tuple[int, ...] = ()
@@ -53,10 +37,7 @@ class _Record:
     nodes: dict[str, Nodes] = field(default_factory=dict)
     actual_buckets: Sequence[Sequence[int]] | None = None
     num_comparisons: int = 0
-    recording: Recording | None = None
     assigned_buckets: Sequence[Sequence[int]] | None = None
-    bucket_plan: BucketPlan | None = None
-    tuner: Tuner | None = None
     is_trial: bool = False
     is_copy: bool = False
     code: list[Any] = field(default_factory=list)
@@ -75,6 +56,14 @@ class _Record:
 epoch = 0  # how often a module was given other buckets
 has_drifted = False  # whether a graph was compiled without telling for which module
 _records: weakref.WeakKeyDictionary[DistributedDataParallel, _Record] = weakref.WeakKeyDictionary()
+_tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = [_records]
+
+
+def new_table() -> weakref.WeakKeyDictionary[DistributedDataParallel, Any]:
+    """Return a table for what another module knows of DDP modules, which `clear` empties too."""
+    table: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
+    _tables.append(table)
+    return table
 
 
 def of(ddp: DistributedDataParallel) -> _Record:
@@ -128,15 +117,12 @@ def keep(ddp: DistributedDataParallel, plan: SplitPlan, nodes: Nodes) -> None:
     record.plans[plan.graph] = plan
 
 
-def assign(
-    ddp: DistributedDataParallel, bucket_plan: BucketPlan, buckets: Sequence[Sequence[int]]
-) -> None:
+def assign(ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]]) -> None:
     """Note that `ddp` was given these buckets, by parameter index, and will form them again."""
     global epoch  # noqa: PLW0603  # a counter of all modules: runners compare it at each call
     epoch += 1
     record = of(ddp)
-    record.bucket_plan, record.assigned_buckets = bucket_plan, buckets
-    record.actual_buckets, record.num_comparisons = None, 0
+    record.assigned_buckets, record.actual_buckets, record.num_comparisons = buckets, None, 0
     for plan in record.plans.values():
         keep(ddp, plan, record.nodes[plan.graph])
 
@@ -185,5 +171,6 @@ def note_drift() -> None:
 def clear() -> None:
     """Forget everything, as `torch._dynamo.reset()` forgets compiled code."""
     global has_drifted  # noqa: PLW0603  # as above
-    _records.clear()
+    for table in _tables:
+        table.clear()
     has_drifted = False
