@@ -30,7 +30,7 @@ from torch.profiler import record_function
 
 from ddpopt import _torch
 from ddpopt._events import Label, listen
-from ddpopt._files import find_obstacle
+from ddpopt._files import check_can_write
 from ddpopt._text import format_bytes
 from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
 from ddpopt.split import state
@@ -101,9 +101,7 @@ def _place_of(folder: Path, rank: int) -> Path:
     """Return where a trace goes; that it cannot is better told before the training steps."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{rank}.json"
-    obstacle = find_obstacle(path)
-    if obstacle:
-        raise FileExistsError(f"{path} cannot be written: {obstacle}")
+    check_can_write(path)
     return path
 
 

@@ -4,7 +4,7 @@
 
 Each graph is there as code, as DOT and, where Graphviz is installed, as SVG. Nothing is formatted
 while `dump_dir` is empty, and a dump that fails costs a warning, never the training run. `dump_dir`
-may be shared with others: see [Note: files of others] in writing.py.
+may be shared with others: see [Note: files of others] in _files.py.
 """
 
 from __future__ import annotations
