@@ -37,7 +37,6 @@ from ddpopt.bucketing import rebucket
 from ddpopt.bucketing import tuner as tuning
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS
-from ddpopt.split import state
 
 _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4
@@ -97,13 +96,12 @@ class Worker:
 
     def tune(self, num_steps: int) -> str:
         """Find the best buckets anew while training; return the plan as JSON, with `outcome`."""
-        record = state.of(self._ddp)
-        if record.tuner is not None and record.tuner.is_done:
+        if tuning.of(self._ddp) is not None and not tuning.is_searching(self._ddp):
             self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp, "backward")
         for _ in range(num_steps):
             self._step()
-        tuner = record.tuner
+        tuner = tuning.of(self._ddp)
         assert tuner is not None
         assert tuner.is_done, f"tuning was not done after {num_steps} steps"
         if tuner.best is None:
@@ -115,7 +113,7 @@ class Worker:
 
         What is compiled stays as it is: it was cut finely. Then trains until DDP has rebuilt them.
         """
-        tuner = state.of(self._ddp).tuner
+        tuner = tuning.of(self._ddp)
         assert tuner is not None
         assert tuner.best is not None, tuner.outcome
         plan = tuner.best

@@ -24,10 +24,11 @@ class Turn(enum.IntEnum):
     REBUCKET = enum.auto()
     TUNER = enum.auto()
     RECORDER = enum.auto()
+    COMPILED = enum.auto()
 
 
-class Observer(Protocol):
-    """Who is told of a DDP module's forwards."""
+class Observer:
+    """Who is told of a DDP module's forwards. It holds the module weakly, if at all."""
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Run before a forward."""

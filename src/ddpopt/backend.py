@@ -7,7 +7,6 @@ graphs from the in-tree DDPOptimizer.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events, _logs, _torch, config
-from ddpopt.bucketing import rebucket, tuner
+from ddpopt._events import Observer, Turn, ask_at_first, ignore
+from ddpopt.bucketing import tuner
 from ddpopt.checks import verify
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
@@ -123,9 +123,12 @@ def install() -> None:
             error,
         )
     try:
-        _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
+        _torch.watch_ddp_forward(_events.before_forward, _after_ddp_forward)
     except TorchDriftError as error:
         _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+    ask_at_first(Turn.AGREEMENT, agreement.observe)
+    ask_at_first(Turn.VERIFY, verify.observe)
+    ask_at_first(Turn.COMPILED, lambda _: _FirstForward())
 
 
 def uninstall() -> None:
@@ -134,39 +137,23 @@ def uninstall() -> None:
     _torch.unwatch_ddp_forward()
 
 
-def _before_ddp_forward(ddp: DistributedDataParallel) -> None:
-    agreement.before_forward(ddp)
-    if config.verify:
-        verify.before_forward(ddp)
-    rebucket.allow_backward(ddp)
-    tuner.before_forward(ddp)
-    if _events.current is not None:
-        _events.current.before_forward(ddp)
-
-
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
-    tuner.after_forward(ddp)
-    if _events.current is not None:
-        _events.current.after_forward(ddp)
-    if ran_under is backend or _is_compiled_inside(ddp):
+    is_ours = ran_under is backend
+    _events.after_forward(ddp, is_ours)
+    if is_ours:
         warn_if_nothing_compiled(ddp)
-    if config.verify:
-        verify.after_forward(ddp, is_around=ran_under is backend)
 
 
-_looked_into: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+class _FirstForward(Observer):
+    """Finds out whether nothing ran compiled of a module a part of which is to be."""
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        ignore(ddp, Turn.COMPILED)
+        if not is_ours and not state.is_copy(ddp) and _is_compiled_inside(ddp):
+            warn_if_nothing_compiled(ddp)
 
 
 def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
-    """Whether a part of a module of which nothing ran compiled is to be compiled by us.
-
-    Asked once a module, since it looks at all of them.
-    """
-    if ddp in _looked_into:
-        return False
-    _looked_into.add(ddp)
-    if state.of(ddp).plans or state.has_drifted or state.of(ddp).is_copy:
-        return False
     try:
         return is_compiled_by_us(ddp)
     except TorchDriftError:

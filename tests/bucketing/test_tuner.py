@@ -69,15 +69,12 @@ def _train(
         for x in batches(rank, [SHAPE] * (DECIDED + 4)):
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
             buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
-    record = records.of(ddp)
-    tuner = record.tuner
+    search, plan = tuning.of(ddp), rebucket.plan_of(ddp)
     return {
         "buckets": buckets,
-        "outcome": tuner.outcome if tuner else "",
-        "hash": record.bucket_plan.hash if record.bucket_plan else None,
-        "planned": [b.parameters for b in record.bucket_plan.buckets]
-        if record.bucket_plan
-        else None,
+        "outcome": search.outcome if search else "",
+        "hash": plan.hash if plan else None,
+        "planned": [b.parameters for b in plan.buckets] if plan else None,
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "explained": str(ddpopt.explain(ddp)),
         "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
@@ -269,7 +266,7 @@ def _train_with(rank: int, kind: str, split: str) -> str:
                     call(x.requires_grad_()).sum().backward()
                     each.requires_grad_(True)
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
-    return records.of(ddp).tuner.outcome
+    return tuning.of(ddp).outcome
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
@@ -292,7 +289,7 @@ def _train_in_join(rank: int) -> str:
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
             train(ddp, [x], compiled)
-    return records.of(ddp).tuner.outcome
+    return tuning.of(ddp).outcome
 
 
 def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
@@ -312,7 +309,7 @@ def _train_at_the_limit(rank: int) -> str:
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             train(ddp, batches(rank, [(3, 64)]))
-    return records.of(ddp).tuner.outcome
+    return tuning.of(ddp).outcome
 
 
 def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
@@ -362,8 +359,8 @@ def _train_oddly(rank: int, kind: str) -> str:
                     call(x).sum().backward()
             for p, q in zip(module.parameters(), expected.module.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad)
-    assert records.of(ddp).tuner is not None
-    return records.of(ddp).tuner.outcome
+    assert tuning.of(ddp) is not None
+    return tuning.of(ddp).outcome
 
 
 def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
@@ -388,7 +385,7 @@ def _train_with_evaluation(rank: int) -> dict[str, Any]:
             time.sleep(0.05)
             with torch.no_grad():
                 compiled(x)
-    best = records.of(ddp).tuner.best
+    best = tuning.of(ddp).best
     return {"ready": best.profile.gradients[0].ready_s, "between": best.profile.between_s}
 
 

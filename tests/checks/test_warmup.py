@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch
+from ddpopt.bucketing import tuner
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.ranks import rendezvous
@@ -118,7 +119,7 @@ def test_the_search_for_better_buckets_still_begins(split: str) -> None:
     options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     warmup(model, torch.randn(8, 64))
-    assert state.of(ddp).tuner is not None
+    assert tuner.of(ddp) is not None
     num_graphs = counters["stats"]["unique_graphs"]
     model(torch.randn(8, 64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch
+from ddpopt import _logs, _torch, config
+from ddpopt._events import Observer
 from ddpopt.checks.dry_run import (
     Batch,
     LossFn,
@@ -175,6 +176,19 @@ def verify(
         "more than parameters, buffers, the batch and the random numbers of torch, Python and numpy"
     )
     return dataclasses.replace(verdict, is_repeatable=False, note=note)
+
+
+def observe(ddp: DistributedDataParallel) -> Observer | None:
+    """Return who verifies a module at its first training forward, if `config.verify` is set."""
+    return _FirstStep() if config.verify and not state.is_copy(ddp) else None
+
+
+class _FirstStep(Observer):
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        before_forward(ddp)
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        after_forward(ddp, is_around=is_ours)
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:

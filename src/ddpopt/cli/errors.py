@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddpopt._files import find_obstacle
+from ddpopt import _files
 from ddpopt.errors import DDPOptError
 
 
@@ -33,6 +33,8 @@ def check_can_write(path: Path | None) -> None:
     Raises:
         InputError: its folder is missing, or there is something else than a file.
     """
-    obstacle = find_obstacle(path) if path is not None else ""
-    if obstacle:
-        raise InputError(f"{path} cannot be written: {obstacle}")
+    try:
+        if path is not None:
+            _files.check_can_write(path)
+    except OSError as error:
+        raise InputError(str(error)) from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpopt.split.plan import printable, table
+from ddpopt._text import printable, table
 
 _STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
 

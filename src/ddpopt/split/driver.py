@@ -43,7 +43,7 @@ from ddpopt.split.forward.facts import GraphFacts, read_facts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
 from ddpopt.split.nodes import call_nodes, count_collectives, describe, graph_name
 from ddpopt.split.parameters import find_parameters, frame_module, has_twin
-from ddpopt.split.plan import BackwardCuts, Plan
+from ddpopt.split.plan import BackwardCuts, SplitPlan
 from ddpopt.split.runner import GraphRunner, order_first_arrival
 
 
@@ -115,7 +115,7 @@ class _Survey:
     """
 
     graph: fx.GraphModule
-    blank: Plan
+    blank: SplitPlan
     reduced: Sequence[Parameter]
     arguments: Mapping[int, int]
     slots: Mapping[int, int]
@@ -128,7 +128,7 @@ class _Survey:
     is_last: bool
     is_cut_finely: bool
 
-    def cut_at(self, plan: Plan) -> tuple[Bucket, ...]:
+    def cut_at(self, plan: SplitPlan) -> tuple[Bucket, ...]:
         """Return the buckets to cut at: the plan's, or finer ones while better are looked for."""
         if not self.is_cut_finely:
             return plan.buckets
@@ -136,7 +136,7 @@ class _Survey:
             return fine_buckets(plan.arrival)
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
-    def draft(self, place: Mapping[int, int]) -> Plan:
+    def draft(self, place: Mapping[int, int]) -> SplitPlan:
         """Return a plan without sections, for gradients that are final at these places."""
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
         own = tuple(parameter for parameter in arrival if parameter.index in place)
@@ -195,7 +195,7 @@ _NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
 class _Split(NamedTuple):
     """The plan, the nodes of its sections, and the compiled graph: None if it is to be whole."""
 
-    plan: Plan
+    plan: SplitPlan
     nodes: state.Nodes
     compiled: Callable[..., Any] | None
 
@@ -227,7 +227,7 @@ def _split(
     return _Split(plan, nodes, compiled)
 
 
-def _plan_forward(survey: _Survey) -> Plan:
+def _plan_forward(survey: _Survey) -> SplitPlan:
     # Backward passes a parameter's first use last.
     plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
     outcome = plan_sections(survey.facts, survey.cut_at(plan))
@@ -250,7 +250,7 @@ def _split_backward(
     if survey.facts.first_use.keys() - arguments.keys():
         raise CutRefusedError(ForwardInstead.ATTRIBUTES)
     elsewhere = {parameter.index for parameter in survey.earlier}
-    plans: list[Plan] = []
+    plans: list[SplitPlan] = []
     cuts: list[BackwardCuts] = []
     nodes: state.Nodes = ()  # none unless backward is cut
 
@@ -287,8 +287,8 @@ def _refusal(error: Exception) -> tuple[ForwardInstead, str]:
 
 def _blank_plan(
     gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
-) -> Plan:
-    return Plan(
+) -> SplitPlan:
+    return SplitPlan(
         graph=graph_name(gm),
         inner=options.inner_name,
         num_nodes=len(call_nodes(gm.graph)),
@@ -298,7 +298,7 @@ def _blank_plan(
     )
 
 
-def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: state.Nodes) -> None:
+def _announce(ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes) -> None:
     if ddp is not None:
         state.of(ddp).keep(plan, nodes)
     is_as_asked = plan.fallback is None or plan.fallback.is_expected

@@ -27,7 +27,7 @@ from ddpopt import _logs, _torch, config
 from ddpopt._files import PrivateFolder
 from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.nodes import call_nodes, describe, graph_name, is_call
-from ddpopt.split.plan import BackwardCuts, NodeText, Plan
+from ddpopt.split.plan import BackwardCuts, NodeText, SplitPlan
 
 _LONGEST_NAME = 60  # of a folder
 _PARAMETER, _BOUNDARY, _CALL = "#ffe9a8", "#dddddd", "#ffffff"  # how nodes are filled
@@ -42,7 +42,7 @@ def dump_forward(
     gm: fx.GraphModule,
     stitched: fx.GraphModule,
     nodes: Sequence[Sequence[NodeText]],
-    plan: Plan,
+    plan: SplitPlan,
 ) -> None:
     """Write the plan, Dynamo's graph, its sections, and the stitched graph that calls them.
 
@@ -73,7 +73,7 @@ def dump_backward(
     backward: fx.GraphModule,
     cuts: BackwardCuts,
     sections: Sequence[SectionGraph],
-    plan: Plan,
+    plan: SplitPlan,
 ) -> None:
     """Write the plan, Dynamo's graph `gm`, AOTAutograd's backward of it and its sections."""
 
@@ -94,7 +94,7 @@ def dump_backward(
     _attempt(write)
 
 
-def dump_plan(gm: fx.GraphModule, plan: Plan) -> None:
+def dump_plan(gm: fx.GraphModule, plan: SplitPlan) -> None:
     """Write the final plan, and Dynamo's graph if it is not there: the graph is compiled whole."""
 
     def write() -> None:
@@ -144,7 +144,7 @@ class _Folder:
         dot = to_dot(graph, section_of or {}, find_parameters(graph, self.gm))
         self.place.write_text(f"{name}.dot", dot)
 
-    def write_plan(self, plan: Plan) -> None:
+    def write_plan(self, plan: SplitPlan) -> None:
         content = dataclasses.asdict(plan)
         self.place.write_text("plan.json", json.dumps(content, indent=1, default=_name_of) + "\n")
 

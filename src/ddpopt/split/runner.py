@@ -17,7 +17,7 @@ from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import find_misplaced
 from ddpopt.split import state
 from ddpopt.split.backward.gates import refuse_double_backward
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 
 Compiled = Callable[..., Any]
 
@@ -33,7 +33,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SplitPlan,
         nodes: state.Nodes,
         compiled: Compiled,
         ordered: Compiled | None = None,

@@ -1,7 +1,8 @@
 """What is known of each DDP module: plans in force, the Reducer's buckets, what code may run.
 
 The driver and the runner write it, and whoever changes buckets; all change it through its verbs.
-A state lives as long as its DDP module, and until `torch._dynamo.reset()`.
+A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What others know of a
+module, such as the plan of its buckets, is theirs: they keep it in a table of `new_table`.
 """
 
 from __future__ import annotations
@@ -15,27 +16,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.bucketing.plan import BucketPlan
-from ddpopt.inspection.recording import Recording
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
-from ddpopt.split.plan import NodeText, Plan, frame_of
+from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
 Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
-
-
-class Tuner(Protocol):
-    """What looks for better buckets; see `bucketing/tuner.py`."""
-
-    is_done: bool
-    outcome: str
-    best: BucketPlan | None
-
-    def before_forward(self) -> None:
-        """Run before each forward of its DDP module."""
-
-    def after_forward(self) -> None:
-        """Run after it."""
 
 
 class Settled(Protocol):
@@ -55,7 +40,7 @@ class DDPState:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, SplitPlan] = {}
         self._nodes: dict[str, Nodes] = {}
         self._rules: ReducerRules | None = None
         self._told_buckets: Buckets | None = None
@@ -66,14 +51,11 @@ class DDPState:
         self.is_searched = False
         self.is_trial = False
         self.code: list[Any] = []
-        self.recording: Recording | None = None
-        self.bucket_plan: BucketPlan | None = None
-        self.tuner: Tuner | None = None
 
     # ---- Graphs -------------------------------------------------------------------------------
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[SplitPlan, ...]:
         """The plans in force, in the order in which they were made."""
         return tuple(self._plans.values())
 
@@ -82,7 +64,7 @@ class DDPState:
         """The nodes of each graph's sections, by the graph's name."""
         return types.MappingProxyType(self._nodes)
 
-    def keep(self, plan: Plan, nodes: Nodes) -> None:
+    def keep(self, plan: SplitPlan, nodes: Nodes) -> None:
         """Note that `plan` is in force, in place of an earlier one of the same graph."""
         self._nodes[plan.graph] = nodes
         if self._given_buckets is not None and plan.buckets and not plan.is_shared:
@@ -210,12 +192,28 @@ has_drifted = False  # whether a graph was compiled without telling for which mo
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState] = weakref.WeakKeyDictionary()
 
 
+_tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = [_states]
+
+
+def new_table() -> weakref.WeakKeyDictionary[DistributedDataParallel, Any]:
+    """Return a table for what another module knows of DDP modules, which `clear` empties too."""
+    table: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
+    _tables.append(table)
+    return table
+
+
 def of(ddp: DistributedDataParallel) -> DDPState:
     """Return what is known of a module."""
     state = _states.get(ddp)
     if state is None:  # setdefault would make one at each call, and forwards call this
         state = _states[ddp] = DDPState(ddp)
     return state
+
+
+def is_copy(ddp: DistributedDataParallel) -> bool:
+    """Whether a module is one that a check made."""
+    known = _states.get(ddp)
+    return known is not None and known.is_copy
 
 
 def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
@@ -247,5 +245,6 @@ def note_drift() -> None:
 def clear() -> None:
     """Forget everything, as `torch._dynamo.reset()` forgets compiled code."""
     global has_drifted  # noqa: PLW0603  # see note_drift
-    _states.clear()
+    for table in _tables:
+        table.clear()
     has_drifted = False
