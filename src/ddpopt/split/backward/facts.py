@@ -1,7 +1,6 @@
 """Read off AOTAutograd's backward graph what the planner must know to cut it.
 
-It changes nothing and decides nothing; `planning/backward.py` chooses the cuts, `backward.py`
-makes them.
+It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
 
 [Note: calls and repeats]
 A backward graph is functional: calls, numbered from 0 in graph order, and an output that lists a
