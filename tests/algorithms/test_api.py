@@ -25,7 +25,7 @@ import ddpopt
 from ddpopt.algorithms import Decentralized, GradientAllReduce, attach
 from ddpopt.errors import AttachError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
 FLAT = Decentralized(hierarchical=False)
 
@@ -476,8 +476,10 @@ def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("selection", ["all", "shift_one"])
-def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(selection: str) -> None:
-    ranks = Ranks()
+def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
+    selection: str, own_ranks: OwnRanks
+) -> None:
+    ranks = own_ranks()
     try:
         message, seconds = ranks.run_survivors(
             [0], _lose_a_rank, Decentralized(peer_selection=selection, hierarchical=False)
