@@ -1,6 +1,6 @@
 """A rank breaks: the others end with an error that names it, whatever place it broke in.
 
-Real processes on the loopback device. `benchmarks/faults.py` has links that fail, and times.
+Real processes on the loopback device. `benchmarks/faults` has links that fail, and times.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cluster  # noqa: E402
-from benchmarks.algorithms_peers import PEERS, find_peer  # noqa: E402
-from benchmarks.algorithms_report import Turn, straggler  # noqa: E402
+from benchmarks.algorithms.peers import PEERS, find_peer  # noqa: E402
+from benchmarks.algorithms.report import Turn, straggler  # noqa: E402
+from benchmarks.harness import cluster  # noqa: E402
 
 TIMEOUT_S = 600
 NOT_EMULATED = cluster.why_not_emulated()
@@ -104,7 +104,7 @@ def test_convergence_compares_algorithms_on_the_same_samples(task: str, tmp_path
     )  # fmt: skip
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     options = ("--tasks", task, "--steps", "8", "--seeds", "1", "--algorithms", ",".join(names))
-    _run(*torchrun, "-m", "benchmarks.convergence", *options, "--output", str(tmp_path))
+    _run(*torchrun, "-m", "benchmarks.algorithms.convergence", *options, "--output", str(tmp_path))
     found = json.loads((tmp_path / f"convergence-{task}.json").read_text())
     results = {result["peer"]: result for result in found["results"]}
     assert tuple(results) == names

@@ -1,9 +1,10 @@
 """Is `buckets="auto"` as good as the best cap, and are its predictions right?
 
-    python -m benchmarks.tuning --models gpt,bert --rates 1gbit,free
+    python -m benchmarks.overlap.tuning --models gpt,bert --rates 1gbit,free
 
 One model is compiled once, in sections finer than any bucket. For each rate it is tuned; then its
-buckets are changed in turns, by every cap and by the plan, and each is measured. See README.md.
+buckets are changed in turns, by every cap and by the plan, and each is measured. See
+benchmarks/README.md.
 """
 # test: skip, minutes; tests/system/test_benchmarks.py runs a small one
 
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.cluster import FREE, open_cluster
-from benchmarks.models import find_model
-from benchmarks.teams import Setting, Team, TeamError, open_team
+from benchmarks.harness.cluster import FREE, open_cluster
+from benchmarks.harness.models import find_model
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
@@ -148,7 +149,9 @@ def _ms(row: Row) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; return 1 if something could not be."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overlap.tuning", description=__doc__
+    )
     parser.add_argument("--models", default="gpt")
     parser.add_argument("--rates", default="1gbit,free")
     parser.add_argument("--ranks", type=int, default=2)

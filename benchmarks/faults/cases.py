@@ -1,4 +1,4 @@
-"""The faults of `faults.py`, and what their workers are told; imports no torch."""
+"""The faults of `benchmarks.faults`, and what their workers are told; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure how the cost of planning and cutting grows: `python -m benchmarks.scale`.
+"""Measure how the cost of planning and cutting grows: `python -m benchmarks.cost.scale`.
 
 Graphs are made by hand, as Dynamo and AOTAutograd make them: layers of one matrix product and
 pointwise calls. For the forward split the clock runs from the call of the backend to the first

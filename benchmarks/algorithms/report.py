@@ -1,4 +1,4 @@
-"""What a run of `algorithms.py` found out: as data, as tables, and as a plot."""
+"""What a run of `benchmarks.algorithms` found out: as data, as tables, and as a plot."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.algorithms_peers import find_peer
-from benchmarks.results import Spread, spread
+from benchmarks.algorithms.peers import find_peer
+from benchmarks.overlap.results import Spread, spread
 
 _MB = 1e6
 _EAGER = "eager"

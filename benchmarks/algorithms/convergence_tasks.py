@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.algorithms_peers import MakeOptimizer
-from benchmarks.models import MissingPackageError, load_example
+from benchmarks.algorithms.peers import MakeOptimizer
+from benchmarks.harness.models import MissingPackageError, load_example
 
 _CONTEXT = 64
 _HELD_OUT = 0.05  # of the text

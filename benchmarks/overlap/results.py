@@ -1,4 +1,4 @@
-"""What a run of `overlap.py` found out, as it is stored."""
+"""What a run of `benchmarks.overlap` found out, as it is stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.protocol import Timeline
+from benchmarks.harness.protocol import Timeline
 
 
 class Spread(NamedTuple):

@@ -6,8 +6,8 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.protocol import BucketTimes, Timeline
-from benchmarks.results import Cell
+from benchmarks.harness.protocol import BucketTimes, Timeline
+from benchmarks.overlap.results import Cell
 
 _WIDE = 10  # times the fastest, from where on the axis is logarithmic
 _COLUMNS = 72

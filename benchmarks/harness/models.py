@@ -1,4 +1,4 @@
-"""The models that are measured. `python -m benchmarks.models` prints the table of their sizes.
+"""The models that are measured; `python -m benchmarks.harness.models` prints their sizes.
 
 Those from the transformers package (`pip install ddpopt[benchmarks]`) have random weights and are
 scaled so that a step takes about half a second on one core. None drops anything out, so that all
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
 
 class MissingPackageError(ImportError):

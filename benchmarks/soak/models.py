@@ -1,6 +1,6 @@
 """DDP models that are made, compiled, trained for two steps and dropped, one after the other.
 
-Their process group stays. Nothing is counted here: `soak_census.py` does.
+Their process group stays. Nothing is counted here: `census.py` does.
 """
 
 from __future__ import annotations

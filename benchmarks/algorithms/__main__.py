@@ -2,8 +2,8 @@
 
     python -m benchmarks.algorithms --rates 10mbit,100mbit,1gbit --ranks 4
 
-Each algorithm has processes of its own, one a rank, on an emulated cluster (see cluster.py) or,
-when this runs under torchrun, on a real one. See README.md beside this file.
+Each algorithm has processes of its own, one a rank, on an emulated cluster (harness/cluster.py) or,
+when this runs under torchrun, on a real one. See benchmarks/README.md.
 """
 # test: skip, minutes; tests/system/test_algorithm_benchmarks.py runs a small one
 
@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import algorithms_report as report
-from benchmarks.algorithms_peers import find_peer
-from benchmarks.algorithms_report import Cell, Failure, Run, Turn
-from benchmarks.cluster import FREE, Cluster, open_cluster, why_not_emulated
-from benchmarks.models import find_model
-from benchmarks.report import write_json
-from benchmarks.teams import Setting, Team, TeamError, open_team
+from benchmarks.algorithms import report
+from benchmarks.algorithms.peers import find_peer
+from benchmarks.algorithms.report import Cell, Failure, Run, Turn
+from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
+from benchmarks.harness.models import find_model
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
+from benchmarks.overlap.report import write_json
 
 _ALGORITHMS = (
     "eager", "ddpopt", "allreduce", "decentralized", "shift_one", "low_precision", "async",
@@ -195,7 +195,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return [name for name in text.split(",") if name]
 
     add = parser.add_argument
-    add("--model", default="small", help="see `python -m benchmarks.models`")
+    add("--model", default="small", help="see `python -m benchmarks.harness.models`")
     add("--rates", type=names, default=["10mbit", "100mbit", "1gbit"], help="as tc has them")
     add("--algorithms", type=names, default=list(_ALGORITHMS), help="NAME or NAME:option=value")
     add("--straggling", type=names, default=list(_STRAGGLING), help="those that get a straggler")
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         opened = open_cluster(args.ranks, is_emulated=not args.loopback)
         cluster = stack.enter_context(opened)
         num_threads = None if cluster.is_torchrun or not args.threads else args.threads
-        worker = "benchmarks.algorithms_worker"
+        worker = "benchmarks.algorithms.worker"
         session = _Session(
             run=Run(
                 command=f"python -m benchmarks.algorithms {shown}",

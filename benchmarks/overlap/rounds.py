@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from benchmarks.protocol import StepTimes
-from benchmarks.results import Bounds, Measured, Spread, spread
-from benchmarks.teams import Team, TeamError
+from benchmarks.harness.protocol import StepTimes
+from benchmarks.harness.teams import Team, TeamError
+from benchmarks.overlap.results import Bounds, Measured, Spread, spread
 
 _MIN_ROUNDS = 3
 _LONG_STEP_S = 0.3  # of such steps one is enough in a turn

@@ -1,6 +1,6 @@
 """Measure what cutting costs by itself.
 
-    python -m benchmarks.overhead
+    python -m benchmarks.cost.overhead
 
 There are thousands of parameters of four elements, so that a section's own work is next to
 nothing, one process, one thread, and an allreduce that does nothing. The first table compares

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import Cluster
-from benchmarks.protocol import Facts, FirstSteps, StepTimes, Task, Timeline
+from benchmarks.harness.cluster import Cluster
+from benchmarks.harness.protocol import Facts, FirstSteps, StepTimes, Task, Timeline
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 1200
 _LOG_LINES = 25
 
@@ -39,7 +39,7 @@ class Setting:
     inner: str
     num_threads: int | None
     folder: Path
-    worker: str = "benchmarks.worker"
+    worker: str = "benchmarks.harness.worker"
 
 
 class Team:

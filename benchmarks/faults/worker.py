@@ -1,4 +1,4 @@
-"""One rank of `faults.py`: trains a compiled DDP model, and ends itself where its task says.
+"""One rank of `benchmarks.faults`: trains a compiled DDP model, and ends where its task says.
 
 What it does is told by lines of JSON on its output, with the machine's monotonic time.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.ranks.faults
-from benchmarks.faults_cases import (
+from benchmarks.faults.cases import (
     ALLREDUCE,
     COMPILE,
     FAULT_STEP,

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.peers import find_peer
-from benchmarks.results import Cell, Compilation, Run, Spread
+from benchmarks.harness.peers import find_peer
+from benchmarks.overlap.results import Cell, Compilation, Run, Spread
 
 _MB = 1e6
 

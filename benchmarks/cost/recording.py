@@ -1,6 +1,6 @@
 """What recording costs: steps inside of `ddpopt.record` beside steps without, in turns.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.recording --models gpt,mlp
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.cost.recording --models gpt,mlp
 
 Entering and leaving the block, where the profiler starts and is read, is not part of a step.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from benchmarks.models import Model, find_model
+from benchmarks.harness.models import Model, find_model
 
 _WARM_UP_STEPS = 6
 _SPLITS = ("forward", "backward")

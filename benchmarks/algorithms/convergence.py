@@ -1,9 +1,9 @@
 """Does training with an algorithm end where training with allreduce does?
 
-    torchrun --standalone --nproc-per-node 4 -m benchmarks.convergence
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.algorithms.convergence
 
 Every algorithm gets the same weights, the same batches on each rank and the same number of them;
-no model is compiled, and nothing is timed. See README.md beside this file.
+no model is compiled, and nothing is timed. See benchmarks/README.md.
 """
 # test: skip, an hour; tests/system/test_algorithm_benchmarks.py runs a small one
 
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import convergence_report as report
-from benchmarks.algorithms_peers import Settings, find_peer
-from benchmarks.convergence_report import Result, Run
-from benchmarks.convergence_tasks import TASKS, Data, Task
+from benchmarks.algorithms import convergence_report as report
+from benchmarks.algorithms.convergence_report import Result, Run
+from benchmarks.algorithms.convergence_tasks import TASKS, Data, Task
+from benchmarks.algorithms.peers import Settings, find_peer
 
 _ALGORITHMS = (
     "allreduce", "decentralized", "shift_one", "decentralized:communication_interval=4",
@@ -83,7 +83,7 @@ def _average(module: nn.Module) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
+        prog="python -m benchmarks.algorithms.convergence",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             task = dataclasses.replace(task, num_steps=args.steps)
         run = Run(
             command=f"torchrun --nproc-per-node {dist.get_world_size()} "
-            f"-m benchmarks.convergence {shown}",
+            f"-m benchmarks.algorithms.convergence {shown}",
             date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
             versions=f"torch {torch.__version__}, Python {platform.python_version()}",
             task=task.name,

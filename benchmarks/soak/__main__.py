@@ -5,11 +5,11 @@
 
 Two ranks on gloo train a small model for 20,000 steps: shapes alternate, some steps only
 accumulate, evaluations come in between, and eight times all is compiled anew (see
-`soak_worker.py`). Each peer has processes of its own: eager DDP, torch's compile of one graph, and
+`worker.py`). Each peer has processes of its own: eager DDP, torch's compile of one graph, and
 ddpopt with both splits. What each rank holds is counted 32 times. The verdict compares medians of
 the last quarter with those of the second, and ddpopt with the unsplit compile, since torch itself
 keeps something of each graph that it compiles. With `--models`, that many models of each kind (see
-`soak_models.py`) are made, compiled, trained and dropped on both ranks instead.
+`models.py`) are made, compiled, trained and dropped on both ranks instead.
 """
 # test: skip, hours; tests/system/test_soak.py runs a small one
 
@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.cluster import open_cluster
-from benchmarks.peers import find_peer
-from benchmarks.soak_census import growth_of
-from benchmarks.soak_models import LIVES
-from benchmarks.teams import Setting, TeamError, open_team
+from benchmarks.harness.cluster import open_cluster
+from benchmarks.harness.peers import find_peer
+from benchmarks.harness.teams import Setting, TeamError, open_team
+from benchmarks.soak.census import growth_of
+from benchmarks.soak.models import LIVES
 
 _PEERS = "eager,nosplit,forward,backward"
 _OWN_NAME, _UNSPLIT = "ddpopt", "nosplit"
@@ -66,7 +66,7 @@ def soak(peer: str, inner: str, num_steps: int, folder: Path) -> Run:
     taken: list[list[Counts]] = []
     with open_cluster(2, is_emulated=False) as cluster:
         setting = Setting(
-            inner=inner, num_threads=1, folder=folder, worker="benchmarks.soak_worker"
+            inner=inner, num_threads=1, folder=folder, worker="benchmarks.soak.worker"
         )
         with open_team(cluster, setting, peer, "soak", None, folder / "caches") as team:
             team.wait_until_ready()
@@ -96,7 +96,7 @@ def drop_models(lives: Sequence[str], num_models: int, folder: Path) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     setting = Setting(
-        inner="aot_eager", num_threads=1, folder=folder, worker="benchmarks.soak_worker"
+        inner="aot_eager", num_threads=1, folder=folder, worker="benchmarks.soak.worker"
     )
     for life in lives:
         peer = _UNSPLIT if life == "aot_eager" else "eager"
@@ -225,11 +225,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, print, and return 1 if ddpopt grew."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20_000, help="of each peer")
-    parser.add_argument("--peers", default=_PEERS, help="as in benchmarks/peers.py")
+    parser.add_argument("--peers", default=_PEERS, help="as in benchmarks/harness/peers.py")
     parser.add_argument("--inner", default="aot_eager", help="what compiles")
     parser.add_argument("--json", type=Path, help="a file for the counts; added to if it is there")
     parser.add_argument("--models", type=int, help="how many to drop of each kind, in place of it")
-    parser.add_argument("--lives", default=",".join(LIVES), help="as in benchmarks/soak_models.py")
+    parser.add_argument("--lives", default=",".join(LIVES), help="as in benchmarks/soak/models.py")
     given = parser.parse_args(arguments)
     runs = _kept(given.json)
     with tempfile.TemporaryDirectory() as folder:

@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import FREE, Cluster, open_cluster, own_namespaces, why_not_emulated
-from benchmarks.faults_cases import (
+from benchmarks.faults.cases import (
     CASES,
     COMPILE,
     FAULT_STEP,
@@ -45,8 +44,9 @@ from benchmarks.faults_cases import (
     Case,
     Task,
 )
+from benchmarks.harness.cluster import FREE, Cluster, open_cluster, own_namespaces, why_not_emulated
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _NUM_STEPS = 12
 _MARK = "DDPOPT_FAULTS_RUN"
 _RUN_LIMIT_S = 240.0
@@ -184,7 +184,7 @@ def _start(cluster: Cluster, task: Task, caches: Path, folder: Path, mark: str, 
         "PYTHONPATH": str(_ROOT),
         _MARK: mark,
     }
-    worker = [sys.executable, "-m", "benchmarks.faults_worker"]
+    worker = [sys.executable, "-m", "benchmarks.faults.worker"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*cluster.command_prefix(task.rank), *worker, json.dumps(dataclasses.asdict(task))],

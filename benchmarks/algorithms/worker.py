@@ -1,7 +1,7 @@
-"""One rank that trains with one algorithm: a process that obeys what `algorithms.py` sends it.
+"""One rank that trains with one algorithm: a process that obeys what `__main__.py` sends it.
 
-As `worker.py`, but steps do not start at a barrier, which asynchronous ranks would not have: a turn
-is a number of steps in a row, and each rank has a time of its own for it.
+As `harness/worker.py`, but steps do not start at a barrier, which asynchronous ranks would not
+have: a turn is a number of steps in a row, and each rank has a time of its own for it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.algorithms_peers import Settings, find_peer
-from benchmarks.algorithms_report import Turn
-from benchmarks.models import find_model
-from benchmarks.protocol import Task
-from benchmarks.worker import main, meet
+from benchmarks.algorithms.peers import Settings, find_peer
+from benchmarks.algorithms.report import Turn
+from benchmarks.harness.models import find_model
+from benchmarks.harness.protocol import Task
+from benchmarks.harness.worker import main, meet
 
 _LEARNING_RATE = 1e-4
 _WARMUP_STEPS = 2

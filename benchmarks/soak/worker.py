@@ -1,6 +1,6 @@
 """One rank of a soak: trains with all that a long run brings, and counts what the process holds.
 
-It obeys `teams.py`, as `worker.py` does. Steps go in periods. In each of them:
+It obeys `harness/teams.py`, as `harness/worker.py` does. Steps go in periods. In each of them:
 
     the first        begins with torch._dynamo.reset(): all is compiled anew
     each             has one of four shapes, on each rank in another turn; the first graphs are
@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers import find_peer
-from benchmarks.protocol import Task
-from benchmarks.soak_census import (
+from benchmarks.harness.peers import find_peer
+from benchmarks.harness.protocol import Task
+from benchmarks.harness.worker import main, meet
+from benchmarks.soak.census import (
     MEASURES,
     Census,
     grown_registries,
     grown_types,
     take_census,
 )
-from benchmarks.soak_models import LIVES, Layers
-from benchmarks.worker import main, meet
+from benchmarks.soak.models import LIVES, Layers
 
 _WIDTH, _DEPTH = 32, 3
 _CAP_MB = 0.005  # a bucket a layer

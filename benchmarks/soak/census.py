@@ -1,6 +1,6 @@
 """What a process holds: memory, file descriptors, threads, tensors, objects, ddpopt's registries.
 
-It counts, and says what grew; `soak.py` and tests/system/test_soak.py know how much may.
+It counts, and says what grew; `benchmarks.soak` and tests/system/test_soak.py know how much may.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.algorithms_peers import find_peer
-from benchmarks.report import write_json
+from benchmarks.algorithms.peers import find_peer
+from benchmarks.overlap.report import write_json
 
 _BASE = "allreduce"
 _LAST = 0.05  # of the steps, whose losses are averaged

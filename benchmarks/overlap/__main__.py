@@ -2,8 +2,8 @@
 
     python -m benchmarks.overlap --models gpt,bert --rates 1gbit,free --caps default,4
 
-Each peer has processes of its own, one a rank, on an emulated cluster (see cluster.py) or, when
-this runs under torchrun, on a real one. See README.md beside this file for what is measured.
+Each peer has processes of its own, one a rank, on an emulated cluster (harness/cluster.py) or, when
+this runs under torchrun, on a real one. See benchmarks/README.md for what is measured.
 """
 # test: skip, minutes; tests/system/test_benchmarks.py runs a small one
 
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, report, rounds
-from benchmarks.cluster import FREE, Cluster, open_cluster, why_not_emulated
-from benchmarks.models import find_model
-from benchmarks.peers import PEERS, find_peer
-from benchmarks.results import Cell, Compilation, Failure, Run
-from benchmarks.teams import Setting, Team, TeamError, open_team
+from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
+from benchmarks.harness.models import find_model
+from benchmarks.harness.peers import PEERS, find_peer
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
+from benchmarks.overlap import figures, report, rounds
+from benchmarks.overlap.results import Cell, Compilation, Failure, Run
 
 _QUICK: dict[str, Any] = {
     "models": ["tiny"],
@@ -253,7 +253,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return text.split(",")
 
     add = parser.add_argument
-    add("--models", type=names, default=["gpt"], help="see `python -m benchmarks.models`")
+    add("--models", type=names, default=["gpt"], help="see `python -m benchmarks.harness.models`")
     add("--rates", type=names, default=["100mbit", "1gbit", "10gbit", FREE], help="as tc has them")
     add("--caps", type=names, default=["default"], help="DDP's bucket_cap_mb")
     add("--peers", type=names, default=list(PEERS), help="NAME or NAME:option=value")

@@ -30,9 +30,9 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.models import find_model
-from benchmarks.peers import find_peer
-from benchmarks.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
+from benchmarks.harness.models import find_model
+from benchmarks.harness.peers import find_peer
+from benchmarks.harness.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing import tuner as tuning
 from ddpopt.bucketing.merging import buckets_of_caps
