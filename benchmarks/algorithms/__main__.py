@@ -30,8 +30,8 @@ from benchmarks.algorithms.peers import find_peer
 from benchmarks.algorithms.report import Cell, Failure, Run, Turn
 from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
 from benchmarks.harness.models import find_model
+from benchmarks.harness.tables import write_json
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
-from benchmarks.overlap.report import write_json
 
 _ALGORITHMS = (
     "eager", "ddpopt", "allreduce", "decentralized", "shift_one", "low_precision", "async",

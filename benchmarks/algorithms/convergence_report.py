@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.algorithms.peers import find_peer
-from benchmarks.overlap.report import write_json
+from benchmarks.harness.tables import write_json
 
 _BASE = "allreduce"
 _LAST = 0.05  # of the steps, whose losses are averaged

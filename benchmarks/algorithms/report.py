@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.algorithms.peers import find_peer
-from benchmarks.overlap.results import Spread, spread
+from benchmarks.harness.tables import Spread, spread, table
 
 _MB = 1e6
 _EAGER = "eager"
@@ -194,7 +194,7 @@ def _cell_table(cell: Cell) -> list[str]:
         )
         for name, peer in cell.peers.items()
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _straggler_table(stragglers: Sequence[Straggler]) -> list[str]:
@@ -213,17 +213,12 @@ def _straggler_table(stragglers: Sequence[Straggler]) -> list[str]:
         )
         for item in stragglers
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _shown(value: Spread, layout: str) -> str:
     median, low, high = (format(number, layout) for number in value)
     return f"{median} ({low} to {high})"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    rule = ["---", *["--:"] * (len(header) - 1)]
-    return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 
 def write_plot(cells: Sequence[Cell], path: Path) -> bool:

@@ -288,7 +288,9 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Run all cases, or those whose row `--only` is found in."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--only", default="", help="a regular expression, as 'link|compile'")
     parser.add_argument("--output", type=Path, help="a file for the table")
     arguments = parser.parse_args()

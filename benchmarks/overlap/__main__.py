@@ -28,6 +28,7 @@ import torch
 from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
 from benchmarks.harness.models import find_model
 from benchmarks.harness.peers import PEERS, find_peer
+from benchmarks.harness.tables import write_json
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 from benchmarks.overlap import figures, report, rounds
 from benchmarks.overlap.results import Cell, Compilation, Failure, Run
@@ -215,7 +216,7 @@ def _write(session: _Session) -> None:
         return
     run, output = session.run, session.output
     output.mkdir(parents=True, exist_ok=True)
-    report.write_json(run, output / "overlap.json")
+    write_json(run, output / "overlap.json")
     pictures = []
     for cell in run.cells:
         stem = f"timeline-{cell.model}-{cell.cap}-{cell.rate.partition(' ')[0]}"

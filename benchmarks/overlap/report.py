@@ -1,35 +1,15 @@
-"""Write a run as JSON and as Markdown tables."""
+"""Write a run as Markdown tables."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from benchmarks.harness.peers import find_peer
-from benchmarks.overlap.results import Cell, Compilation, Run, Spread
+from benchmarks.harness.tables import Spread, table
+from benchmarks.overlap.results import Cell, Compilation, Run
 
 _MB = 1e6
-
-
-def write_json(run: Run, path: Path) -> None:
-    """Write everything."""
-    path.write_text(json.dumps(_as_data(run), indent=1) + "\n")
-
-
-def _as_data(value: object) -> object:
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: _as_data(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Spread):
-        return {name: round(number, 6) for name, number in value._asdict().items()}
-    if isinstance(value, dict):
-        return {key: _as_data(element) for key, element in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_data(element) for element in value]
-    return round(value, 6) if isinstance(value, float) else value
 
 
 def markdown(run: Run, figures: Sequence[str] = ()) -> str:
@@ -85,7 +65,7 @@ def _compilation_table(compilations: Sequence[Compilation]) -> list[str]:
         )
         for c in compilations
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _cell_table(cell: Cell) -> list[str]:
@@ -117,7 +97,7 @@ def _cell_table(cell: Cell) -> list[str]:
         f"{bounds.num_bytes / _MB:.1f} MB in all, {bounds.megabits_per_s:.0f} Mbit/s), bound "
         f"{bounds.bound_s * 1e3:.0f} ms. {cell.num_rounds} rounds of {cell.num_steps} steps.",
         "",
-        *_table(header, rows),
+        *table(header, rows),
     ]
 
 
@@ -130,8 +110,3 @@ def _milliseconds(value: Spread, *, with_spread: bool = False) -> str:
 
 def _ratio(value: Spread | None) -> str:
     return "-" if value is None else f"{value.median:.3f}"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    rule = ["---", *["--:"] * (len(header) - 1)]
-    return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from benchmarks.harness.protocol import Timeline
-
-
-class Spread(NamedTuple):
-    """Median and quartiles over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of some values."""
-    if len(values) < 2:
-        return Spread(values[0], values[0], values[0])
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high)
+from benchmarks.harness.tables import Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from benchmarks.harness.protocol import StepTimes
+from benchmarks.harness.tables import Spread, spread
 from benchmarks.harness.teams import Team, TeamError
-from benchmarks.overlap.results import Bounds, Measured, Spread, spread
+from benchmarks.overlap.results import Bounds, Measured
 
 _MIN_ROUNDS = 3
 _LONG_STEP_S = 0.3  # of such steps one is enough in a turn

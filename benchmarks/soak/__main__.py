@@ -20,31 +20,20 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.harness.cluster import open_cluster
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.teams import Setting, TeamError, open_team
-from benchmarks.soak.census import growth_of
+from benchmarks.soak.census import PERIODS_COMPARED, Counts, find_growth, growth_of
 from benchmarks.soak.models import LIVES
 
 _PEERS = "eager,nosplit,forward,backward"
 _OWN_NAME, _UNSPLIT = "ddpopt", "nosplit"
 _NUM_COUNTS, _NUM_PERIODS = 32, 8  # so that each quarter has the same places in a period
-_PERIODS_COMPARED = 4  # from the second quarter to the last
 _ROWS_SHOWN = 11
-
-# What malloc gives back late and what fragments: eager DDP, which keeps nothing, was seen to move
-# by as much. A float a step would be 40 KiB over 10,000 steps, a set of gradients each 125 MiB.
-_SLACK_MIB = 4.0
-# torch keeps a compiled graph's guards, of which ours is one more (torch 2.11 to 2.13).
-_MORE_OBJECTS = 0.05
-_OBJECTS_A_SOURCE = 3
-_NOISE_OBJECTS = 10 * _PERIODS_COMPARED  # one a step would be thousands
-
-Counts = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,35 +105,6 @@ def drop_models(lives: Sequence[str], num_models: int, folder: Path) -> str:
     return "\n".join(lines)
 
 
-# ---- the verdict ------------------------------------------------------------------------------
-
-
-def find_growth(own: Sequence[Counts], unsplit: Sequence[Counts] | None) -> list[str]:
-    """Say of what a rank of ddpopt held more and more; nothing is good.
-
-    `unsplit` is the same rank's series under torch's own compile; without it, nothing is torch's.
-    """
-    mine = growth_of(own)
-    theirs = growth_of(unsplit) if unsplit else dict.fromkeys(mine, 0.0)
-    found = [
-        f"{name} by {mine[name]:.0f}"
-        for name in ("num_fds", "num_threads", "num_tensors")
-        if mine[name] > max(0.0, theirs[name])
-    ]
-    allowed = max(0.0, _without_sources(theirs)) * (1 + _MORE_OBJECTS)
-    if _without_sources(mine) > allowed + _NOISE_OBJECTS:
-        found.append(
-            f"num_objects by {_without_sources(mine):.0f}, of which torch's own are {allowed:.0f}"
-        )
-    if mine["rss_mib"] > max(0.0, theirs["rss_mib"]) + _SLACK_MIB:
-        found.append(f"rss_mib by {mine['rss_mib']:.1f}")
-    return found
-
-
-def _without_sources(growth: Counts) -> float:
-    return growth["num_objects"] - _OBJECTS_A_SOURCE * growth["num_sources"]
-
-
 # ---- the report -------------------------------------------------------------------------------
 
 
@@ -163,7 +123,7 @@ def _growth_table(runs: Sequence[Run]) -> list[str]:
         for rank, series in enumerate(run.series):
             growth = growth_of(series)
             objects, sources = (
-                growth[name] / _PERIODS_COMPARED for name in ("num_objects", "num_sources")
+                growth[name] / PERIODS_COMPARED for name in ("num_objects", "num_sources")
             )
             lines.append(
                 f"| {run.peer} | {run.inner} | {rank} | {series[-1]['step']:,.0f} | "
@@ -223,7 +183,9 @@ _COLUMNS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, print, and return 1 if ddpopt grew."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--steps", type=int, default=20_000, help="of each peer")
     parser.add_argument("--peers", default=_PEERS, help="as in benchmarks/harness/peers.py")
     parser.add_argument("--inner", default="aot_eager", help="what compiles")

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.soak.__main__ import find_growth
 from benchmarks.soak.census import (
     MEASURES,
     Census,
+    find_growth,
     grown_registries,
     grown_types,
     growth_of,
