@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.tables import Spread, table
