@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ddpopt.backend
 from tests.support.haste import hurry
 from tests.support.ranks import OwnRanks, Ranks
-from tests.support.sets import ALL, QUICK, REST, quick_of
+from tests.support.sets import ALL, QUICK, REST, SYSTEM, quick_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if (item in quick) != (chosen == QUICK)]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if (item in quick) == (chosen == QUICK)]
+    items.sort(key=lambda item: SYSTEM not in item.path.parents)  # files that take long begin early
 
 
 @pytest.fixture(scope="session")
