@@ -345,7 +345,7 @@ def _is_collected(rank: int) -> tuple[bool, list[str]]:
     optimizer.step()
     weak = weakref.ref(ddp)
     del ddp, handle  # the optimizer stays
-    for _ in range(500):
+    for _ in range(10_000):
         gc.collect()  # again: the thread may have been at work in the first
         names = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
         if not names:

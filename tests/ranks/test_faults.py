@@ -44,7 +44,7 @@ FAULT_STEP = 2
 NUM_STEPS = 5
 TIMEOUT_S = 60.0  # which nobody waits for
 SHORT_S = 10.0
-GONE_S = 30.0
+GONE_S = 120.0
 VICTIM = 1
 
 
@@ -548,7 +548,7 @@ def test_a_store_that_is_gone_before_the_first_compile_holds_nobody_up() -> None
         ranks = [
             start(_WITHOUT_STORE.format(tests=tests, port=port, rank=rank)) for rank in range(2)
         ]
-        watchdog = threading.Timer(4 * GONE_S, lambda: [rank.kill() for rank in ranks])
+        watchdog = threading.Timer(2 * GONE_S, lambda: [rank.kill() for rank in ranks])
         watchdog.start()
         stack.callback(watchdog.cancel)
         for what in (signal.SIGSTOP, signal.SIGKILL):

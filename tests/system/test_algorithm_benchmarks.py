@@ -17,7 +17,7 @@ from benchmarks.algorithms.peers import PEERS, find_peer  # noqa: E402
 from benchmarks.algorithms.report import Turn, straggler  # noqa: E402
 from benchmarks.harness import cluster  # noqa: E402
 
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 NOT_EMULATED = cluster.why_not_emulated()
 ALGORITHMS = (
     "eager", "ddpopt", "allreduce", "decentralized", "shift_one", "low_precision", "async",

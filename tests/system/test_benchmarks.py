@@ -84,7 +84,7 @@ from benchmarks.harness.cluster import open_cluster
 with open_cluster(2) as cluster:
     cluster.set_rate("1gbit")
     print("connected", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -98,7 +98,7 @@ def test_no_signal_leaves_the_network_behind(number: signal.Signals) -> None:
     assert len(_namespaces(run.pid)) == 3
     os.kill(run.pid, number)
     assert run.wait() != 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while _namespaces(run.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _namespaces(run.pid) == []
