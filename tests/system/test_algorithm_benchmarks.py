@@ -46,6 +46,14 @@ def _measure(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "algorithms.json").read_text()), text
 
 
+def test_an_algorithm_is_named_with_its_options() -> None:
+    """Values are JSON."""
+    peer, options = find_peer("async:sync_interval_ms=20")
+    assert (peer, options) == (PEERS["async"], {"sync_interval_ms": 20})
+    with pytest.raises(ValueError, match="there are eager"):
+        find_peer("nobody")
+
+
 def test_quick_measures_every_algorithm_and_what_a_straggler_costs(tmp_path: Path) -> None:
     """A row each; on loopback bytes are not counted, and the table says so."""
     found, text = _measure(tmp_path, "--loopback")
@@ -83,14 +91,6 @@ def test_a_straggler_is_compared_with_turns_before_it() -> None:
     assert found.undisturbed_per_s == pytest.approx(120)
     assert found.fast.median == pytest.approx(0.9)
     assert found.slow.median == pytest.approx(0.5)
-
-
-def test_an_algorithm_is_named_with_its_options() -> None:
-    """Values are JSON."""
-    peer, options = find_peer("async:sync_interval_ms=20")
-    assert (peer, options) == (PEERS["async"], {"sync_interval_ms": 20})
-    with pytest.raises(ValueError, match="there are eager"):
-        find_peer("nobody")
 
 
 @pytest.mark.parametrize("task", ["gpt", "convnet"])

@@ -44,6 +44,15 @@ def _namespaces(pid: int) -> list[str]:
     return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
 
 
+def test_the_table_of_models_needs_no_further_package() -> None:
+    """Models of a package that is not there are listed with what to install."""
+    run = _start("-m", "benchmarks.harness.models")
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    names = ("gpt", "convnet", "fused", "mlp", "bert", "gpt2", "t5", "resnet50", "vit")
+    assert all(f"\n| {name} |" in text for name in names)
+
+
 def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     """The plan beside DDP's default and all caps, each with a prediction."""
     options = ("--models", "tiny", "--rates", "1gbit", "--rounds", "1", "--inner", "aot_eager")
@@ -122,15 +131,6 @@ def test_an_interrupted_run_ends_its_processes_and_its_network(tmp_path: Path) -
 def _commands() -> list[str]:
     listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=False)
     return listed.stdout.splitlines()
-
-
-def test_the_table_of_models_needs_no_further_package() -> None:
-    """Models of a package that is not there are listed with what to install."""
-    run = _start("-m", "benchmarks.harness.models")
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
-    names = ("gpt", "convnet", "fused", "mlp", "bert", "gpt2", "t5", "resnet50", "vit")
-    assert all(f"\n| {name} |" in text for name in names)
 
 
 def test_scale_prints_its_exponents() -> None:
