@@ -19,7 +19,7 @@ class _Owner:
 
 
 def _ends(worker: Worker) -> bool:
-    for _ in range(1000):
+    for _ in range(10_000):
         if not worker.is_alive:
             return True
         time.sleep(0.01)

@@ -36,7 +36,7 @@ from tests.support.models import (
     train,
     twins,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -231,9 +231,11 @@ def _vanish(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "last_word"), [("compiling", "forward"), ("absent", "absent")], ids=lambda text: text
 )
-def test_a_rank_that_ends_is_noticed_by_its_silence(how: str, last_word: str) -> None:
+def test_a_rank_that_ends_is_noticed_by_its_silence(
+    how: str, last_word: str, own_ranks: OwnRanks
+) -> None:
     """While it compiles or before it came: the others raise within the limit that was given."""
-    workers = Ranks()
+    workers = own_ranks()
     try:
         results = workers.run_survivors([0], _vanish, how)
     finally:

@@ -17,17 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.soak import find_growth
-from benchmarks.soak_census import (
+from benchmarks.soak.census import (
     MEASURES,
     Census,
+    find_growth,
     grown_registries,
     grown_types,
     growth_of,
     take_census,
 )
-from benchmarks.soak_models import LIVES, Layers, Refs, Trial
-from benchmarks.soak_worker import Training
+from benchmarks.soak.models import LIVES, Layers, Refs, Trial
+from benchmarks.soak.worker import Training
 from ddpopt import config
 from ddpopt.algorithms import ByteGrad, Decentralized, attach
 from ddpopt.algorithms._runtime import groups
