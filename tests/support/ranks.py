@@ -104,7 +104,6 @@ def _work(
     rank: int, inbox: Any, num_ranks: int, store: str, environment: dict[str, str], outbox: Any
 ) -> None:
     os.environ.update(environment)  # a forked rank has that of the first one's start
-    torch.set_num_threads(1)
     hurry()
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
