@@ -20,17 +20,17 @@ def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     - None that uses more ranks than that, or ranks of its own, which it may kill.
     - All others.
     """
-    seen: set[object] = set()
+    seen: set[str] = set()
     found = []
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if LARGE & fixtures:
             continue
-        place: object = item
+        place = item.nodeid
         if SYSTEM in item.path.parents:
-            place = item.path
+            place = str(item.path)
         elif "ranks" in fixtures:
-            place = item.nodeid.partition("[")[0]
+            place = place.partition("[")[0]
         if place not in seen:
             found.append(item)
         seen.add(place)
