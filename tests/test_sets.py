@@ -24,9 +24,10 @@ def test_no_test_of_many_ranks_or_of_its_own_is_quick(fixture: str) -> None:
     assert quick_of([_item("split/test_x.py", "test_large", "ranks", fixture)]) == []
 
 
-def test_of_rows_that_two_ranks_run_the_first_is_quick() -> None:
+@pytest.mark.parametrize("fixture", ["one_rank", "ranks"])
+def test_of_rows_with_a_process_group_the_first_is_quick(fixture: str) -> None:
     """Also if rows are of several tests."""
-    rows = [_item("test_x.py", f"{name}[{k}]", "ranks") for name in ("a", "b") for k in range(3)]
+    rows = [_item("test_x.py", f"{name}[{k}]", fixture) for name in ("a", "b") for k in range(3)]
     assert quick_of(rows) == [rows[0], rows[3]]
 
 
@@ -38,7 +39,7 @@ def test_of_a_file_of_the_system_the_first_test_is_quick() -> None:
 
 def test_all_others_are_quick() -> None:
     """With all rows."""
-    rows = [_item("test_x.py", f"test_one[{k}]", "one_rank") for k in range(3)]
+    rows = [_item("test_x.py", f"test_one[{k}]", "tmp_path") for k in range(3)]
     assert quick_of([*rows, _item("test_x.py", "test_two")]) == [
         *rows,
         _item("test_x.py", "test_two"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 SYSTEM = Path(__file__).parents[1] / "system"
-LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures
+LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures, as these:
+GROUPS = {"one_rank", "ranks"}
 QUICK, REST, ALL = "quick", "rest", "all"
 
 
@@ -16,8 +17,8 @@ def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Return those of the quick set, given all tests of their files in order.
 
     - In `tests/system`, the first test of each file.
-    - Elsewhere, of a test that uses `ranks`, its first row.
-    - None that uses more ranks than that, or ranks of its own, which it may kill.
+    - Elsewhere, of a test that has a process group (`one_rank`, `ranks`), its first row.
+    - None that uses more ranks than two, or ranks of its own, which it may kill.
     - All others.
     """
     seen: set[str] = set()
@@ -29,7 +30,7 @@ def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         place = item.nodeid
         if SYSTEM in item.path.parents:
             place = str(item.path)
-        elif "ranks" in fixtures:
+        elif GROUPS & fixtures:
             place = place.partition("[")[0]
         if place not in seen:
             found.append(item)
