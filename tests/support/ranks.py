@@ -9,11 +9,11 @@ system chooses: several sets, and several sessions, run beside each other.
 from __future__ import annotations
 
 import os
-import queue
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ class Ranks:
         if is_forked:
             self._context.set_forkserver_preload(_PRELOADED)
         self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
         self._folder = ""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -55,43 +56,54 @@ class Ranks:
         """As `run`, for a function that ends the other ranks: they are not waited for."""
         if not self._processes:
             self._start()
-        for inbox in self._inboxes:
-            inbox.put((function, args))
-        results: dict[int, Any] = {}
         try:
-            for _ in survivors:
-                rank, result, error = self._outbox.get(timeout=TIMEOUT_S)
-                if error is not None:
-                    raise RankError(f"rank {rank}:\n{error}")
-                results[rank] = result
-        except queue.Empty:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            return dict(self._answers({self._pipes[rank]: rank for rank in survivors}))
+        except OSError as error:
             self.stop()
-            raise RankError(f"no answer within {TIMEOUT_S} s") from None
+            raise RankError(f"a rank has ended: {error}") from None
         except RankError:
             self.stop()
             raise
-        return results
 
     def stop(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+        for pipe in self._pipes:
+            pipe.close()
         if self._processes:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._processes = []
+        self._processes, self._pipes = [], []
+
+    def _answers(self, waiting: dict[Connection, int]) -> Iterator[tuple[int, Any]]:
+        """Give ranks with what they returned, whoever is first."""
+        while waiting:
+            ready = wait(list(waiting), TIMEOUT_S)
+            if not ready:
+                raise RankError(f"ranks {sorted(waiting.values())} gave no answer in {TIMEOUT_S} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    result, error = pipe.recv()
+                except EOFError:
+                    raise RankError(f"rank {rank} has ended") from None
+                if error is not None:
+                    raise RankError(f"rank {rank}:\n{error}")
+                yield rank, result
 
     def _start(self) -> None:
-        make_queue = self._context.Queue
-        self._outbox = make_queue()
-        self._inboxes = [make_queue() for _ in range(self.num_ranks)]
         self._folder = tempfile.mkdtemp()
-        common = (self.num_ranks, f"{self._folder}/store", dict(os.environ), self._outbox)
-        self._processes = [
-            self._context.Process(target=_work, args=(rank, inbox, *common), daemon=True)
-            for rank, inbox in enumerate(self._inboxes)
-        ]
-        for process in self._processes:
+        common = (self.num_ranks, f"{self._folder}/store", dict(os.environ))
+        for rank in range(self.num_ranks):
+            # One for each rank: in a queue for all, a rank that is killed may leave a lock behind.
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(rank, theirs, *common), daemon=True)
             process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
 
 
 class OwnRanks(Protocol):
@@ -101,19 +113,21 @@ class OwnRanks(Protocol):
 
 
 def _work(
-    rank: int, inbox: Any, num_ranks: int, store: str, environment: dict[str, str], outbox: Any
+    rank: int, pipe: Connection, num_ranks: int, store: str, environment: dict[str, str]
 ) -> None:
     os.environ.update(environment)  # a forked rank has that of the first one's start
-    torch.set_num_threads(1)
     hurry()
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
     )
     while True:
-        function, args = inbox.get()
+        try:
+            function, args = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
         torch._dynamo.reset()
         torch.manual_seed(0)
         try:
-            outbox.put((rank, function(rank, *args), None))
+            pipe.send((function(rank, *args), None))
         except Exception:
-            outbox.put((rank, None, traceback.format_exc()))
+            pipe.send((None, traceback.format_exc()))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 SYSTEM = Path(__file__).parents[1] / "system"
-LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures
+LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures, as these:
+GROUPS = {"one_rank", "ranks"}
 QUICK, REST, ALL = "quick", "rest", "all"
 
 
@@ -16,21 +17,21 @@ def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Return those of the quick set, given all tests of their files in order.
 
     - In `tests/system`, the first test of each file.
-    - Elsewhere, of a test that uses `ranks`, its first row.
-    - None that uses more ranks than that, or ranks of its own, which it may kill.
+    - Elsewhere, of a test that has a process group (`one_rank`, `ranks`), its first row.
+    - None that uses more ranks than two, or ranks of its own, which it may kill.
     - All others.
     """
-    seen: set[object] = set()
+    seen: set[str] = set()
     found = []
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if LARGE & fixtures:
             continue
-        place: object = item
+        place = item.nodeid
         if SYSTEM in item.path.parents:
-            place = item.path
-        elif "ranks" in fixtures:
-            place = item.nodeid.partition("[")[0]
+            place = str(item.path)
+        elif GROUPS & fixtures:
+            place = place.partition("[")[0]
         if place not in seen:
             found.append(item)
         seen.add(place)

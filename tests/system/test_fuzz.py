@@ -5,6 +5,8 @@ Thousands of cases, for a night: `python -m tests.system.fuzzing --help`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,14 @@ from tests.system.fuzzing.kept import KEPT
 from tests.system.fuzzing.spec import Block, Case
 
 NUM_CASES = 24
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two processes of this module's own: cases that raise have them started anew, many times."""
+    workers = Ranks(is_forked=True)
+    yield workers
+    workers.stop()
 
 
 @pytest.fixture(scope="module")
