@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
 from ddpopt.bucketing.plan import BucketPlan
+from ddpopt.ddp_modes import KEEPING_BUCKETS, find_mode
 from ddpopt.errors import PlanError
 from ddpopt.split import state as records
 from ddpopt.split.plan import printable
@@ -45,9 +46,9 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why no plan can be applied to `ddp` now; "" if one can."""
     if _torch.is_in_backward():
         return "a backward is running; call rebucket between a step and the next forward"
-    reason = _torch.cannot_rebucket(ddp)
-    if reason:
-        return f"this DDP module's buckets cannot be changed: {reason}"
+    mode = find_mode(ddp, KEEPING_BUCKETS)
+    if mode is not None:
+        return f"this DDP module's buckets cannot be changed: {mode.value}"
     # By name: importing its class needs numpy.
     if any(type(state).__name__ == "PowerSGDState" for state in _torch.hook_states(ddp)):
         return (

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.bucketing import tuner
+from ddpopt.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.split import state as records
 
@@ -102,11 +103,9 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
         OptionError: the model cannot be copied, or DDP is in a mode that cannot be rehearsed.
     """
     original = records.ddp_of(model)
-    reason = _torch.cannot_attach(original)
-    if not any(parameter.requires_grad for parameter in original.parameters()):
-        reason = "all its parameters are frozen now, so it has no gradients"
-    if reason:
-        raise OptionError(f"a step of this DDP module cannot be rehearsed: {reason}")
+    mode = find_mode(original, KEEPING_FROM_REHEARSAL)
+    if mode is not None:
+        raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
     try:
         copied, ddp = _torch.copy_compiled(model, is_apart=is_apart)
     except DDPOptError:

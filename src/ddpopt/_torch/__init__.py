@@ -1,0 +1,16 @@
+"""torch's private names: the only room that touches them, in wrappers by torch's own parts.
+
+`names` has them all in one table; the wrappers tell facts and do what they are asked. Which mode of
+DDP refuses what, and how that is said to users, is decided elsewhere.
+"""
+
+from ddpopt._torch.aot import *
+from ddpopt._torch.autograd import *
+from ddpopt._torch.copies import *
+from ddpopt._torch.ddp import *
+from ddpopt._torch.dynamo import *
+from ddpopt._torch.graphs import *
+from ddpopt._torch.groups import *
+from ddpopt._torch.logs import *
+from ddpopt._torch.reducers import *
+from ddpopt._torch.replicas import *

@@ -1,0 +1,142 @@
+"""Copies of a compiled DDP model, on which `verify` and `warmup` make their steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt._torch import names
+from ddpopt._torch.ddp import reducer_parameters
+from ddpopt._torch.dynamo import (
+    compiled_functions,
+    compiled_parts,
+    context_apart,
+    context_of,
+    unwrap_compiled,
+)
+from ddpopt._torch.reducers import make_reducer
+from ddpopt.errors import OptionError
+
+
+def copy_compiled(
+    model: torch.nn.Module, *, is_apart: bool = False
+) -> tuple[torch.nn.Module, DistributedDataParallel]:
+    """Return a copy of a compiled DDP model with a Reducer of its own, and the DDP module in it.
+
+    Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
+    same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
+
+    Raises:
+        OptionError: the copy would share state with the model.
+    """
+    contexts = {
+        id(context): context_apart(context) if is_apart else context
+        for context in compiled_parts(model)
+    }
+    ddp = unwrap_compiled(model)
+    assert isinstance(ddp, DistributedDataParallel)
+    twin: DistributedDataParallel = object.__new__(type(ddp))
+    copies: dict[int, Any] = {**contexts, id(ddp): twin}  # by the original's id
+    _copy_ddp(ddp, twin, deep_copy(ddp.module, copies))
+    optimized = names.OPTIMIZED_MODULE.get()
+    for part in ddp.modules():
+        copied = copies.get(id(part))
+        if copied is not None and not isinstance(part, optimized):  # those compile themselves
+            for name, function in compiled_functions(part).items():
+                compile_alike = contexts[id(context_of(function))]
+                vars(copied)[name] = compile_alike(_rebound(function, copies))
+            _refuse_foreign_forward(part, copied)
+    _refuse_shared_tensors(ddp, twin)
+    outer = None if model is ddp else contexts[id(names.DYNAMO_CTX.of(model))]
+    return (twin if outer is None else outer(twin)), twin
+
+
+def _copy_ddp(
+    ddp: DistributedDataParallel, twin: DistributedDataParallel, module: torch.nn.Module
+) -> None:
+    """Make `twin` a DDP module like `ddp` around `module`; its constructor would communicate."""
+    state = vars(ddp)
+    copied = {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
+    vars(twin).update({**state, **copied})
+    names.MODULES.set(twin, {"module": module})
+    names.COMM_HOOKS.set(twin, [])
+    names.HAS_REBUILT_BUCKETS.set(twin, False)
+    names.SYNCS_GRADIENTS.set(twin, True)
+    names.SYNCS_BUFFERS.set(twin, True)
+    for row in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
+        row.set(twin, None)
+    ignored = names.IGNORED_PARAMETERS.of(ddp)
+    own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+    names.MODULE_PARAMETERS.set(twin, own)
+    names.ASSIGN_BUFFERS.of(twin)()
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    reduced = list(reducer_parameters(ddp).values())
+    make_reducer(twin, [tensors[parameter.name] for parameter in reduced], reduced)
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Have a module that was just made communicate nothing, in forward and in backward."""
+    names.SYNCS_GRADIENTS.set(ddp, False)
+    names.SYNCS_BUFFERS.set(ddp, False)
+    if ddp.static_graph:  # its first backward would allreduce whatever no_sync says
+        names.STATIC_ENQUEUED.set(ddp, True)
+
+
+class _CopyingResults(torch.overrides.TorchFunctionMode):
+    """Lets `copy.deepcopy` take tensors that autograd computed, which it refuses as such.
+
+    The copy is the result of a leaf with equal values, so that it may be written to as well.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            with torch.enable_grad():
+                return copy.deepcopy(tensor.detach(), memo).requires_grad_().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """As `copy.deepcopy`, but that it takes tensors that are no leaves."""
+    with _CopyingResults():
+        return copy.deepcopy(value, memo)
+
+
+def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
+    """Return what `torch.compile` was given; if that is a method of an original, its copy's."""
+    original: Callable[..., Any] = names.ORIG_CALLABLE.of(function)
+    if not inspect.ismethod(original):
+        return original
+    return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
+
+
+def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
+    """Raise where a forward of the instance's own would run the original module."""
+    cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
+    held: list[Any] = []
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # it is empty
+            held.append(cell.cell_contents)
+    if any(value is module or getattr(value, "__self__", None) is module for value in held):
+        raise OptionError(
+            f"the forward of this {type(module).__name__} is replaced by a function that holds the "
+            "module, so a copy would run the original; call it where the forward is the module's "
+            "own"
+        )
+
+
+def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataParallel) -> None:
+    own = {id(tensor) for tensor in (*ddp.parameters(), *ddp.buffers())}
+    for name, tensor in (*twin.module.named_parameters(), *twin.module.named_buffers()):
+        if id(tensor) in own:
+            raise OptionError(
+                f"a copy of this {type(ddp.module).__name__} would have the same {name}; a "
+                "__deepcopy__ in it has to copy parameters and buffers"
+            )
