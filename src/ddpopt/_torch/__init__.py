@@ -5,12 +5,8 @@ DDP refuses what, and how that is said to users, is decided elsewhere.
 """
 
 from ddpopt._torch.aot import *
-from ddpopt._torch.autograd import *
 from ddpopt._torch.copies import *
 from ddpopt._torch.ddp import *
 from ddpopt._torch.dynamo import *
 from ddpopt._torch.graphs import *
-from ddpopt._torch.groups import *
-from ddpopt._torch.logs import *
-from ddpopt._torch.reducers import *
-from ddpopt._torch.replicas import *
+from ddpopt._torch.runtime import *

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import frames, innermost_backend
+from ddpopt._torch.runtime import queue_callback
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Parameter
 
@@ -185,16 +188,16 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
-    return bool(registered_hooks(ddp)) or builtin_hook(ddp) is not None
+    return bool(_registered_hooks(ddp)) or _builtin_hook(ddp) is not None
 
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return what comm hooks registered in Python keep, but for None and process groups."""
     kinds = (type(None), torch.distributed.ProcessGroup)
-    return [state for _, state in registered_hooks(ddp) if not isinstance(state, kinds)]
+    return [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
 
 
-def registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
     """Return the comm hooks in Python of the module's present Reducer, and their states.
 
     Copies of a module have its list of hooks, and a Reducer without any.
@@ -202,11 +205,95 @@ def registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
     return list(names.COMM_HOOKS.of(ddp)) if _log_of(ddp).get("comm_hook") else []
 
 
-def builtin_hook(ddp: DistributedDataParallel) -> Any:
+def _builtin_hook(ddp: DistributedDataParallel) -> Any:
     """Return the comm hook of DDP's own in C++, of which only the log keeps the name."""
     name = str(_log_of(ddp).get("comm_hook", ""))
     kinds = names.BUILTIN_HOOKS.get()
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
+
+
+# ---- Another Reducer ---------------------------------------------------------------------------
+
+
+def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
+    """Find out, before a step depends on it, whether buckets can be changed while training.
+
+    Raises:
+        TorchDriftError: a name that is needed for it has moved.
+    """
+    for row in (
+        names.DDP_INIT_HELPER,
+        names.COMM_HOOKS,
+        names.GET_LOGGING_DATA,
+        names.JOIN_CONFIG,
+        names.REMOVE_AUTOGRAD_HOOKS,
+        names.LOGGER,
+    ):
+        row.of(ddp)
+    names.ASSIGN_BUCKETS.get()
+    names.GROUP_STORE.get()
+    queue_callback()
+
+
+def replace_reducer(
+    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+) -> None:
+    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
+
+    As DDP's constructor makes it, with the same options and comm hooks. It rebuilds its buckets
+    after its first iteration as any Reducer, by the limits `caps_bytes`, one for each bucket.
+    """
+    reduced = reducer_parameters(ddp)
+    hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
+    names.HAS_REBUILT_BUCKETS.set(ddp, False)
+    names.CAPS_BYTES.set(ddp, list(caps_bytes))
+    if names.BUCKET_CONFIG.is_expected:
+        config = names.BUCKET_CONFIG.of(ddp)
+        changed = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
+        names.BUCKET_CONFIG.set(ddp, changed)
+    _drop_reducer(ddp)
+    # DDP reverses the buckets that it is given.
+    assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
+    with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
+        make_reducer(ddp, list(reduced), list(reduced.values()))
+    for hook, state in hooks:
+        names.SET_HOOK_NAME.of(names.LOGGER.of(ddp))(hook.__qualname__)
+        names.REGISTER_HOOK.get()(names.REDUCER.of(ddp), state, hook)
+    if own_hook is not None:
+        names.SET_HOOK_NAME.of(names.LOGGER.of(ddp))(str(own_hook))
+        names.REGISTER_BUILTIN_HOOK.get()(names.REDUCER.of(ddp), own_hook)
+
+
+def _drop_reducer(ddp: DistributedDataParallel) -> None:
+    """Free the buckets of `ddp` before there are others.
+
+    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
+    would keep the Reducer, and its logger that keeps it too.
+    """
+    names.REMOVE_AUTOGRAD_HOOKS.of(ddp)()
+    attributes = (names.REDUCER.name, names.LOGGER.name)
+    for owner in gc.get_referrers(names.REDUCER.of(ddp)):
+        if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
+            owner.update(dict.fromkeys(attributes))
+
+
+def make_reducer(
+    ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
+) -> None:
+    """Give `ddp` a Reducer of these, as DDP's constructor makes it; some may be frozen now."""
+    is_sparse = [parameter.is_sparse for parameter in parameters]
+    named = {parameter.index: parameter.name for parameter in parameters}
+    with requiring_grad(tensors):
+        names.DDP_INIT_HELPER.of(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
+    if ddp.static_graph:
+        names.STATIC_ENQUEUED.set(ddp, False)
+        names.REDUCER_SET_STATIC.of(names.REDUCER.of(ddp))()
+        names.LOGGER_SET_STATIC.of(names.LOGGER.of(ddp))()
+
+
+def prepare_reducer(ddp: DistributedDataParallel) -> None:
+    """Tell a Reducer that was made inside of DDP's forward that this forward has begun."""
+    names.PREPARE_FOR_FORWARD.of(names.REDUCER.of(ddp))()
 
 
 # ---- Forwards ----------------------------------------------------------------------------------

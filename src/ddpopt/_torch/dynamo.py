@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ddpopt._torch import names
-from ddpopt._torch.logs import do_without
+from ddpopt._torch.runtime import do_without
 from ddpopt.errors import TorchDriftError
 
 CompilerFn = Callable[..., Callable[..., Any]]
@@ -171,11 +171,10 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
     def create(builder: Any, _guard: Any) -> None:
         try:
             root = names.GUARD_ROOT.of(names.BUILT_GUARDS.of(builder))
+            root.add_lambda_guard(lambda _: check(), [description], None)
+            code.append(names.CHECK_FN_MANAGER.of(builder))
         except TorchDriftError as error:  # Dynamo calls this, when the graph is compiled already
             do_without(str(error), names.Need.GUARD)
-            return
-        root.add_lambda_guard(lambda _: check(), [description], None)
-        code.append(names.CHECK_FN_MANAGER.find(builder))
 
     guard = names.GUARD.get()(names.GLOBAL_STATE_SOURCE.get()(), create)
     names.DYNAMO_GUARDS.of(names.GUARDS_CONTEXT.of(tracing)).add(guard)
@@ -194,7 +193,7 @@ def forget_code(code: Sequence[Any]) -> None:
             of_others = {"": weakref.ref(forget_code)}
             names.ID_MATCHED_OBJS.of(names.GUARD_MANAGER.of(manager)).update(of_others)
     except TorchDriftError as error:
-        do_without(str(error), names.Need.FORGET)
+        do_without(str(error), names.Need.GUARD)
 
 
 def checkpointed_region() -> object | None:

@@ -32,8 +32,7 @@ class Need(enum.Enum):
     SPLIT = "splitting graphs under DDP"
     WHOLE = "getting whole graphs from Dynamo"
     BACKWARD = "split='backward'"
-    GUARD = "recompiling where buckets differ"
-    FORGET = "Dynamo forgetting what it compiled for other buckets"
+    GUARD = "compiling anew, and forgetting code, where buckets differ"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
     ERRORS = "telling Dynamo's own exceptions from errors"
@@ -205,10 +204,10 @@ GUARDS_CONTEXT = ObjectName("TracingContext", "guards_context", Need.GUARD)
 DYNAMO_GUARDS = ObjectName("GuardsContext", "dynamo_guards", Need.GUARD)
 GUARD_ROOT = ObjectName("GuardManagerWrapper", "root", Need.GUARD)
 BUILT_GUARDS = ObjectName("GuardBuilder", "guard_manager", Need.GUARD)
-CHECK_FN_MANAGER = ObjectName("GuardBuilder", "check_fn_manager", Need.FORGET)
-INVALIDATE = ObjectName("CheckFunctionManager", "invalidate", Need.FORGET)
-GUARD_MANAGER = ObjectName("CheckFunctionManager", "guard_manager", Need.FORGET)
-ID_MATCHED_OBJS = ObjectName("GuardManagerWrapper", "id_matched_objs", Need.FORGET)
+CHECK_FN_MANAGER = ObjectName("GuardBuilder", "check_fn_manager", Need.GUARD)
+INVALIDATE = ObjectName("CheckFunctionManager", "invalidate", Need.GUARD)
+GUARD_MANAGER = ObjectName("CheckFunctionManager", "guard_manager", Need.GUARD)
+ID_MATCHED_OBJS = ObjectName("GuardManagerWrapper", "id_matched_objs", Need.GUARD)
 FRAME_CALLBACK = ModuleName("torch._C._dynamo.eval_frame", "get_eval_frame_callback", Need.WATCH)
 
 OPTIMIZE = ModuleName(_DYNAMO, "optimize", Need.COPY)
