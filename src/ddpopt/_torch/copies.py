@@ -7,7 +7,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,19 +21,23 @@ from ddpopt._torch.dynamo import (
     context_of,
     unwrap_compiled,
 )
-from ddpopt.errors import OptionError
+
+
+class CompiledCopy(NamedTuple):
+    """What was made: `model`, `ddp` in it, and the copy of each module below."""
+
+    model: torch.nn.Module
+    ddp: DistributedDataParallel
+    copies: dict[torch.nn.Module, torch.nn.Module]
 
 
 def copy_compiled(
-    model: torch.nn.Module, *, is_apart: bool = False
-) -> tuple[torch.nn.Module, DistributedDataParallel]:
-    """Return a copy of a compiled DDP model with a Reducer of its own, and the DDP module in it.
+    model: torch.nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, is_apart: bool
+) -> CompiledCopy:
+    """Return a copy of a compiled DDP model with a Reducer of its own.
 
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
     same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
-
-    Raises:
-        OptionError: the copy would share state with the model.
     """
     contexts = {
         id(context): context_apart(context) if is_apart else context
@@ -45,16 +49,14 @@ def copy_compiled(
     copies: dict[int, Any] = {**contexts, id(ddp): twin}  # by the original's id
     _copy_ddp(ddp, twin, deep_copy(ddp.module, copies))
     optimized = names.OPTIMIZED_MODULE.get()
-    for part in ddp.modules():
-        copied = copies.get(id(part))
-        if copied is not None and not isinstance(part, optimized):  # those compile themselves
+    modules = {part: copies[id(part)] for part in ddp.modules() if id(part) in copies}
+    for part, copied in modules.items():
+        if not isinstance(part, optimized):  # those compile themselves
             for name, function in compiled_functions(part).items():
                 compile_alike = contexts[id(context_of(function))]
                 vars(copied)[name] = compile_alike(_rebound(function, copies))
-            _refuse_foreign_forward(part, copied)
-    _refuse_shared_tensors(ddp, twin)
     outer = None if model is ddp else contexts[id(names.DYNAMO_CTX.of(model))]
-    return (twin if outer is None else outer(twin)), twin
+    return CompiledCopy(twin if outer is None else outer(twin), twin, modules)
 
 
 def _copy_ddp(
@@ -88,57 +90,12 @@ def keep_local(ddp: DistributedDataParallel) -> None:
         names.STATIC_ENQUEUED.set(ddp, True)
 
 
-class _CopyingResults(torch.overrides.TorchFunctionMode):
-    """Lets `copy.deepcopy` take tensors that autograd computed, which it refuses as such.
-
-    The copy is the result of a leaf with equal values, so that it may be written to as well.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            with torch.enable_grad():
-                return copy.deepcopy(tensor.detach(), memo).requires_grad_().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """As `copy.deepcopy`, but that it takes tensors that are no leaves."""
-    with _CopyingResults():
-        return copy.deepcopy(value, memo)
-
-
 def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
     """Return what `torch.compile` was given; if that is a method of an original, its copy's."""
     original: Callable[..., Any] = names.ORIG_CALLABLE.of(function)
     if not inspect.ismethod(original):
         return original
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
-
-
-def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
-    """Raise where a forward of the instance's own would run the original module."""
-    cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
-    held: list[Any] = []
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # it is empty
-            held.append(cell.cell_contents)
-    if any(value is module or getattr(value, "__self__", None) is module for value in held):
-        raise OptionError(
-            f"the forward of this {type(module).__name__} is replaced by a function that holds the "
-            "module, so a copy would run the original; call it where the forward is the module's "
-            "own"
-        )
-
-
-def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataParallel) -> None:
-    own = {id(tensor) for tensor in (*ddp.parameters(), *ddp.buffers())}
-    for name, tensor in (*twin.module.named_parameters(), *twin.module.named_buffers()):
-        if id(tensor) in own:
-            raise OptionError(
-                f"a copy of this {type(ddp.module).__name__} would have the same {name}; a "
-                "__deepcopy__ in it has to copy parameters and buffers"
-            )
 
 
 # ---- Replicas, for DataParallel ----------------------------------------------------------------

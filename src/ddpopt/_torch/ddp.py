@@ -221,16 +221,12 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     Raises:
         TorchDriftError: a name that is needed for it has moved.
     """
-    for row in (
-        names.DDP_INIT_HELPER,
-        names.COMM_HOOKS,
-        names.GET_LOGGING_DATA,
-        names.JOIN_CONFIG,
-        names.REMOVE_AUTOGRAD_HOOKS,
-        names.LOGGER,
-    ):
-        row.of(ddp)
-    names.ASSIGN_BUCKETS.get()
+    for row in names.TABLE:
+        if row.need is names.Need.REBUCKET and row.is_expected:
+            if isinstance(row, names.ModuleName):
+                row.get()
+            elif row.owner == names.REDUCER.owner and row is not names.STATIC_ENQUEUED:
+                row.of(ddp)
     names.GROUP_STORE.get()
     queue_callback()
 
@@ -245,12 +241,12 @@ def replace_reducer(
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
-    names.HAS_REBUILT_BUCKETS.set(ddp, False)
     names.CAPS_BYTES.set(ddp, list(caps_bytes))
     if names.BUCKET_CONFIG.is_expected:
         config = names.BUCKET_CONFIG.of(ddp)
         changed = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
         names.BUCKET_CONFIG.set(ddp, changed)
+    names.HAS_REBUILT_BUCKETS.set(ddp, False)
     _drop_reducer(ddp)
     # DDP reverses the buckets that it is given.
     assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))

@@ -373,7 +373,8 @@ PARAMETERS = ObjectName("Module", "_parameters", Need.REPLICAS)
 ARTIFACT_LOGGER = ModuleName("torch._logging", "getArtifactLogger", Need.LOGS)
 TRACE_STRUCTURED = ModuleName("torch._logging", "trace_structured", Need.TRACE)
 
-TABLE = tuple(row for row in list(globals().values()) if isinstance(row, PrivateName))
+Row = ModuleName | ObjectName
+TABLE = tuple(row for row in list(globals().values()) if isinstance(row, Row))
 
 
 def tested() -> tuple[Release, Release]:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config
 from ddpopt._torch import names
-from ddpopt._torch.names import ModuleName, ObjectName, PrivateName
+from ddpopt._torch.names import ModuleName, Row
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import explain
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report:
 
 def _report(
     checks: Sequence[Check],
-    found: Mapping[PrivateName, bool],
+    found: Mapping[Row, bool],
     trials: Sequence[Check],
     *,
     is_verbose: bool,
@@ -164,13 +164,13 @@ def _environment() -> Iterator[Check]:
             yield Check(name, True, value)
 
 
-def _find_names() -> dict[PrivateName, bool]:
+def _find_names() -> dict[Row, bool]:
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
         return find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
     return find_names(None)
 
 
-def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
+def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:
     """Return which private names torch has, of those that it should have; those of DDP if given.
 
     Left out are names of objects that exist only while a graph is compiled.
@@ -181,11 +181,11 @@ def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
     return {row: _is_found(row, examples) for row in sorted(rows, key=str)}
 
 
-def _is_found(row: PrivateName, examples: Mapping[str, Callable[[], Any]]) -> bool:
+def _is_found(row: Row, examples: Mapping[str, Callable[[], Any]]) -> bool:
     try:
         if isinstance(row, ModuleName):
             row.get()
-        elif isinstance(row, ObjectName):
+        else:
             row.of(examples[row.owner]())
     except Exception:  # whatever an import or a constructor raises, the name cannot be used
         return False
@@ -227,7 +227,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
     return examples
 
 
-def _names(found: Mapping[PrivateName, bool]) -> Check:
+def _names(found: Mapping[Row, bool]) -> Check:
     missing = [str(row) for row, is_found in found.items() if not is_found]
     if missing:
         detail = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
