@@ -14,8 +14,6 @@ from ddpopt._torch import names
 from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.graphs import fake_mode_of
 
-# ---- A section of a forward --------------------------------------------------------------------
-
 
 class SectionTrace:
     """What AOTAutograd left behind while it compiled a section."""
@@ -83,8 +81,6 @@ def _no_donated_buffers() -> Iterator[None]:
     ):
         yield
 
-
-# ---- A whole graph, whose backward is cut ------------------------------------------------------
 
 # A backward graph compiled so far: (graph, inputs, which of the whole graph's inputs each is,
 # None for others) -> a callable that takes a list and empties it.
@@ -202,9 +198,6 @@ def _has_strides_of(value: object, other: object) -> bool:
     return value.layout is not torch.strided or value.stride() == other.stride()
 
 
-# ---- What AOTAutograd describes ----------------------------------------------------------------
-
-
 def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     """Return for each value that a backward graph returns which argument it is the gradient of.
 
@@ -241,9 +234,6 @@ def _described(gm: fx.GraphModule, kind: type) -> Iterator[tuple[fx.Node, Any]]:
         description = node.meta.get("desc")
         if isinstance(description, kind):
             yield node, description
-
-
-# ---- Inductor ----------------------------------------------------------------------------------
 
 
 def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:

@@ -98,8 +98,6 @@ def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callabl
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
 
 
-# ---- Replicas, for DataParallel ----------------------------------------------------------------
-
 _HOOKS = (names.FORWARD_PRE_HOOKS, names.FORWARD_HOOKS)
 
 

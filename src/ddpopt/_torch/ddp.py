@@ -304,9 +304,6 @@ def watch_ddp_forward(
     `after` also gets the backend of the innermost `torch.compile` around the forward, or None. DDP
     has no hook there, so the context that it opens around its forward is replaced by one that opens
     it too; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
-
-    Raises:
-        TorchDriftError: this release has no such context.
     """
     original = names.INSIDE_DDP_FORWARD.of(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
@@ -341,11 +338,7 @@ def unwatch_ddp_forward() -> None:
 
 
 def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the DDP forward that is running was given.
-
-    Raises:
-        TorchDriftError: the frame that has them is another in this release.
-    """
+    """Return what the DDP forward that is running was given."""
     code = names.RUN_DDP_FORWARD.of(DistributedDataParallel).__code__
     for frame in frames():
         found = frame.f_locals if frame.f_code is code else {}

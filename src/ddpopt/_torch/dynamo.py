@@ -28,9 +28,6 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     constructs it around the backend and uses its `compile_fn`. There is no other place to step
     in, so the class is replaced by a subclass; for other backends that is the original.
     Idempotent; `give_back` undoes it.
-
-    Raises:
-        TorchDriftError: this release has no such class.
     """
     original = names.DDP_OPTIMIZER.get()
     if hasattr(original, "ddpopt_replaces"):

@@ -11,8 +11,6 @@ from torch import fx
 
 from ddpopt._torch import names
 
-# ---- What Dynamo noted -------------------------------------------------------------------------
-
 
 def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
     """Give `target`, whose placeholders are a copy of some of `source`'s, Dynamo's metadata.
@@ -50,8 +48,6 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     """Whether another graph follows this one in its frame; True where Dynamo does not tell."""
     return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
 
-
-# ---- Operators and storages --------------------------------------------------------------------
 
 RUNNING_AVERAGES = ("running_mean", "running_var")
 _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
@@ -111,9 +107,6 @@ def is_of_functorch(tensor: torch.Tensor) -> bool:
 def is_subclass(value: object) -> bool:
     """Whether AOTAutograd takes a tensor apart into others, as it does a DTensor."""
     return bool(names.IS_SUBCLASS.get()(value))
-
-
-# ---- Fake tensors and symbols ------------------------------------------------------------------
 
 
 def fake_mode_of(inputs: object) -> Any:

@@ -13,8 +13,6 @@ import torch
 from ddpopt._torch import names
 from ddpopt.errors import TorchDriftError
 
-# ---- Autograd ----------------------------------------------------------------------------------
-
 
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
@@ -78,9 +76,6 @@ def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
         events += disable().events()
 
 
-# ---- Process groups ----------------------------------------------------------------------------
-
-
 def naming_groups(name: str) -> contextlib.AbstractContextManager[None]:
     """Give process groups that are made in a block this name.
 
@@ -116,8 +111,6 @@ def place_of_store(store: Any) -> tuple[str, int] | None:
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, names.TCP_STORE.get()) else None
 
-
-# ---- Logs --------------------------------------------------------------------------------------
 
 # TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
 # under dynamo, distributed and ddp alike.
