@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
         backend = kwargs.get("backend_compile_fn", args[1] if len(args) > 1 else None)
         if cls is replacement and backend is not None and is_ours(innermost_backend(backend)):
-            return _WholeGraph(backend)
+            return types.SimpleNamespace(compile_fn=backend)  # it passes the graph on as it is
         return object.__new__(cls)
 
     copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
@@ -49,13 +50,6 @@ def give_back() -> None:
     """Restore Dynamo's own `DDPOptimizer`; nothing happens where it is in place."""
     current = names.DDP_OPTIMIZER.get()
     names.DDP_OPTIMIZER.set(getattr(current, "ddpopt_replaces", current))
-
-
-class _WholeGraph:
-    """What Dynamo sees as a DDPOptimizer; it passes the graph on as it is."""
-
-    def __init__(self, backend: CompilerFn) -> None:
-        self.compile_fn = backend
 
 
 def innermost_backend(backend: Any) -> Any:

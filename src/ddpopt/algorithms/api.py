@@ -11,10 +11,10 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.algorithms._runtime import comm_hook
 from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training
-from ddpopt.ddp_modes import KEEPING_ALLREDUCE, find_mode
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.consensus import Fact, agree, naming_peers
 from ddpopt.split import state
+from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 
 
 def attach(

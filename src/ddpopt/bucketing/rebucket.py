@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
 from ddpopt.bucketing.plan import BucketPlan
-from ddpopt.ddp_modes import KEEPING_BUCKETS, find_mode
 from ddpopt.errors import PlanError
 from ddpopt.split import state as records
+from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 from ddpopt.split.plan import printable
 
 _NAMES_SHOWN = 3

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.bucketing import tuner
 from ddpopt.checks.copying import copy_model, deep_copy
-from ddpopt.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.split import state as records
+from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 
 LossFn = Callable[[Any], torch.Tensor]
 Stage = Callable[[str], contextlib.AbstractContextManager[Any]]
