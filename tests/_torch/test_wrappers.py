@@ -94,3 +94,21 @@ def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pass
     assert names.RECOMPILE_LIMIT.get() != 99
+
+
+def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards run at each call of compiled code, and nearly none is in a checkpoint."""
+    asked, read = [], names._read
+
+    def note(row: PrivateName, owner: Any) -> Any:
+        asked.append(row)
+        return read(row, owner)
+
+    monkeypatch.setattr(names, "_read", note)
+    assert _torch.checkpointed_region() is None
+    assert asked == [names.SAVED_TENSOR_HOOKS]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert _torch.checkpointed_region() is None
+    assert asked == [names.SAVED_TENSOR_HOOKS] * 2 + [names.CHECKPOINT_FRAME]
