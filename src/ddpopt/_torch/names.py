@@ -141,7 +141,7 @@ class ObjectName(PrivateName):
 
 @contextlib.contextmanager
 def settings(values: Mapping[ModuleName, Any]) -> Iterator[None]:
-    """Give settings of torch's `config` modules these values in this block, in this thread.
+    """Give settings of torch's `config` modules these values in this block.
 
     Raises:
         TorchDriftError: there is no such setting.
