@@ -74,7 +74,6 @@ QUIET: dict[PrivateName, str] = {
     names.SOURCE_NAME: "as above",
     names.PARAMETER_SOURCES: "Dynamo's own names for parameters",
     names.USER_STACKS: "lines of the user's code in messages",
-    names.ORIG_MOD: "finding the DDP module in what torch.compile made",
     names.FAKE_MODE: "nothing but under a mode of its own",
 }
 

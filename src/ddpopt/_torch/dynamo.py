@@ -214,7 +214,8 @@ def checkpointed_region() -> object | None:
 
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself."""
-    original: torch.nn.Module = names.ORIG_MOD.find(module, module)
+    is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
+    original: torch.nn.Module = names.ORIG_MOD.of(module) if is_wrapper else module
     return original
 
 
