@@ -30,8 +30,8 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 def compiled_for() -> DistributedDataParallel | None:
     """Return the DDP module to compile for: the active one, or the one of what is recomputed."""
-    active = _torch.active_ddp()
-    if active is not None or not _torch.is_in_backward():
+    active, is_in_backward = _torch.active_ddp(), _torch.is_in_backward()
+    if active is not None or not is_in_backward:  # both are asked: later is too late to miss one
         return active
     forward = _current_forward(active)
     return forward.ddp() if forward is not None and forward.ddp is not None else None
