@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
-from ddpopt import Fallback, _torch
+from ddpopt import Fallback, TorchDriftError, _torch
+from ddpopt._torch import names
+from ddpopt._torch.names import ModuleName, Need, PrivateName
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 
@@ -48,14 +50,65 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """With the reason on the plan, and in one warning."""
-    private_of = _torch._private_of
+    read = names._read
 
-    def without(owner: Any, attribute: str) -> Any:
-        return private_of(owner, f"moved_{name}" if attribute == name else attribute)
+    def without(row: PrivateName, owner: Any) -> Any:
+        return getattr(owner, f"moved_{name}") if row.name == name else read(row, owner)
 
-    monkeypatch.setattr(_torch, "_private_of", without)
+    monkeypatch.setattr(names, "_read", without)
     ddp = _train_compiled(bucket_cap_mb=0.03)
     (plan,) = ddpopt.explain(ddp).plans
     assert plan.fallback is Fallback.TORCH_DRIFT
     assert name in plan.detail
-    assert len([r for r in caplog.records if f"moved_{name}" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "bucket_bytes_cap_list"])
+def test_an_attribute_that_is_only_written_is_missed_too(one_rank: None, name: str) -> None:
+    """A Reducer is replaced where DDP can be told so, or stays; nothing is made anew."""
+    ddp = DistributedDataParallel(MLP(1))
+    before = ddp.reducer
+    delattr(ddp, name)
+    with pytest.raises(TorchDriftError, match=f"DistributedDataParallel.{name}, which"):
+        _torch.replace_reducer(ddp, [[0], [1]], [1, 1])
+    assert not hasattr(ddp, name)
+    assert ddp.reducer is before
+
+
+def test_a_function_of_a_module_that_moved_is_not_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it is replaced in a block."""
+    monkeypatch.delattr("torch.distributed.distributed_c10d._process_group_name")
+    with pytest.raises(TorchDriftError, match="_process_group_name"), _torch.naming_groups("mine"):
+        pass
+    assert not hasattr(torch.distributed.distributed_c10d, "_process_group_name")
+
+
+def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any other is changed."""
+    moved = ModuleName("torch._dynamo.config", "moved", Need.SPLIT)
+    with (
+        pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),
+        names.settings({names.RECOMPILE_LIMIT: 99, moved: 1}),
+    ):
+        pass
+    assert names.RECOMPILE_LIMIT.get() != 99
+
+
+def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Guards run at each call of compiled code, and nearly none is in a checkpoint."""
+    asked, read = [], names._read
+
+    def note(row: PrivateName, owner: Any) -> Any:
+        asked.append(row)
+        return read(row, owner)
+
+    monkeypatch.setattr(names, "_read", note)
+    assert _torch.checkpointed_region() is None
+    assert asked == [names.SAVED_TENSOR_HOOKS]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert _torch.checkpointed_region() is None
+    assert asked == [names.SAVED_TENSOR_HOOKS] * 2 + [names.CHECKPOINT_FRAME]

@@ -1,23 +1,19 @@
-"""Torch without one of the private names that ddpopt looks up, as ddpopt sees it.
+"""Torch without one of the private names that ddpopt touches, as ddpopt sees it.
 
 In a release that moved a name, torch itself finds it. So it is not deleted, but hidden from the
-look-ups in `_torch.py`, which alone touches such names: that module gets a `getattr` of its own.
-The names are read off its source.
+two functions of the table by which all look-ups and writes come.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import copy
 import dataclasses
-import inspect
 import logging
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -25,78 +21,48 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.backend
 from ddpopt import _torch
-from ddpopt.cli import private_names
+from ddpopt._torch import names
 from ddpopt.split import state as records
 from tests.support.models import WIDTH, assert_equal_states, batches, train
 
-_KINDS = ("_private", "_private_of")
 
+class Use(NamedTuple):
+    """A private name as it is read, or as it is written."""
 
-class Name(NamedTuple):
-    """A private name. `module` is "" for attributes of objects and classes."""
-
-    module: str
-    name: str
+    row: names.PrivateName
+    is_write: bool = False
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-    def is_of(self, owner: object) -> bool:
-        """Whether `owner` is what is asked for this name."""
-        return sys.modules.get(self.module) is owner if self.module else True
+        return f"{self.row}, {'written' if self.is_write else 'read'}"
 
 
-def find_names() -> list[Name]:
-    """Return all names that `_torch.py` looks up; fail if one cannot be read off its source."""
-    found = set()
-    for function in ast.parse(inspect.getsource(_torch)).body:
-        loops = private_names._loops_over_strings(function)
-        for node in ast.walk(function):
-            match node:
-                case ast.Call(func=ast.Name(id=kind), args=[owner, name]) if kind in _KINDS:
-                    modules = private_names._strings(owner, loops) if kind == "_private" else [""]
-                    names = private_names._strings(name, loops)
-                    assert modules, f"which module is {ast.unparse(node)}?"
-                    assert names, f"which name is {ast.unparse(node)}?"
-                    found |= {Name(module, text) for module in modules for text in names}
-    return sorted(found)
-
-
-NAMES = find_names()
-# Without it graphs come from the in-tree optimizer, which takes no caps below 1 MiB.
-IN_TREE = Name("torch._dynamo.backends.distributed", "DDPOptimizer")
-_NAMED: dict[str, list[Name]] = {}
-for _each in NAMES:
-    _NAMED.setdefault(_each.name, []).insert(0, _each)  # attributes of objects come last
-
-
-def _asked_for(owner: object, attribute: str) -> Name | None:
-    return next((name for name in _NAMED.get(attribute, ()) if name.is_of(owner)), None)
+# Without them graphs come from the in-tree optimizer, which takes no caps below 1 MiB.
+WHOLE = {row for row in names.TABLE if row.need is names.Need.WHOLE}
 
 
 @contextlib.contextmanager
-def looking_up(missing: Name | None = None) -> Iterator[set[Name]]:
-    """Yield a set that gets the names that are looked up in this block; one is missing."""
-    asked: set[Name] = set()
+def looking_up(missing: Use | None = None) -> Iterator[set[Use]]:
+    """Yield a set that gets the names that are used in this block; one is missing.
 
-    def look_up(owner: Any, attribute: str, *default: Any) -> Any:
-        name = None if default else _asked_for(owner, attribute)
-        if name is not None:
-            asked.add(name)
-            if name == missing:
-                raise AttributeError(f"{name} has moved")
-        return builtins.getattr(owner, attribute, *default)
+    What cannot be read cannot be written either; what is missing when it is written is read.
+    """
+    asked: set[Use] = set()
+    read, write = names._read, names._write
 
-    def has(owner: Any, attribute: str) -> bool:
-        is_missing = missing is not None and _asked_for(owner, attribute) == missing
-        return not is_missing and builtins.hasattr(owner, attribute)
+    def look_up(row: names.PrivateName, owner: Any) -> Any:
+        asked.add(Use(row))
+        if Use(row) == missing:
+            raise AttributeError(f"{row} has moved")
+        return read(row, owner)
 
-    vars(_torch)["getattr"] = look_up
-    vars(private_names)["hasattr"] = has  # it looks whether names are there, for `doctor`
-    try:
+    def set_to(row: names.PrivateName, owner: Any, value: Any) -> None:
+        asked.add(Use(row, is_write=True))
+        if missing is not None and row == missing.row:
+            raise AttributeError(f"{row} has moved")
+        write(row, owner, value)
+
+    with mock.patch.multiple(names, _read=look_up, _write=set_to):
         yield asked
-    finally:
-        del vars(_torch)["getattr"], vars(private_names)["hasattr"]
 
 
 # ---- Training without a name ------------------------------------------------------------------
@@ -122,27 +88,25 @@ class Trained:
     `error` and `difference` are of the compiled training and of what it should have been.
     """
 
-    missing: Name | None
-    asked: frozenset[Name]
+    missing: Use | None
+    asked: frozenset[Use]
     is_split: bool
     warnings: tuple[str, ...]
     error: str = ""
     difference: str = ""
 
 
-def train_without(
-    rank: int, names: Sequence[Name | None], options: dict[str, Any]
-) -> list[Trained]:
+def train_without(rank: int, uses: Sequence[Use | None], options: dict[str, Any]) -> list[Trained]:
     """Train a new model without each of the names, as the only thing that is missing."""
     inputs = batches(rank, [(2, WIDTH), (3, WIDTH), (2, WIDTH)])
     torch.manual_seed(0)
     model = Model()
     expected = train(DistributedDataParallel(copy.deepcopy(model)), inputs)
-    return [_train_without(name, options, model, inputs, expected) for name in names]
+    return [_train_without(use, options, model, inputs, expected) for use in uses]
 
 
 def _train_without(
-    name: Name | None,
+    use: Use | None,
     options: dict[str, Any],
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
@@ -151,10 +115,10 @@ def _train_without(
     torch._dynamo.reset()
     ddpopt.backend.uninstall()
     error = difference = ""
-    with _warnings() as said, looking_up(name) as asked:
+    with _warnings() as said, looking_up(use) as asked:
         ddpopt.backend.install()
-        _torch._do_without.cache_clear()
-        cap_mb = 1 if name == IN_TREE else 0.03
+        _torch.do_without.cache_clear()
+        cap_mb = 1 if use is not None and use.row in WHOLE else 0.03
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
         try:
@@ -168,7 +132,7 @@ def _train_without(
     ddpopt.backend.uninstall()
     ddpopt.backend.install()
     return Trained(
-        missing=name,
+        missing=use,
         asked=frozenset(asked),
         is_split=any(plan.sections for plan in plans),
         warnings=tuple(said),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import inspect
 import json
@@ -31,7 +30,6 @@ from ddpopt.cli import main as program
 from ddpopt.cli.commands import bench, doctor, simulate
 from ddpopt.cli.errors import InputError
 from ddpopt.cli.factory import Loaded, find_factory
-from ddpopt.cli.private_names import private_names
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.errors import SectionCompileError
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
@@ -538,8 +536,8 @@ def test_doctor_names_what_torch_has_moved(
     text = capsys.readouterr().out
     assert re.search(r"private names +problem  1 of \d+ missing: torch._C._current_gr", text)
     assert re.search(r"torch +problem  3\.1\.0 is newer than what was tested; install torch", text)
-    assert re.search(r"^ +missing  torch\._C\._current_graph_task_id$", text, re.MULTILINE)
-    assert re.search(r"^ +found  torch\._guards\.TracingContext$", text, re.MULTILINE)
+    assert re.search(r"^ +missing  torch\._C\._current_graph_task_id  ", text, re.MULTILINE)
+    assert re.search(r"^ +found  torch\._guards\.TracingContext  ", text, re.MULTILINE)
 
 
 def test_doctor_looks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,30 +549,18 @@ def test_doctor_looks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set CXX" in check.remedy
 
 
-def test_every_look_up_in_a_module_of_torch_is_listed(one_rank: None) -> None:
-    """Each `_private(...)` of _torch.py, whichever way its arguments are written."""
-    calls = [
-        node
-        for node in ast.walk(ast.parse(inspect.getsource(_torch)))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    looked_up = {ast.unparse(call.args[1]) for call in calls if call.func.id == "_private"}
-    listed = [name.name.rpartition(".")[2] for name in private_names()]
-    for text in looked_up - {"name"}:
-        assert ast.literal_eval(text) in listed
-    assert "SkipFrame" in listed  # in a loop over names
-    assert "_execution_engine" in listed  # of another private name
-
-
 def test_names_of_ddp_are_listed_where_there_is_one(one_rank: None) -> None:
-    """Of its class always; of its objects, and in loops, with a module at hand."""
+    """And of what belongs to it; names of modules always."""
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    of_class, of_object = ({n.name: n.is_found for n in private_names(d)} for d in (None, ddp))
+    without, found = (
+        {str(row): is_found for row, is_found in doctor.find_names(d).items()} for d in (None, ddp)
+    )
+    assert "torch._guards.TracingContext" in without
     prefix = "DistributedDataParallel."
-    assert of_class[f"{prefix}_get_active_ddp_module"]
-    assert f"{prefix}bucket_bytes_cap" not in of_class
-    for name in ("bucket_bytes_cap", "_ddp_init_helper", "reducer._set_static_graph"):
-        assert of_object[f"{prefix}{name}"]
+    assert not any(name.startswith(prefix) for name in without)
+    for name in (f"{prefix}bucket_bytes_cap", f"{prefix}_ddp_init_helper"):
+        assert found[name]
+    assert found["Reducer._set_static_graph"]
 
 
 # ---- the program ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.consensus import Fact, agree, naming_peers
 from ddpopt.split import state
+from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 
 
 def attach(
@@ -84,12 +85,10 @@ def _problem_of_ddp(training: Training) -> Exception | None:
             "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
             "module without"
         )
-    reason = _torch.cannot_attach(training.ddp)
-    return (
-        OptionError(f"no algorithm can be attached to this DDP module: {reason}")
-        if reason
-        else None
-    )
+    mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
+    if mode is None:
+        return None
+    return OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
 
 
 def _problem_of_optimizers(training: Training) -> Exception | None:

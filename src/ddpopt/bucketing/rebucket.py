@@ -16,6 +16,7 @@ from ddpopt._text import printable
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.split import state as records
+from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 
 _NAMES_SHOWN = 3
 
@@ -48,9 +49,9 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why no plan can be applied to `ddp` now; "" if one can."""
     if _torch.is_in_backward():
         return "a backward is running; call rebucket between a step and the next forward"
-    reason = _torch.cannot_rebucket(ddp)
-    if reason:
-        return f"this DDP module's buckets cannot be changed: {reason}"
+    mode = find_mode(ddp, KEEPING_BUCKETS)
+    if mode is not None:
+        return f"this DDP module's buckets cannot be changed: {mode.value}"
     # By name: importing its class needs numpy.
     if any(type(state).__name__ == "PowerSGDState" for state in _torch.hook_states(ddp)):
         return (

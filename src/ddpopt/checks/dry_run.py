@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.bucketing import tuner
+from ddpopt.checks.copying import copy_model, deep_copy
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.split import state as records
+from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 
 LossFn = Callable[[Any], torch.Tensor]
 Stage = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -96,19 +98,17 @@ class Rehearsal:
 
 
 def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
-    """Return a copy of a compiled DDP model; see `_torch.copy_compiled`.
+    """Return a copy of a compiled DDP model; see `copy_model`.
 
     Raises:
         OptionError: the model cannot be copied, or DDP is in a mode that cannot be rehearsed.
     """
     original = records.ddp_of(model)
-    reason = _torch.cannot_attach(original)
-    if not any(parameter.requires_grad for parameter in original.parameters()):
-        reason = "all its parameters are frozen now, so it has no gradients"
-    if reason:
-        raise OptionError(f"a step of this DDP module cannot be rehearsed: {reason}")
+    mode = find_mode(original, KEEPING_FROM_REHEARSAL)
+    if mode is not None:
+        raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
     try:
-        copied, ddp = _torch.copy_compiled(model, is_apart=is_apart)
+        copied, ddp = copy_model(model, is_apart=is_apart)
     except DDPOptError:
         raise
     except Exception as error:  # modules copy themselves as they like
@@ -130,7 +130,7 @@ def copy_batch(batch: Batch) -> Batch:
         OptionError: it has something that cannot be copied.
     """
     try:
-        copied: Batch = _torch.deep_copy(batch)
+        copied: Batch = deep_copy(batch)
     except Exception as error:  # what it holds copies itself as it likes
         raise OptionError(
             f"the batch cannot be copied ({error}); give what copy.deepcopy takes: lists in place "

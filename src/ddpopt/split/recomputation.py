@@ -30,9 +30,10 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 def compiled_for() -> DistributedDataParallel | None:
     """Return the DDP module to compile for: the active one, or the one of what is recomputed."""
-    if not _is_recomputing():
-        return _torch.active_ddp()
-    forward = _current_forward()
+    active, is_in_backward = _torch.active_ddp(), _torch.is_in_backward()
+    if active is not None or not is_in_backward:  # both are asked: later is too late to miss one
+        return active
+    forward = _current_forward(active)
     return forward.ddp() if forward is not None and forward.ddp is not None else None
 
 
@@ -40,12 +41,14 @@ def may_run(rules: ReducerRules | None) -> bool:
     """Whether code that was compiled for these rules (None: for no DDP) is the code to run now.
 
     Dynamo offers the version first that ran last. So where a recomputation cannot be told from
-    others (reentrant ones, those of other libraries), any version will do.
+    others (reentrant ones, those of other libraries), any version will do. This is a guard, which
+    runs at each call of a compiled function.
     """
-    forward = _current_forward()
-    if _is_recomputing():
+    active = _torch.active_ddp()
+    forward = _current_forward(active)
+    if active is None and _torch.is_in_backward():
         return forward is None or rules in forward.rules
-    return state.rules_of(_torch.active_ddp()) == rules
+    return state.rules_of(active) == rules
 
 
 def note_compiled(rules: ReducerRules | None) -> None:
@@ -53,22 +56,18 @@ def note_compiled(rules: ReducerRules | None) -> None:
 
     Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
     """
-    forward = _current_forward()
+    forward = _current_forward(_torch.active_ddp())
     if forward is not None:
         forward.rules.add(rules)
 
 
-def _is_recomputing() -> bool:
-    return _torch.is_in_backward() and _torch.active_ddp() is None
-
-
-def _current_forward() -> _Forward | None:
+def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
     """Return the forward that runs in a checkpoint or is recomputed, None if there is none."""
     region = _torch.checkpointed_region()
     if region is None:
         return None
-    if region not in _forwards and not _is_recomputing():
-        ddp = _torch.active_ddp()
-        reference = weakref.ref(ddp) if ddp is not None else None
-        _forwards[region] = _Forward(reference, {state.rules_of(ddp)})
+    is_recomputing = active is None and _torch.is_in_backward()
+    if region not in _forwards and not is_recomputing:
+        reference = weakref.ref(active) if active is not None else None
+        _forwards[region] = _Forward(reference, {state.rules_of(active)})
     return _forwards.get(region)

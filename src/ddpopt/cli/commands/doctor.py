@@ -9,28 +9,27 @@ import difflib
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config
+from ddpopt._torch import names
+from ddpopt._torch.names import ModuleName, Row
 from ddpopt.cli.output import Report, Screen, Table
-from ddpopt.cli.private_names import PrivateName, private_names
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import explain
 from ddpopt.options import SPLITS
 from ddpopt.split.plan import SplitPlan
 
-_TESTED = ((2, 11), (2, 15))  # releases of torch, the first and the last
-_INSTALL_TORCH = "install torch 2.11 to 2.15, or upgrade ddpopt"
+_INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"
 _INSTALL = "install ddpopt by pip; to put its folder on PYTHONPATH is not enough"
 _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
@@ -55,19 +54,19 @@ def run(args: argparse.Namespace, screen: Screen) -> Report:
         checks = [_python(), _torch_release(), _package(), _entry_point(), _process_groups()]
         checks += [_compiler(), _log_names(), *_environment()]
         advance()
-        names = _find_names()
-        checks.append(_names(names))
+        found = _find_names()
+        checks.append(_names(found))
         advance()
         trials = []
         for split in SPLITS:
             trials.append(_try(split))
             advance()
-    return _report([*checks, *trials], names, trials, is_verbose=args.verbose)
+    return _report([*checks, *trials], found, trials, is_verbose=args.verbose)
 
 
 def _report(
     checks: Sequence[Check],
-    names: Sequence[PrivateName],
+    found: Mapping[Row, bool],
     trials: Sequence[Check],
     *,
     is_verbose: bool,
@@ -76,14 +75,17 @@ def _report(
     rows = [(c.name, "ok" if c.is_ok else "problem", _found(c)) for c in checks]
     parts: list[str | Table] = [Table(header=("check", "", "found"), rows=rows)]
     if is_verbose:
-        shown = [("found" if name.is_found else "missing", name.name) for name in names]
-        parts += ["", Table(header=("", "private name of torch"), rows=shown)]
+        shown = [
+            ("found" if is_found else "missing", str(row), row.need.value)
+            for row, is_found in found.items()
+        ]
+        parts += ["", Table(header=("", "private name of torch", "for"), rows=shown)]
     parts.append(f"\ntraining can {'' if can_split else 'not '}be split here")
     data: dict[str, Any] = {
         "format": "ddpopt doctor 1",
         "can_split": can_split,
         "checks": [dataclasses.asdict(check) for check in checks],
-        "private_names": {name.name: name.is_found for name in names},
+        "private_names": {str(row): is_found for row, is_found in found.items()},
     }
     return Report(data=data, parts=parts, status=0 if can_split else 1)
 
@@ -97,12 +99,11 @@ def _python() -> Check:
 
 
 def _torch_release() -> Check:
-    version = str(torch.__version__)
-    found = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(found[1]), int(found[2])) if found else (0, 0)
-    if release < _TESTED[0]:
+    version, release = str(torch.__version__), names.installed_release()
+    first, last = names.tested()
+    if release < first:
         return Check("torch", False, f"{version} is too old", _INSTALL_TORCH)
-    if release > _TESTED[1]:
+    if release > last:
         return Check("torch", False, f"{version} is newer than what was tested", _INSTALL_TORCH)
     return Check("torch", True, version)
 
@@ -163,18 +164,75 @@ def _environment() -> Iterator[Check]:
             yield Check(name, True, value)
 
 
-def _find_names() -> list[PrivateName]:
+def _find_names() -> dict[Row, bool]:
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
-        return private_names(DistributedDataParallel(_TrialModel()))
-    return private_names()
+        return find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
+    return find_names(None)
 
 
-def _names(names: Sequence[PrivateName]) -> Check:
-    missing = [name.name for name in names if not name.is_found]
+def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:
+    """Return which private names torch has, of those that it should have; those of DDP if given.
+
+    Left out are names of objects that exist only while a graph is compiled.
+    """
+    examples = _examples(ddp)
+    rows = [row for row in names.TABLE if row.is_expected]
+    rows = [row for row in rows if isinstance(row, ModuleName) or row.owner in examples]
+    return {row: _is_found(row, examples) for row in sorted(rows, key=str)}
+
+
+def _is_found(row: Row, examples: Mapping[str, Callable[[], Any]]) -> bool:
+    try:
+        if isinstance(row, ModuleName):
+            row.get()
+        else:
+            row.of(examples[row.owner]())
+    except Exception:  # whatever an import or a constructor raises, the name cannot be used
+        return False
+    return True
+
+
+def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any]]:
+    """Return by its name what makes an object of each kind; all but a few climb by other names."""
+    compiled: Any = torch.compile(nn.Identity(), backend="eager")
+    mode = names.FAKE_TENSOR_MODE
+    examples: dict[str, Callable[[], Any]] = {
+        "Module": nn.Module,
+        "OptimizedModule": lambda: compiled,
+        "compiled function": lambda: compiled.forward,
+        "OptimizeContext": lambda: names.DYNAMO_CTX.of(compiled),
+        "frame callback": lambda: names.CALLBACK.of(names.DYNAMO_CTX.of(compiled)),
+        "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.of(compiled)),
+        "OpOverload": lambda: torch.ops.aten.add.Tensor,
+        "UntypedStorage": lambda: torch.empty(0).untyped_storage(),
+        "Variable": names.VARIABLE.get,
+        "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(names.VARIABLE.get()),
+        "TracingContext": lambda: names.TRACING_CONTEXT.get()(None),
+        "GuardsContext": lambda: names.GUARDS_CONTEXT.of(names.TRACING_CONTEXT.get()(None)),
+        "FakeTensorMode": lambda: mode.get()(shape_env=None),
+        "FakeTensor": lambda: mode.get()().from_tensor(torch.empty(0)),
+        "boxed function": lambda: names.BOXED_NOP.get()(fx.GraphModule({}, fx.Graph()), []),
+        "Inductor wrapper": lambda: _torch.inductor(None, {}),
+        "Inductor's triton config": names.TRITON.get,
+    }
+    if ddp is not None:
+        group, device = ddp.process_group, torch.device("cpu")
+        examples |= {
+            "DistributedDataParallel": lambda: ddp,
+            "Reducer": lambda: names.REDUCER.of(ddp),
+            "Logger": lambda: names.LOGGER.of(ddp),
+            "ProcessGroup": lambda: group,
+            "ProcessGroup options": lambda: names.GROUP_BACKEND.of(group)(device).options,
+        }
+    return examples
+
+
+def _names(found: Mapping[Row, bool]) -> Check:
+    missing = [str(row) for row, is_found in found.items() if not is_found]
     if missing:
-        detail = f"{len(missing)} of {len(names)} missing: {', '.join(missing)}"
+        detail = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
         return Check("private names", False, detail, _INSTALL_TORCH)
-    return Check("private names", True, f"{len(names)} of {len(names)} found")
+    return Check("private names", True, f"{len(found)} of {len(found)} found")
 
 
 class _TrialModel(nn.Module):
