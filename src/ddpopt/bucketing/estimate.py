@@ -1,12 +1,13 @@
 """The profile of one iteration from the model's graph alone: nothing is run on real data.
 
-Forward and backward are traced into one graph with fake tensors; `planning/dag.py` knows what its
+Forward and backward are traced into one graph with fake tensors; `call_costs.py` knows what its
 calls cost. What was measured comes from elsewhere; `scale` brings the two together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from ddpopt import _torch
-from ddpopt.bucketing.call_costs import arrival_order, build_dag, end_times
+from ddpopt.bucketing.call_costs import call_costs
 from ddpopt.bucketing.costs import Gradient, Profile
 from ddpopt.bucketing.device import Device, measure_device
 from ddpopt.errors import PlanError
@@ -70,17 +71,22 @@ def estimate(
     if device is None:
         first = next(iter(joint.parameters.values()))
         device = measure_device(first.device, _dtypes_of(joint.graph))
-    dag = build_dag(joint.graph, device)
-    ends_s = end_times(dag)
-    forward_s = ends_s[dag.nodes[joint.loss]["position"]] if joint.loss in dag else 0.0
-    made = {name: node for name, node in joint.gradients.items() if node is not None}
-    # A gradient that does not depend on the loss's arithmetic may stand before it in the graph.
-    ready_s = {a.name: max(a.ready_s - forward_s, 0.0) for a in arrival_order(dag, made)}
-    backward_s = ends_s[-1] - forward_s
-    ready_s |= {name: backward_s for name in joint.gradients if name not in ready_s}
+    costs = call_costs(joint.graph, device)
+    ends_s = dict(zip(costs, itertools.accumulate(c.seconds for c in costs.values()), strict=True))
+    forward_s = ends_s.get(joint.loss, 0.0)
+    backward_s = max(ends_s.values(), default=0.0) - forward_s
+    place = {node: index for index, node in enumerate(costs)} | {None: len(costs)}
+    # One that is no call is an input handed through, and there at once. A gradient that does not
+    # depend on the loss's arithmetic may stand before it in the graph.
+    order = sorted(joint.gradients.items(), key=lambda item: place.get(item[1], -1))
     return Profile(
         gradients=tuple(
-            _gradient(name, joint.parameters[name], time_s) for name, time_s in ready_s.items()
+            _gradient(
+                name,
+                joint.parameters[name],
+                backward_s if node is None else max(ends_s.get(node, 0.0) - forward_s, 0.0),
+            )
+            for name, node in order
         ),
         backward_s=backward_s,
         forward_s=forward_s,
@@ -97,13 +103,8 @@ def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
     if not profile.backward_s > 0:
         raise PlanError("the profile's backward_s is 0, which cannot be stretched; measure instead")
     factor = backward_s / profile.backward_s
-    gradients = tuple(
-        dataclasses.replace(gradient, ready_s=min(gradient.ready_s * factor, backward_s))
-        for gradient in profile.gradients
-    )
-    return dataclasses.replace(
-        profile,
-        gradients=gradients,
+    return profile.with_ready_times(
+        [min(gradient.ready_s * factor, backward_s) for gradient in profile.gradients],
         forward_s=forward_s,
         backward_s=backward_s,
         source=f"{profile.source}, scaled",
