@@ -42,6 +42,8 @@ _KERNEL = re.compile(r"^nccl\w*Kernel.*AllReduce")
 _COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
 _DEPTH = 4  # of views that may lie between an output and that node
 
+_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
+
 
 @contextlib.contextmanager
 def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
@@ -65,9 +67,13 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         OSError: the trace cannot be written.
     """
     ddp = state.ddp_of(model)
-    path = None if folder is None else _place_of(Path(folder), dist.get_rank(ddp.process_group))
+    rank, path = dist.get_rank(ddp.process_group), None
+    if folder is not None:  # that it cannot be written is better told before the training steps
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"rank{rank}.json"
+        check_can_write(path)
     recording = Recording(
-        rank=dist.get_rank(ddp.process_group),
+        rank=rank,
         world_size=dist.get_world_size(ddp.process_group),
         host=socket.gethostname(),
         machine=_machine(),
@@ -79,9 +85,9 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         stack.callback(recorder.remove)
         stack.enter_context(listen(recorder))
         has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-        events = [] if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
+        events = None if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
         yield recording
-    reader = _Reader(ddp, recording.origin_unix_ns, _allreduces(events), is_profiled)
+    reader = _Reader(ddp, recording.origin_unix_ns, events)
     recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
     recording.notes = tuple(reader.notes)
     _recordings[ddp] = recording
@@ -89,36 +95,15 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         recording.save(path)
 
 
-_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
-
-
 def recording_of(ddp: DistributedDataParallel) -> Recording | None:
     """Return the last recording of a module, None if there is none."""
     return _recordings.get(ddp)
-
-
-def _place_of(folder: Path, rank: int) -> Path:
-    """Return where a trace goes; that it cannot is better told before the training steps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{rank}.json"
-    check_can_write(path)
-    return path
 
 
 def _machine() -> str:
     """Return what identifies this machine until it is booted anew, its name where that is all."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
-
-
-def _allreduces(events: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return when allreduces began to run and finished, in the order of their launch."""
-    found = [
-        (event.start_ns(), event.end_ns())
-        for event in events
-        if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
-    ]
-    return sorted(found)
 
 
 @dataclass(slots=True)
@@ -275,16 +260,20 @@ class _Reader:
     """Makes steps of raw times; `notes` collects what could not be known."""
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        origin_ns: int,
-        allreduces: Sequence[tuple[int, int]],
-        is_profiled: bool,
+        self, ddp: DistributedDataParallel, origin_ns: int, events: Sequence[Any] | None
     ) -> None:
         self.notes: list[str] = []
         self._origin_ns = origin_ns
-        self._allreduces = allreduces
-        self._is_profiled = is_profiled
+        # When each began to run and finished, in the order of their launch.
+        self._allreduces = (
+            None
+            if events is None
+            else sorted(
+                (event.start_ns(), event.end_ns())
+                for event in events
+                if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
+            )
+        )
         self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._buckets = state.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp) or ()
         if not self._buckets:
@@ -325,7 +314,7 @@ class _Reader:
 
     def _allreduces_of(self, step: _Step) -> list[tuple[int, int]]:
         """Return when each bucket's allreduce started and finished, nothing if that is unknown."""
-        if self._is_profiled:
+        if self._allreduces is None:
             self._note("finish: torch.profiler was on already; its profile has the allreduces")
             return []
         own = [
