@@ -7,6 +7,7 @@ calls cost. What was measured comes from elsewhere; `scale` brings the two toget
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -55,8 +56,8 @@ def estimate(
 
     Args:
         model: Compiled or not; its names are those of the profile, so give what DDP is to wrap, or
-            wraps. On the meta device it is traced as if it were on
-            the accelerator, or on the CPU where there is none, and takes no memory.
+            wraps. On the meta device it is traced as if it were on the accelerator, or on the CPU
+            where there is none, and takes no memory.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes matter.
         device: Its rates; None measures those of the device that the model is on, in under 1 s.
@@ -69,8 +70,10 @@ def estimate(
     """
     joint = trace_joint(model, example_inputs, loss)
     if device is None:
+        values = [node.meta.get("val") for node in joint.graph.nodes]
+        used = {value.dtype for value in values if isinstance(value, torch.Tensor)}
         first = next(iter(joint.parameters.values()))
-        device = measure_device(first.device, _dtypes_of(joint.graph))
+        device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
     costs = call_costs(joint.graph, device)
     ends_s = dict(zip(costs, itertools.accumulate(c.seconds for c in costs.values()), strict=True))
     forward_s = ends_s.get(joint.loss, 0.0)
@@ -78,16 +81,21 @@ def estimate(
     place = {node: index for index, node in enumerate(costs)} | {None: len(costs)}
     # One that is no call is an input handed through, and there at once. A gradient that does not
     # depend on the loss's arithmetic may stand before it in the graph.
-    order = sorted(joint.gradients.items(), key=lambda item: place.get(item[1], -1))
-    return Profile(
-        gradients=tuple(
-            _gradient(
-                name,
-                joint.parameters[name],
-                backward_s if node is None else max(ends_s.get(node, 0.0) - forward_s, 0.0),
+    ordered = sorted(joint.gradients.items(), key=lambda item: place.get(item[1], -1))
+    gradients = []
+    for name, node in ordered:
+        parameter = joint.parameters[name]
+        after_s = ends_s.get(node, 0.0) - forward_s if node is not None else backward_s
+        gradients.append(
+            Gradient(
+                name=name,
+                num_bytes=parameter.numel() * parameter.element_size(),
+                ready_s=max(after_s, 0.0),
+                group=f"{parameter.dtype} on {parameter.device}",
             )
-            for name, node in order
-        ),
+        )
+    return Profile(
+        gradients=tuple(gradients),
         backward_s=backward_s,
         forward_s=forward_s,
         source="estimated",
@@ -175,7 +183,12 @@ class _Step(nn.Module):
         self, wanted: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor | None]:
         """Return the loss, and its gradients by what is wanted."""
-        value = _check_loss(self._loss(self.model(*args, **kwargs)))
+        value = self._loss(self.model(*args, **kwargs))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise PlanError(
+                f"the loss ({shape}) must be a tensor of one element that depends on a parameter"
+            )
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
 
@@ -200,10 +213,7 @@ def find_loss(output: Any) -> torch.Tensor:
             f"the model's output ({type(output).__name__}) has no floating point tensor that "
             "depends on a parameter; give loss, which makes a scalar of the output"
         )
-    total = sums[0]
-    for other in sums[1:]:
-        total = total + other
-    return total
+    return functools.reduce(torch.add, sums)
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -216,15 +226,6 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
         value = list(value.values())
     for item in value if isinstance(value, list | tuple) else ():
         yield from _tensors_of(item)
-
-
-def _check_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise PlanError(
-            f"the loss ({shape}) must be a tensor of one element that depends on a parameter"
-        )
-    return loss
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -271,18 +272,3 @@ def _name_of_gradient(parameter: str, node: fx.Node | None) -> str | None:
             "a dense one (sparse=False)"
         )
     return node.name
-
-
-def _gradient(name: str, parameter: torch.Tensor, ready_s: float) -> Gradient:
-    return Gradient(
-        name=name,
-        num_bytes=parameter.numel() * parameter.element_size(),
-        ready_s=ready_s,
-        group=f"{parameter.dtype} on {parameter.device}",
-    )
-
-
-def _dtypes_of(graph: fx.Graph) -> list[torch.dtype]:
-    values = [node.meta.get("val") for node in graph.nodes]
-    found = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return [dtype for dtype in _MEASURED_DTYPES if dtype in found]

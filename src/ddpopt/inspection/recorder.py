@@ -1,7 +1,7 @@
 """`record`: measure real steps, section by section and bucket by bucket.
 
 [Note: recording]
-Sections tell of themselves (`listening.py`). Hooks on the autograd nodes that accumulate gradients
+Sections tell of themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
 note when each gradient arrives. DDP's own hook runs between the two of ours on one node, and
 launches the allreduces of the buckets that are complete, so the second tells the launch. After the
 first step hooks stay on the gradients that completed a bucket in it, since autograd's order is the
@@ -118,7 +118,7 @@ class _Step:
 
 
 class _Recorder:
-    """Notes times while a recording runs; see `listening.Listener`."""
+    """Notes times while a recording runs; see `_events.Listener`."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.steps: list[_Step] = []
