@@ -135,17 +135,10 @@ def trace_joint(
     args, kwargs = _arguments(example_inputs)
     inputs = (parameters, dict(model.named_buffers()), args, kwargs)
 
-    def trace(
-        parameters: dict[str, torch.Tensor],
-        buffers: dict[str, torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[torch.Tensor | None]:
+    def trace(parameters: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         state = {f"model.{name}": value for name, value in {**parameters, **buffers}.items()}
         wanted = [parameters[name] for name in trained]
-        result: list[torch.Tensor | None]
-        result = functional_call(_Step(model, loss or find_loss), state, (wanted, args, kwargs))
-        return result
+        return functional_call(_Step(model, loss or find_loss), state, (wanted, args, kwargs))
 
     try:
         if any(parameter.is_meta for parameter in parameters.values()):
