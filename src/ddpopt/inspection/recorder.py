@@ -18,7 +18,7 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,9 +141,7 @@ class _Recorder:
         for tensor, parameter in parameters.items():
             node = _torch.accumulate_node(tensor)
             self._kept.append(node)
-            index = parameter.index
-            before = node.register_prehook(self._before_arrival(index))
-            self._hooks[index] = (before, node.register_hook(self._after_arrival(index)))
+            self._watch_arrival(node, parameter.index)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -197,10 +195,11 @@ class _Recorder:
         node.register_prehook(start)
         node.register_hook(stop)
 
-    def _before_arrival(self, index: int) -> Callable[[object], None]:
+    def _watch_arrival(self, node: Any, index: int) -> None:
+        """Note when a gradient arrives, and when DDP's own hook on its node is done."""
         bucket = self._bucket_of.get(index)
 
-        def note(_gradients: object) -> None:
+        def before(_gradients: object) -> None:
             step = self._step
             if step is None or step.backward_stop_ns:
                 return
@@ -213,16 +212,13 @@ class _Recorder:
                 if not self._missing[bucket]:
                     self._range.enter_context(record_function(self._names[bucket]))
 
-        return note
-
-    def _after_arrival(self, index: int) -> Callable[[object, object], None]:
-        def note(_inputs: object, _outputs: object) -> None:
+        def after(_inputs: object, _outputs: object) -> None:
             self._range.close()
             step = self._step
             if step is not None and not step.backward_stop_ns:
                 step.arrivals[index] = (step.arrivals[index][0], time.time_ns())
 
-        return note
+        self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
 
     def _end_backward(self) -> None:
         self._nodes.clear()
@@ -264,16 +260,12 @@ class _Reader:
     ) -> None:
         self.notes: list[str] = []
         self._origin_ns = origin_ns
-        # When each began to run and finished, in the order of their launch.
-        self._allreduces = (
-            None
-            if events is None
-            else sorted(
-                (event.start_ns(), event.end_ns())
-                for event in events
-                if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
-            )
-        )
+        found = [
+            (event.start_ns(), event.end_ns())
+            for event in events or ()
+            if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
+        ]
+        self._allreduces = None if events is None else sorted(found)  # in the order of their launch
         self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._buckets = state.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp) or ()
         if not self._buckets:
