@@ -83,7 +83,8 @@ class Simulation:
     def to_json(self) -> str:
         """Return all numbers as JSON text, with those that follow from others; in seconds."""
         timeline = dataclasses.asdict(self.timeline)
-        timeline["buckets"] = [bucket._asdict() for bucket in self.timeline.buckets]
+        names = ("num_bytes", "ready_s", "launched_s", "finished_s")
+        timeline["buckets"] = [dict(zip(names, b, strict=True)) for b in self.timeline.buckets]
         for name in ("iteration_s", "exposed_s", "bound_s"):
             timeline[name] = getattr(self.timeline, name)
         content = {

@@ -230,7 +230,9 @@ def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[st
         "sections": [
             {
                 **_fields(section, "index", "num_nodes", "first_node", "parameters", "completes"),
-                "nodes": [node._asdict() for node in members or ()],
+                "nodes": [
+                    _fields(node, "name", "target", "shape", "source") for node in members or ()
+                ],
             }
             for section, members in itertools.zip_longest(sections, nodes[: len(sections)])
         ],
