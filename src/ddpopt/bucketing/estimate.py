@@ -7,7 +7,6 @@ calls cost. What was measured comes from elsewhere; `scale` brings the two toget
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -176,12 +175,7 @@ class _Step(nn.Module):
         self, wanted: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor | None]:
         """Return the loss, and its gradients by what is wanted."""
-        value = self._loss(self.model(*args, **kwargs))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise PlanError(
-                f"the loss ({shape}) must be a tensor of one element that depends on a parameter"
-            )
+        value = _check_loss(self._loss(self.model(*args, **kwargs)))
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
 
@@ -206,7 +200,10 @@ def find_loss(output: Any) -> torch.Tensor:
             f"the model's output ({type(output).__name__}) has no floating point tensor that "
             "depends on a parameter; give loss, which makes a scalar of the output"
         )
-    return functools.reduce(torch.add, sums)
+    total = sums[0]
+    for other in sums[1:]:
+        total = total + other
+    return total
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -219,6 +216,15 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
         value = list(value.values())
     for item in value if isinstance(value, list | tuple) else ():
         yield from _tensors_of(item)
+
+
+def _check_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise PlanError(
+            f"the loss ({shape}) must be a tensor of one element that depends on a parameter"
+        )
+    return loss
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
