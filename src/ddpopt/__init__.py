@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from ddpopt import algorithms, config
+from ddpopt.bucketing.ahead import plan
 from ddpopt.bucketing.calibrate import calibrate
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.bucketing.device import Device, measure_device
+from ddpopt.bucketing.estimate import estimate
 from ddpopt.bucketing.plan import BucketPlan, PlannedBucket
 from ddpopt.bucketing.rebucket import rebucket
 from ddpopt.bucketing.simulate import Simulation, Stragglers, simulate
@@ -42,21 +41,6 @@ from ddpopt.inspection.recorder import record
 from ddpopt.inspection.recording import Recording
 from ddpopt.inspection.traces import merge_traces
 from ddpopt.ranks.faults import naming_peers
-
-if TYPE_CHECKING:
-    from ddpopt.bucketing.ahead import plan
-    from ddpopt.bucketing.estimate import estimate
-
-# What reads graphs imports networkx, and takes half a second: not for those who only compile.
-_IMPORTED_WHEN_USED = {"estimate": "ddpopt.bucketing.estimate", "plan": "ddpopt.bucketing.ahead"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import what is only imported when it is used."""
-    if name not in _IMPORTED_WHEN_USED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
-
 
 __all__ = [
     "AllreduceCost",

@@ -30,8 +30,9 @@ _LONGEST_NUMBER = 40  # characters, of which a float's repr has 24 at most
 _DEEPEST = 100  # objects and lists in one another
 _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[{\]}]', re.DOTALL)
 _SHOWN = 60  # characters of a value in a message
-_PLAIN = getattr(os, "O_BINARY", 0)  # of Windows; as are the names that it has not
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | _PLAIN
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows has this one, and not the other two
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | _BINARY
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
 class MalformedError(ValueError):
@@ -48,8 +49,7 @@ def read_text(path: str | Path, most_bytes: int) -> str:
         MalformedError: it is no regular file, larger than `most_bytes`, or not in UTF-8.
         OSError: it cannot be read.
     """
-    # A pipe that nobody writes to would block here without O_NONBLOCK.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _PLAIN)
+    descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)  # as for a pipe that nobody writes to
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

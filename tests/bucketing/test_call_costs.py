@@ -1,28 +1,18 @@
-"""What a graph's calls cost, and what its DAG tells: times, the longest path, live bytes."""
+"""What the calls of a graph cost, and the rates of devices."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ddpopt.bucketing.call_costs import (
-    arrival_order,
-    build_dag,
-    critical_path,
-    end_times,
-    live_bytes,
-)
+from ddpopt.bucketing.call_costs import call_costs
 from ddpopt.bucketing.device import Device, measure_device
 from ddpopt.errors import PlanError
 
@@ -37,8 +27,9 @@ def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.Graph:
 
 
 def attribute(graph: fx.Graph, name: str, device: Device = BYTES) -> dict[str, Any]:
-    """Return an attribute of the DAG by the node's name."""
-    return dict(build_dag(graph, device).nodes(data=name))
+    """Return a field of each call's cost, by the node's name."""
+    costs = call_costs(graph, device)
+    return {node: getattr(cost, name) for node, cost in costs.items()}
 
 
 # ---- Costs of calls ---------------------------------------------------------------------------
@@ -73,14 +64,13 @@ def test_a_call_moves_what_it_reads_and_writes_and_a_view_nothing() -> None:
 
 
 def test_the_elements_of_a_tuple_are_moved_by_its_maker_alone() -> None:
-    """Taking them out is free; each owns its memory."""
+    """Taking them out is free."""
     graph = trace(lambda x: torch.max(x, dim=1), torch.ones(8, 16))
     assert attribute(graph, "moved_bytes") == {
         "max_1": 4 * 8 * 16 + (4 + 8) * 8,
         "getitem": 0,
         "getitem_1": 0,
     }
-    assert attribute(graph, "output_bytes") == {"max_1": 0, "getitem": 32, "getitem_1": 64}
 
 
 def test_looking_rows_up_does_not_read_the_whole_table() -> None:
@@ -140,124 +130,28 @@ def test_a_product_runs_at_the_rate_of_its_dtype() -> None:
     assert attribute(trace(torch.mm, *[torch.ones(4, 4)] * 2), "seconds", device)["mm"] == 2 * 4**3
 
 
-def test_edges_carry_the_size_of_the_value() -> None:
-    """Of a tuple, that of the element taken."""
-    dag = build_dag(trace(lambda x: torch.max(x.exp(), 1)[1] + 1, torch.ones(8, 16)), BYTES)
-    assert set(dag.edges(data="num_bytes")) == {
-        ("exp", "max_1", 512),
-        ("max_1", "getitem", 32),
-        ("max_1", "getitem_1", 64),
-        ("getitem_1", "add", 64),
-    }
-
-
 def test_a_graph_without_values_is_refused() -> None:
     """Without them there is no size to count."""
     with pytest.raises(PlanError, match=r"node input_1 .* no meta\['val'\]; trace .* make_fx"):
-        build_dag(fx.symbolic_trace(nn.ReLU()).graph, BYTES)
+        call_costs(fx.symbolic_trace(nn.ReLU()).graph, BYTES)
+
+
+def test_a_graph_that_hands_its_input_through_costs_nothing() -> None:
+    """It has no calls."""
+    assert call_costs(trace(lambda x: x, torch.ones(2)), BYTES) == {}
+
+
+def test_what_is_written_in_place_is_read_from_its_owner() -> None:
+    """A value that an operation in place overwrites is in memory, and fused with nothing."""
+    graph = trace(lambda x: x.exp().relu_() @ x, torch.ones(4, 4))
+    assert attribute(graph, "moved_bytes")["mm"] == 3 * 64
 
 
 def test_a_graph_of_symbolic_shapes_is_refused() -> None:
     """Costs are numbers."""
     graph = make_fx(torch.relu, tracing_mode="symbolic")(torch.ones(3, 4)).graph
     with pytest.raises(PlanError, match="symbolic shape"):
-        build_dag(graph, BYTES)
-
-
-# ---- Questions to the DAG ---------------------------------------------------------------------
-
-
-def test_gradients_arrive_in_the_order_of_their_nodes() -> None:
-    """At the end of the node, if calls run one after another; an input is there at once."""
-    graph = trace(lambda x: (x @ x, (x @ x) @ x), torch.ones(2, 2))
-    dag = build_dag(graph, FLOPS)
-    assert end_times(dag) == [16, 32, 48]
-    arrivals = arrival_order(dag, {"late": "mm_2", "b": "mm", "a": "mm", "input": "x_1"})
-    assert arrivals == [("input", -1, 0.0), ("b", 0, 16), ("a", 0, 16), ("late", 2, 48)]
-
-
-@st.composite
-def dags(draw: st.DrawFn) -> nx.DiGraph:
-    """Return a small graph of random times, whose edges point forward."""
-    times = draw(st.lists(st.integers(0, 9), min_size=1, max_size=7))
-    dag = nx.DiGraph()
-    for i, seconds in enumerate(times):
-        dag.add_node(f"n{i}", seconds=seconds)
-    pairs = list(itertools.combinations(dag, 2))
-    dag.add_edges_from(pair for pair in pairs if draw(st.booleans()))
-    return dag
-
-
-@given(dags())
-def test_the_critical_path_is_the_longest_of_all(dag: nx.DiGraph) -> None:
-    """Compared with every path there is."""
-    seconds = dict(dag.nodes(data="seconds"))
-    paths = [
-        path
-        for first, last in itertools.product(dag, dag)
-        for path in ([[first]] if first == last else nx.all_simple_paths(dag, first, last))
-    ]
-    found = critical_path(dag)
-    assert list(found.nodes) in paths
-    assert found.seconds == sum(seconds[node] for node in found.nodes)
-    assert found.seconds == max(sum(seconds[node] for node in path) for path in paths)
-
-
-def test_an_empty_graph_has_no_path_and_no_cuts() -> None:
-    """One that hands its input through."""
-    dag = build_dag(trace(lambda x: x, torch.ones(2)), BYTES)
-    assert critical_path(dag) == ((), 0.0)
-    assert live_bytes(dag) == []
-
-
-def _block(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    x = x + table[:8]
-    q, k, v = (F.layer_norm(x, [16]) @ w).view(1, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
-    x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(8, 16)
-    x = F.dropout(torch.relu_(x @ w[:, :16]), 0.5)
-    values, _ = x.max(1)
-    first = x[0]
-    x.mul_(2)
-    a, b = x.chunk(2)
-    return (a.exp() * b).sum() + values.sum() + first.sum()
-
-
-def _block_and_gradients(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor) -> Any:
-    w, table = (t.detach().requires_grad_() for t in (w, table))
-    loss = _block(x, w, table)
-    return loss, *torch.autograd.grad(loss, (w, table))
-
-
-@pytest.mark.parametrize("function", [_block, _block_and_gradients])
-def test_live_bytes_are_the_memory_made_before_a_cut_and_used_behind_it(
-    function: Callable[..., Any],
-) -> None:
-    """Compared, for each cut, with the storages of the values themselves."""
-    graph = trace(function, torch.ones(8, 16), torch.ones(16, 48), torch.ones(9, 16))
-    expected = _live_storages(graph)
-    assert live_bytes(build_dag(graph, BYTES)) == expected
-    assert len(set(expected)) > 5
-
-
-def _live_storages(graph: fx.Graph) -> list[int]:
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-
-    def storages(values: list[fx.Node]) -> dict[int, int]:
-        tensors = [t for n in values for t in torch.utils._pytree.tree_leaves(n.meta.get("val"))]
-        found = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
-        return {storage._cdata: storage.nbytes() for storage in found}
-
-    def used(node: fx.Node) -> list[fx.Node]:
-        is_element = node.op == "call_function" and node.target.__name__ == "getitem"
-        return [node] if is_element else node.all_input_nodes
-
-    inputs = storages(graph.find_nodes(op="placeholder"))
-    result = []
-    for cut in range(len(calls)):
-        before = storages(calls[:cut])
-        behind = storages([source for node in calls[cut:] for source in used(node)])
-        result.append(sum(before[s] for s in before.keys() & behind.keys() - inputs.keys()))
-    return result
+        call_costs(graph, BYTES)
 
 
 # ---- Devices ----------------------------------------------------------------------------------

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.bucketing.plan import BucketPlan, plan_buckets
-from ddpopt.bucketing.simulate import Stragglers, simulate
-from ddpopt.bucketing.sweep import Cell, format_bandwidth, parse_bandwidth, render, sweep
+from ddpopt.bucketing.simulate import (
+    Cell,
+    Stragglers,
+    format_bandwidth,
+    parse_bandwidth,
+    render,
+    simulate,
+    sweep,
+)
 from ddpopt.cli import main
 from ddpopt.errors import PlanError
 

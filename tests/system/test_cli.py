@@ -269,7 +269,7 @@ def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
     assert {m for m in loaded if m.startswith("ddpopt.cli.")} == {
         f"ddpopt.cli.{name}" for name in ("arguments", "clusters", "errors", "output", "program")
     }
-    assert not loaded & {"ddpopt.backend", "ddpopt.bucketing.estimate", "networkx", "rich"}
+    assert not loaded & {"ddpopt.backend", "networkx", "rich"}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ Pure numbers: times in seconds, sizes in bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpopt._files import show
 from ddpopt.errors import PlanError
@@ -89,6 +91,12 @@ class Profile:
         ends = itertools.accumulate(sizes, initial=0)
         return [self.gradients[start:stop] for start, stop in itertools.pairwise(ends)]
 
+    def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
+        """Return the profile with these times of its gradients, and further changes."""
+        pairs = zip(self.gradients, ready_s, strict=True)
+        gradients = tuple(dataclasses.replace(gradient, ready_s=t) for gradient, t in pairs)
+        return dataclasses.replace(self, gradients=gradients, **changes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllreduceCost:
@@ -111,9 +119,8 @@ class AllreduceCost:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "startup_s")
-        _check(self, "s_per_byte")
-        _check(self, "launch_s")
+        for name in ("startup_s", "s_per_byte", "launch_s"):
+            _check(self, name)
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
 
@@ -150,9 +157,8 @@ class Network:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "latency_s")
-        _check(self, "launch_s")
-        _check(self, "node_latency_s")
+        for name in ("latency_s", "launch_s", "node_latency_s"):
+            _check(self, name)
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
         _check(self, "ranks_per_node", at_least=1)
@@ -228,8 +234,7 @@ class Network:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ring:
+class _Ring(NamedTuple):
     """Messages that follow one another, and how often all bytes pass a link."""
 
     steps: int
@@ -267,16 +272,10 @@ def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceC
         PlanError: there are fewer than two different sizes.
     """
     points = list(zip(num_bytes, seconds, strict=True))
-    slopes = sorted(
-        (t - s) / (n - m) for i, (m, s) in enumerate(points) for n, t in points[i + 1 :] if n != m
-    )
+    pairs = itertools.combinations(points, 2)
+    slopes = [(t - s) / (n - m) for (m, s), (n, t) in pairs if n != m]
     if not slopes:
         raise PlanError("a fit needs allreduces of two different sizes or more")
-    slope = max(0.0, _median(slopes))
-    rest = sorted(s - slope * n for n, s in points)
-    return AllreduceCost(startup_s=max(0.0, _median(rest)), s_per_byte=slope)
-
-
-def _median(ordered: Sequence[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    slope = max(0.0, statistics.median(slopes))
+    rest = statistics.median(s - slope * n for n, s in points)
+    return AllreduceCost(startup_s=max(0.0, rest), s_per_byte=slope)

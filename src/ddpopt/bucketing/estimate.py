@@ -1,12 +1,13 @@
 """The profile of one iteration from the model's graph alone: nothing is run on real data.
 
-Forward and backward are traced into one graph with fake tensors; `planning/dag.py` knows what its
+Forward and backward are traced into one graph with fake tensors; `call_costs.py` knows what its
 calls cost. What was measured comes from elsewhere; `scale` brings the two together.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from ddpopt import _torch
-from ddpopt.bucketing.call_costs import arrival_order, build_dag, end_times
+from ddpopt.bucketing.call_costs import call_costs
 from ddpopt.bucketing.costs import Gradient, Profile
 from ddpopt.bucketing.device import Device, measure_device
 from ddpopt.errors import PlanError
@@ -54,8 +55,8 @@ def estimate(
 
     Args:
         model: Compiled or not; its names are those of the profile, so give what DDP is to wrap, or
-            wraps. On the meta device it is traced as if it were on
-            the accelerator, or on the CPU where there is none, and takes no memory.
+            wraps. On the meta device it is traced as if it were on the accelerator, or on the CPU
+            where there is none, and takes no memory.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes matter.
         device: Its rates; None measures those of the device that the model is on, in under 1 s.
@@ -68,20 +69,32 @@ def estimate(
     """
     joint = trace_joint(model, example_inputs, loss)
     if device is None:
+        values = [node.meta.get("val") for node in joint.graph.nodes]
+        used = {value.dtype for value in values if isinstance(value, torch.Tensor)}
         first = next(iter(joint.parameters.values()))
-        device = measure_device(first.device, _dtypes_of(joint.graph))
-    dag = build_dag(joint.graph, device)
-    ends_s = end_times(dag)
-    forward_s = ends_s[dag.nodes[joint.loss]["position"]] if joint.loss in dag else 0.0
-    made = {name: node for name, node in joint.gradients.items() if node is not None}
-    # A gradient that does not depend on the loss's arithmetic may stand before it in the graph.
-    ready_s = {a.name: max(a.ready_s - forward_s, 0.0) for a in arrival_order(dag, made)}
-    backward_s = ends_s[-1] - forward_s
-    ready_s |= {name: backward_s for name in joint.gradients if name not in ready_s}
+        device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
+    costs = call_costs(joint.graph, device)
+    ends_s = dict(zip(costs, itertools.accumulate(c.seconds for c in costs.values()), strict=True))
+    forward_s = ends_s.get(joint.loss, 0.0)
+    backward_s = max(ends_s.values(), default=0.0) - forward_s
+    place = {node: index for index, node in enumerate(costs)} | {None: len(costs)}
+    # One that is no call is an input handed through, and there at once. A gradient that does not
+    # depend on the loss's arithmetic may stand before it in the graph.
+    ordered = sorted(joint.gradients.items(), key=lambda item: place.get(item[1], -1))
+    gradients = []
+    for name, node in ordered:
+        parameter = joint.parameters[name]
+        after_s = ends_s.get(node, 0.0) - forward_s if node is not None else backward_s
+        gradients.append(
+            Gradient(
+                name=name,
+                num_bytes=parameter.numel() * parameter.element_size(),
+                ready_s=max(after_s, 0.0),
+                group=f"{parameter.dtype} on {parameter.device}",
+            )
+        )
     return Profile(
-        gradients=tuple(
-            _gradient(name, joint.parameters[name], time_s) for name, time_s in ready_s.items()
-        ),
+        gradients=tuple(gradients),
         backward_s=backward_s,
         forward_s=forward_s,
         source="estimated",
@@ -97,13 +110,8 @@ def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
     if not profile.backward_s > 0:
         raise PlanError("the profile's backward_s is 0, which cannot be stretched; measure instead")
     factor = backward_s / profile.backward_s
-    gradients = tuple(
-        dataclasses.replace(gradient, ready_s=min(gradient.ready_s * factor, backward_s))
-        for gradient in profile.gradients
-    )
-    return dataclasses.replace(
-        profile,
-        gradients=gradients,
+    return profile.with_ready_times(
+        [min(gradient.ready_s * factor, backward_s) for gradient in profile.gradients],
         forward_s=forward_s,
         backward_s=backward_s,
         source=f"{profile.source}, scaled",
@@ -126,17 +134,10 @@ def trace_joint(
     args, kwargs = _arguments(example_inputs)
     inputs = (parameters, dict(model.named_buffers()), args, kwargs)
 
-    def trace(
-        parameters: dict[str, torch.Tensor],
-        buffers: dict[str, torch.Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[torch.Tensor | None]:
+    def trace(parameters: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         state = {f"model.{name}": value for name, value in {**parameters, **buffers}.items()}
         wanted = [parameters[name] for name in trained]
-        result: list[torch.Tensor | None]
-        result = functional_call(_Step(model, loss or find_loss), state, (wanted, args, kwargs))
-        return result
+        return functional_call(_Step(model, loss or find_loss), state, (wanted, args, kwargs))
 
     try:
         if any(parameter.is_meta for parameter in parameters.values()):
@@ -270,18 +271,3 @@ def _name_of_gradient(parameter: str, node: fx.Node | None) -> str | None:
             "a dense one (sparse=False)"
         )
     return node.name
-
-
-def _gradient(name: str, parameter: torch.Tensor, ready_s: float) -> Gradient:
-    return Gradient(
-        name=name,
-        num_bytes=parameter.numel() * parameter.element_size(),
-        ready_s=ready_s,
-        group=f"{parameter.dtype} on {parameter.device}",
-    )
-
-
-def _dtypes_of(graph: fx.Graph) -> list[torch.dtype]:
-    values = [node.meta.get("val") for node in graph.nodes]
-    found = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return [dtype for dtype in _MEASURED_DTYPES if dtype in found]

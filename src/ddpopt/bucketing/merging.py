@@ -57,14 +57,13 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
             ready_s = ready_times(profile, sizes, cost)
     backward_s = {sizes: predict(profile, sizes, cost).backward_s for sizes in candidates}
     enough_s = min(backward_s.values()) * _AS_GOOD
+
+    def largest_bytes(sizes: Sequence[int]) -> int:
+        buckets = profile.split(sizes)
+        return max(sum(gradient.num_bytes for gradient in members) for members in buckets)
+
     good = [sizes for sizes in candidates if backward_s[sizes] <= enough_s]
-    return min(good, key=lambda sizes: (_largest(profile, sizes), len(sizes)))
-
-
-def _largest(profile: Profile, sizes: Sequence[int]) -> int:
-    """Return the bytes of the largest bucket."""
-    buckets = profile.split(sizes)
-    return max(sum(gradient.num_bytes for gradient in members) for members in buckets)
+    return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))
 
 
 def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""One iteration of a plan on a cluster of any size, stragglers included. Pure and deterministic.
+"""A plan on clusters of other sizes: one iteration, and efficiencies over a grid of clusters.
 
-Plans are made in bucket_plan.py, whole grids of clusters are compared in sweep.py.
+Pure and deterministic, stragglers included. Plans are made in plan.py.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ import dataclasses
 import json
 import math
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpopt._text import format_bytes, table
-from ddpopt.bucketing.costs import AllreduceCost, Network, Profile
-from ddpopt.bucketing.plan import BucketPlan
+from ddpopt._text import format_bytes, format_ms, table
+from ddpopt.bucketing.costs import AllreduceCost, Network
+from ddpopt.bucketing.merging import buckets_of_caps
+from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import PlanError
 
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10
+# As tc(8) of Linux names them: powers of 1000, in bits.
+_BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SAME = 1e-4  # of efficiency: plans closer than this are equally good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +84,11 @@ class Simulation:
         """Return all numbers as JSON text, with those that follow from others; in seconds."""
         timeline = dataclasses.asdict(self.timeline)
         names = ("num_bytes", "ready_s", "launched_s", "finished_s")
-        timeline["buckets"] = [
-            dict(zip(names, bucket, strict=True)) for bucket in self.timeline.buckets
-        ]
+        timeline["buckets"] = [dict(zip(names, b, strict=True)) for b in self.timeline.buckets]
         for name in ("iteration_s", "exposed_s", "bound_s"):
             timeline[name] = getattr(self.timeline, name)
         content = {
-            "world_size": self.world_size,
-            "cost": dataclasses.asdict(self.cost),
-            "slowdown": self.slowdown,
-            "basis": self.basis,
+            **dataclasses.asdict(self),
             "efficiency": self.efficiency,
             "timeline": timeline,
         }
@@ -95,16 +96,15 @@ class Simulation:
 
     def __str__(self) -> str:
         timeline = self.timeline
-        ms_per_mib = self.cost.s_per_mib * 1e3
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
         lines = [
-            f"{self.world_size} ranks: iteration {timeline.iteration_s * 1e3:.1f} ms, "
+            f"{self.world_size} ranks: iteration {format_ms(timeline.iteration_s)} ms, "
             f"efficiency {self.efficiency:.1%}{slowest}",
-            f"  computation {timeline.alone_s * 1e3:.1f} ms, communication "
-            f"{timeline.communication_s * 1e3:.1f}, exposed {timeline.exposed_s * 1e3:.1f}, "
-            f"bound {timeline.bound_s * 1e3:.1f}",
+            f"  computation {format_ms(timeline.alone_s)} ms, communication "
+            f"{format_ms(timeline.communication_s)}, exposed {format_ms(timeline.exposed_s)}, "
+            f"bound {format_ms(timeline.bound_s)}",
             f"  an allreduce takes {self.cost.startup_s * 1e3:.3f} ms and "
-            f"{ms_per_mib:.3f} ms per MiB",
+            f"{self.cost.s_per_mib * 1e3:.3f} ms per MiB",
             f"  {self.basis}",
             "",
         ]
@@ -123,7 +123,7 @@ class Simulation:
         ready, launched, finished = (math.floor(_BAR_WIDTH * (time / whole_s)) for time in times)
         runs = max(1, finished - launched)
         bar = " " * ready + "-" * (launched - ready) + "=" * runs
-        return (f"{index}", format_bytes(bucket.num_bytes), *(f"{t * 1e3:.1f}" for t in times), bar)
+        return (f"{index}", format_bytes(bucket.num_bytes), *map(format_ms, times), bar)
 
 
 def simulate(
@@ -146,7 +146,12 @@ def simulate(
         raise PlanError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
     cost, origin = _cost(plan, world_size, network)
     slowdown = stragglers.slowdown(world_size) if stragglers else 1.0
-    profile = _slowed(plan.profile, slowdown) if stragglers else plan.profile
+    profile = plan.profile
+    if stragglers:
+        names = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
+        times = {name: getattr(profile, name) * slowdown for name in names}
+        ready_s = [gradient.ready_s * slowdown for gradient in profile.gradients]
+        profile = profile.with_ready_times(ready_s, **times)
     return Simulation(
         world_size=world_size,
         cost=cost,
@@ -169,12 +174,107 @@ def _cost(
     return implied.allreduce(world_size), f"ring, extrapolated from {plan.world_size} ranks"
 
 
-def _slowed(profile: Profile, factor: float) -> Profile:
-    """Return the profile of a rank that takes `factor` times as long."""
-    gradients = tuple(
-        dataclasses.replace(gradient, ready_s=gradient.ready_s * factor)
-        for gradient in profile.gradients
-    )
-    names = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
-    times = {name: getattr(profile, name) * factor for name in names}
-    return dataclasses.replace(profile, gradients=gradients, **times)
+# ---- many clusters ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Efficiencies on one cluster: of the saved plan, DDP's default buckets, a plan made for it.
+
+    `num_buckets` are those of the plan made for it.
+    """
+
+    world_size: int
+    bytes_per_s: float
+    saved: float
+    default: float
+    replanned: float
+    num_buckets: int
+
+    @property
+    def best(self) -> str:
+        """The best of the three, the one that asks for least where they are equally good."""
+        efficiency = {"saved": self.saved, "default": self.default, "replanned": self.replanned}
+        enough = max(efficiency.values()) - _SAME
+        return next(name for name, value in efficiency.items() if value >= enough)
+
+
+def sweep(
+    plan: BucketPlan,
+    world_sizes: Sequence[int],
+    bandwidths: Sequence[float],
+    network: Network,
+    stragglers: Stragglers | None = None,
+) -> list[Cell]:
+    """Return a cell for each world size and each bandwidth of `network`'s nodes in bytes/s.
+
+    Plans are made without regard to stragglers.
+
+    Raises:
+        PlanError: a world size or a bandwidth is out of range.
+    """
+    default = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, DDP_DEFAULT_CAPS))
+    cells = []
+    for world_size in world_sizes:
+        for bytes_per_s in bandwidths:
+            links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
+            replanned = plan_buckets(plan.profile, links.allreduce(world_size), world_size)
+            plans = {"saved": plan, "default": default, "replanned": replanned}
+            efficiencies = {
+                name: simulate(
+                    each, world_size=world_size, network=links, stragglers=stragglers
+                ).efficiency
+                for name, each in plans.items()
+            }
+            cells.append(
+                Cell(
+                    world_size=world_size,
+                    bytes_per_s=bytes_per_s,
+                    num_buckets=len(replanned.buckets),
+                    **efficiencies,
+                )
+            )
+    return cells
+
+
+def render(cells: Sequence[Cell]) -> str:
+    """Return the cells as a table."""
+    header = ("ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best")
+    rows = [
+        (
+            f"{cell.world_size}",
+            format_bandwidth(cell.bytes_per_s),
+            *(f"{efficiency:.1%}" for efficiency in (cell.saved, cell.default, cell.replanned)),
+            f"{cell.num_buckets}",
+            cell.best,
+        )
+        for cell in cells
+    ]
+    return "\n".join(table(header, rows))
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return bytes per second of a rate such as `10gbit`, written as for `tc`.
+
+    Units are bit, kbit, mbit, gbit and tbit. A bare number, and tc's units in bytes (`bps`, which
+    elsewhere are bits), are refused.
+
+    Raises:
+        PlanError: the text is no such rate, or it is 0.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]+)", text.strip(), re.IGNORECASE)
+    scale = _BITS_PER_S.get(found[2].lower()) if found else None
+    if found is None or scale is None or not float(found[1]):
+        raise PlanError(
+            f"the bandwidth is {text!r}; give a number above 0 and one of the units "
+            f"{', '.join(_BITS_PER_S)} (bits per second), such as 10gbit"
+        )
+    return float(found[1]) * scale / 8
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Return a rate in the largest unit of which it is 1 or more."""
+    bits_per_s = bytes_per_s * 8
+    fitting = [unit for unit, scale in _BITS_PER_S.items() if bits_per_s >= scale]
+    unit = fitting[-1] if fitting else "bit"
+    return f"{bits_per_s / _BITS_PER_S[unit]:g}{unit}"

@@ -37,7 +37,7 @@ from ddpopt.bucketing import rebucket
 from ddpopt.bucketing.calibrate import calibrate
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import BucketPlan, plan_buckets
-from ddpopt.bucketing.timeline import Timeline, predict, undisturbed
+from ddpopt.bucketing.timeline import predict, undisturbed
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
@@ -154,13 +154,10 @@ class _Tuner(Observer):
             device = next(iter(_torch.reducer_parameters(ddp))).device
             timeout_s = _torch.group_timeout(ddp.process_group, device).total_seconds()
             _torch.num_collectives(ddp.process_group)
-        except TorchDriftError as error:
+        except (TorchDriftError, RuntimeError) as error:  # or a backend that does not count them
             self.stay(str(error))
-            _logs.warning("%s", self.outcome)
-            return
-        except RuntimeError as error:  # a backend that does not count them
-            self.stay(str(error))
-            _logs.info("%s", self.outcome)
+            log = _logs.warning if isinstance(error, TorchDriftError) else _logs.info
+            log("%s", self.outcome)
             return
         self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
         if dist.get_world_size(ddp.process_group) < 2:
@@ -369,6 +366,14 @@ def _find_obstacle(ddp: DistributedDataParallel) -> str:
     return rebucket.find_obstacle(ddp)
 
 
+class _Decision(NamedTuple):
+    """Why to change buckets or not, the best plan as JSON, and whether it is worth the change."""
+
+    reason: str
+    plan: str = ""
+    is_better: bool = False
+
+
 def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, BucketPlan | None]:
     """Measure the network, plan on rank 0, and apply the plan if it fits all ranks.
 
@@ -401,14 +406,6 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     return f"buckets change: {reason}", plan
 
 
-class _Decision(NamedTuple):
-    """Why to change buckets or not, the best plan as JSON, and whether it is worth the change."""
-
-    reason: str
-    plan: str = ""
-    is_better: bool = False
-
-
 def choose(
     ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
 ) -> _Decision:
@@ -423,18 +420,15 @@ def choose(
     before, after = predict(profile, gathered[0].sizes, cost), plan.timeline()
     gain = 1 - after.iteration_s / before.iteration_s
     reason = (
-        f"iterations would get {gain:.0%} shorter; predicted is a backward of {_ms(before)} ms "
-        f"with DDP's own {len(gathered[0].sizes)} buckets (of it {profile.after_s * 1e3:.0f} after "
-        f"the last allreduce) and {_ms(after)} ms with the best {len(plan.buckets)}, as an "
-        f"allreduce costs {cost.startup_s * 1e3:.2f} ms and {cost.s_per_mib * 1e3:.2f} ms "
-        f"a MiB, {cost.contention:.2f} times that beside computation, which each launch keeps up "
-        f"by {cost.launch_s * 1e3:.2f} ms and the transfer slows down by {cost.interference:.0%}"
+        f"iterations would get {gain:.0%} shorter; predicted is a backward of "
+        f"{before.backward_s * 1e3:.0f} ms with DDP's own {len(gathered[0].sizes)} buckets (of it "
+        f"{profile.after_s * 1e3:.0f} after the last allreduce) and {after.backward_s * 1e3:.0f} "
+        f"ms with the best {len(plan.buckets)}, as an allreduce costs {cost.startup_s * 1e3:.2f} "
+        f"ms and {cost.s_per_mib * 1e3:.2f} ms a MiB, {cost.contention:.2f} times that beside "
+        f"computation, which each launch keeps up by {cost.launch_s * 1e3:.2f} ms and the transfer "
+        f"slows down by {cost.interference:.0%}"
     )
     return _Decision(reason, plan.to_json(), is_better=gain >= _LEAST_GAIN)
-
-
-def _ms(timeline: Timeline) -> str:
-    return f"{timeline.backward_s * 1e3:.0f}"
 
 
 def profile_of(
@@ -445,22 +439,20 @@ def profile_of(
     What the model does not explain of the measured backward is taken to come after all allreduces.
     """
     first = gathered[0]
-    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+    by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+    parameters = [by_index[index] for index in first.arrival]
     slowest = [max(times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
     ready_s = list(itertools.accumulate(slowest, max))
-    num_bytes = [parameters[index].num_bytes for index in first.arrival]
-    ends = [0, *itertools.accumulate(first.sizes)]
-    buckets = [(stop - 1, sum(num_bytes[begin:stop])) for begin, stop in itertools.pairwise(ends)]
+    ends = itertools.accumulate(first.sizes, initial=0)
+    buckets = [
+        (stop - 1, sum(p.num_bytes for p in parameters[begin:stop]))
+        for begin, stop in itertools.pairwise(ends)
+    ]
     alone_s = undisturbed(ready_s, buckets, cost)
     profile = Profile(
         gradients=tuple(
-            Gradient(
-                name=parameters[index].name,
-                num_bytes=size,
-                ready_s=at_s,
-                group=parameters[index].group,
-            )
-            for index, size, at_s in zip(first.arrival, num_bytes, alone_s, strict=True)
+            Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
+            for p, at_s in zip(parameters, alone_s, strict=True)
         ),
         backward_s=alone_s[-1],
         forward_s=max(measured.forward_s for measured in gathered),

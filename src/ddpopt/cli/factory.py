@@ -26,7 +26,7 @@ _FILE_MODULE = "__ddpopt_factory__"  # the name of a module that is given as a f
 
 
 class Loaded(NamedTuple):
-    """What a factory made; `inputs` are as `call_model` of estimation.py takes them."""
+    """What a factory made; `inputs` are as `call_model` of estimate.py takes them."""
 
     model: nn.Module
     inputs: Any

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpopt.bucketing.costs import ALGORITHMS
-from ddpopt.bucketing.sweep import parse_bandwidth
+from ddpopt.bucketing.simulate import parse_bandwidth
 from ddpopt.errors import DDPOptError, PlanError
 
 LATENCY_US = 50.0

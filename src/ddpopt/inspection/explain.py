@@ -1,35 +1,38 @@
-"""`explain`: what is known of a DDP model's graphs and buckets, as data and as text.
+"""`explain`: what is known of a DDP model's graphs and buckets, as text and as data.
 
-How it is written down as JSON or HTML is for document.py and page.py.
+How the data become a page is for page.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import importlib.metadata
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._files import write_text
-from ddpopt._text import format_bytes, printable, shorten, table
+from ddpopt._text import format_bytes, format_ms, printable, shorten, table
 from ddpopt.bucketing import rebucket, tuner
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
-from ddpopt.inspection.document import document_of, to_json
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedBucket, RecordedStep, format_ms, summary_of
+from ddpopt.inspection.recording import RecordedBucket, RecordedStep
 from ddpopt.reducer import Parameter
 from ddpopt.split import state
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.plan import NodeText, Section, SplitPlan
 
+FORMAT = "ddpopt explanation 1"
 NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 NOTHING_PREDICTED = (
     "predicted: nothing; give explain a plan of ddpopt.plan, or find buckets by buckets='auto'"
@@ -86,26 +89,27 @@ class Explanation:
     hints: tuple[str, ...] = ()
     nodes: Mapping[str, state.Nodes] = field(default_factory=dict, repr=False)
 
-    def __str__(self) -> str:
-        if not self.plans:
-            return (
-                f"ddpopt has compiled no graph of this {printable(self.model)}. Either its forward "
-                "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
-                "or Dynamo skips it (as it skips a torch.nn container right under DDP)."
-            )
-        parts = [self._bucket_table(), *self._times()] if self.buckets else []
-        parts += [self.tuning] if self.tuning else []
-        parts += [f"planned: {self.bucket_plan}"] if self.bucket_plan else []
-        parts += ["\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans]
-        return "\n\n".join(parts + ["\n".join(self.hints)] * bool(self.hints))
-
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as data for JSON; see docs/reading-the-logs.md."""
-        return document_of(self)
+        """Return everything as data for JSON, times in seconds; see docs/reading-the-logs.md."""
+        return {
+            "format": FORMAT,
+            "versions": {
+                "ddpopt": importlib.metadata.version("ddpopt"),
+                "torch": str(torch.__version__),
+            },
+            "model": self.model,
+            "tuning": self.tuning,
+            "hints": list(self.hints),
+            "graphs": [_graph_data(plan, self.nodes.get(plan.graph, ())) for plan in self.plans],
+            "buckets": [_bucket_data(bucket) for bucket in self.buckets],
+            "predicted": self.predicted
+            and {"basis": self.basis, **_fields(self.predicted, *_PREDICTED_TIMES)},
+            "measured": self.measured and _step_data(self.measured, self.num_measured),
+        }
 
     def to_json(self) -> str:
         """Return `to_dict()` as text."""
-        return to_json(document_of(self))
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
         """Write a page for a browser (`.html`), JSON (`.json`) or this object's text (`.txt`).
@@ -119,7 +123,7 @@ class Explanation:
         """
         path = Path(path)
         if path.suffix == ".html":
-            text = render_page(document_of(self))
+            text = render_page(self.to_dict())
         elif path.suffix == ".json":
             text = self.to_json()
         elif path.suffix == ".txt":
@@ -127,6 +131,19 @@ class Explanation:
         else:
             raise OptionError(f"{path} does not end in .html, .json or .txt; choose one of them")
         write_text(path, text)
+
+    def __str__(self) -> str:
+        if not self.plans:
+            return (
+                f"ddpopt has compiled no graph of this {printable(self.model)}. Either its forward "
+                "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
+                "or Dynamo skips it (as it skips a torch.nn container right under DDP)."
+            )
+        parts = [self._bucket_table(), *self._times()] if self.buckets else []
+        parts += [self.tuning] if self.tuning else []
+        parts += [f"planned: {self.bucket_plan}"] if self.bucket_plan else []
+        parts += ["\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans]
+        return "\n\n".join(parts + ["\n".join(self.hints)] * bool(self.hints))
 
     def _bucket_table(self) -> str:
         header = ("bucket", "size", "completed by", "launched", "DDP's", "parameters")
@@ -142,9 +159,9 @@ class Explanation:
             for bucket in self.buckets
         ]
         lines = [f"{printable(self.model)}: {len(rows)} DDP buckets", "", *table(header, rows)]
-        shared = [bucket.index for bucket in self.buckets if bucket.shares_section_with]
+        shared = [f"{bucket.index}" for bucket in self.buckets if bucket.shares_section_with]
         if shared:
-            names = ", ".join(map(str, shared))
+            names = ", ".join(shared)
             lines.append(
                 f"  buckets {names} share sections: no cut between them can be made or helps"
             )
@@ -160,7 +177,7 @@ class Explanation:
         """Return a table of times in milliseconds, if there are any, and what they amount to."""
         lines = []
         if self.measured:
-            lines.append(f"measured ({self.num_measured} steps): {summary_of(self.measured)}")
+            lines.append(f"measured ({self.num_measured} steps): {self.measured.summary()}")
         if self.predicted:
             t = self.predicted
             lines += [
@@ -177,16 +194,78 @@ class Explanation:
             times = [getattr(bucket, name) for bucket in self.buckets]
             if any(times):
                 header += [f"{name}: ready", "launch", "finish"]
-                columns += map(list, zip(*map(_milliseconds, times), strict=True))
-        rows = list(zip(*columns, strict=True))
-        shown = [line.rstrip() for line in table((*header, ""), [(*row, "") for row in rows])]
+                columns += [
+                    [format_ms(getattr(each, kind, None)) for each in times] for kind in _TIMES
+                ]
+        rows = [(*row, "") for row in zip(*columns, strict=True)]
+        shown = [line.rstrip() for line in table((*header, ""), rows)]
         return ["\n".join([*shown, "", *lines])]
 
 
-def _milliseconds(times: BucketTimes | RecordedBucket | None) -> tuple[str, str, str]:
-    if times is None:
-        return ("-", "-", "-")
-    return format_ms(times.ready_s), format_ms(times.launched_s), format_ms(times.finished_s)
+# ---- as data ----------------------------------------------------------------------------------
+
+_TIMES = ("ready_s", "launched_s", "finished_s")
+_PREDICTED_TIMES = (
+    *("backward_s", "forward_s", "between_s", "communication_s", "alone_s"),
+    *("iteration_s", "exposed_s", "bound_s"),
+)
+
+
+def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
+    whole = Section(
+        index=0,
+        start=0,
+        stop=plan.num_nodes,
+        first_node=nodes[0][0].name if nodes and nodes[0] else "",
+        parameters=tuple(parameter.name for parameter in plan.arrival),
+        completes=(),
+    )
+    sections = plan.sections or [whole]
+    return {
+        "name": plan.graph,
+        **_fields(plan, "inner", "num_nodes", "split", "is_shared"),
+        "headline": plan.headline(),
+        "fallback": plan.fallback and _reason_data(plan.fallback, plan.detail),
+        "instead": plan.instead and _reason_data(plan.instead, plan.detail),
+        "sections": [
+            {
+                **_fields(section, "index", "num_nodes", "first_node", "parameters", "completes"),
+                "nodes": [
+                    _fields(node, "name", "target", "shape", "source") for node in members or ()
+                ],
+            }
+            for section, members in itertools.zip_longest(sections, nodes[: len(sections)])
+        ],
+    }
+
+
+def _reason_data(reason: enum.Enum, detail: str) -> dict[str, str]:
+    return {"name": reason.name, "text": reason.value, "detail": detail}
+
+
+def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
+    return {
+        **_fields(bucket, *(each.name for each in dataclasses.fields(bucket)), "is_as_planned"),
+        "predicted": bucket.predicted and _fields(bucket.predicted, *_TIMES),
+        "measured": bucket.measured and _fields(bucket.measured, *_TIMES),
+    }
+
+
+def _step_data(step: RecordedStep, num_steps: int) -> dict[str, Any]:
+    return {
+        "num_steps": num_steps,
+        **_fields(step, "backward_s", "forward_s", "exposed_s", "communication_s"),
+        "sections": [dataclasses.asdict(section) for section in step.sections],
+    }
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    """Return attributes by their names, tuples as JSON has them."""
+    pairs = ((name, getattr(value, name)) for name in names)
+    return {name: list(item) if type(item) is tuple else item for name, item in pairs}
+
+
+# ---- what is known ----------------------------------------------------------------------------
 
 
 def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanation:
@@ -204,20 +283,18 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    record = state.of(ddp)
-    plans = record.plans
-    recording, search = recorder.recording_of(ddp), tuner.of(ddp)
-    assigned = rebucket.plan_of(ddp)
+    plans, recording, search = state.of(ddp).plans, recorder.recording_of(ddp), tuner.of(ddp)
     measured = recording.median_step() if recording else None
-    buckets = _report_buckets(ddp, plans, record.told_buckets)
+    assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
+    buckets = _find_buckets(ddp, plans)
     predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [NOTHING_MEASURED]
     hints += [] if predicted else [NOTHING_PREDICTED]
     return Explanation(
         model=type(ddp.module).__name__,
         plans=plans,
-        buckets=tuple(_with_times(buckets, predicted, measured)),
+        buckets=_report(buckets, plans, predicted, measured),
         bucket_plan=assigned,
         tuning=search.outcome if search else "",
         predicted=predicted,
@@ -225,58 +302,71 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         measured=measured,
         num_measured=len(recording.steps) if recording else 0,
         hints=(*hints, *(recording.notes if recording else ())),
-        nodes=dict(record.nodes),
+        nodes=dict(state.of(ddp).nodes),
     )
 
 
-def _report_buckets(
-    ddp: DistributedDataParallel, plans: Sequence[SplitPlan], actual: Sequence[Sequence[int]] | None
-) -> list[BucketReport]:
-    """Merge the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
+class _Bucket(NamedTuple):
+    """A bucket as it was planned, and as DDP formed it; either may be empty."""
+
+    planned: Sequence[Parameter]
+    actual: Sequence[Parameter]
+
+    @property
+    def names(self) -> list[str]:
+        return [parameter.name for parameter in self.actual or self.planned]
+
+
+def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[_Bucket]:
+    """Pair the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
+    actual = state.of(ddp).told_buckets or ()
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if actual else {}
-    formed = [[parameters[index] for index in bucket] for bucket in actual or ()]
-    reports = [
-        _report_bucket(
-            index,
-            planned[index] if index < len(planned) else (),
-            formed[index] if index < len(formed) else (),
-            plans,
-        )
-        for index in range(max(len(planned), len(formed)))
-    ]
-    waiting: dict[str, list[int]] = {}
-    for report in reports:
-        waiting.setdefault(report.completed_by, []).append(report.index)
-    return [
-        dataclasses.replace(
-            report,
-            shares_section_with=tuple(k for k in waiting[report.completed_by] if k != report.index)
-            if "section" in report.completed_by
-            else (),
-        )
-        for report in reports
-    ]
+    formed = [[parameters[index] for index in bucket] for bucket in actual]
+    return [_Bucket(*pair) for pair in itertools.zip_longest(planned, formed, fillvalue=())]
 
 
-def _report_bucket(
-    index: int,
-    planned: Sequence[Parameter],
-    actual: Sequence[Parameter],
+def _report(
+    buckets: Sequence[_Bucket],
     plans: Sequence[SplitPlan],
-) -> BucketReport:
-    members = {parameter.name for parameter in planned or actual}
+    predicted: Timeline | None,
+    measured: RecordedStep | None,
+) -> tuple[BucketReport, ...]:
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
-    graphs = [plan for plan in newest if members & {p.name for p in plan.arrival}]
-    return BucketReport(
-        index=index,
-        num_bytes=sum(parameter.num_bytes for parameter in planned or actual),
-        planned=tuple(parameter.name for parameter in planned),
-        actual=tuple(parameter.name for parameter in actual),
-        graphs=tuple(plan.graph for plan in graphs),
-        completed_by=_completing_section(graphs[0], members) if graphs else "-",
-    )
+    members = [{p.name for p in bucket.planned or bucket.actual} for bucket in buckets]
+    graphs = [
+        [plan for plan in newest if names & {p.name for p in plan.arrival}] for names in members
+    ]
+    completed_by = [
+        _completing_section(holders[0], names) if holders else "-"
+        for holders, names in zip(graphs, members, strict=True)
+    ]
+    # Without times where those of several dtypes, or of a plan that was changed, do not match.
+    predictions = predicted.buckets if predicted else ()
+    measurements = measured.buckets if measured else ()
+    reports = []
+    for index, bucket in enumerate(buckets):
+        times = measurements[index] if len(measurements) == len(buckets) else None
+        section = completed_by[index]
+        shared = [k for k, other in enumerate(completed_by) if other == section and k != index]
+        reports.append(
+            BucketReport(
+                index=index,
+                num_bytes=sum(p.num_bytes for p in bucket.planned or bucket.actual),
+                planned=tuple(parameter.name for parameter in bucket.planned),
+                actual=tuple(parameter.name for parameter in bucket.actual),
+                graphs=tuple(plan.graph for plan in graphs[index]),
+                completed_by=section,
+                shares_section_with=tuple(shared) if "section" in section else (),
+                launched_after=measured.num_started(times.launched_s)
+                if measured and times
+                else None,
+                predicted=predictions[index] if len(predictions) == len(buckets) else None,
+                measured=times,
+            )
+        )
+    return tuple(reports)
 
 
 def _completing_section(plan: SplitPlan, members: set[str]) -> str:
@@ -288,46 +378,21 @@ def _completing_section(plan: SplitPlan, members: set[str]) -> str:
     return plan.graph
 
 
-def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | None:
+def _predict(buckets: Sequence[_Bucket], costs: BucketPlan) -> Timeline | None:
     """Return the iteration with these buckets; None where the plan is of other parameters."""
     gradients = {gradient.name: gradient for gradient in costs.profile.gradients}
-    members = [bucket.actual or bucket.planned for bucket in buckets]
-    names = [name for bucket in members for name in bucket]
+    names = [name for bucket in buckets for name in bucket.names]
     if sorted(names) != sorted(gradients):
         return None
     ready_s = itertools.accumulate((gradients[name].ready_s for name in names), max)
-    profile = dataclasses.replace(
-        costs.profile,
-        gradients=tuple(
-            dataclasses.replace(gradients[name], ready_s=time_s)
-            for name, time_s in zip(names, ready_s, strict=True)
-        ),
-    )
-    return predict(profile, [len(bucket) for bucket in members], costs.cost)
+    pairs = zip(names, ready_s, strict=True)
+    arrived = tuple(dataclasses.replace(gradients[name], ready_s=time_s) for name, time_s in pairs)
+    profile = dataclasses.replace(costs.profile, gradients=arrived)
+    return predict(profile, [len(bucket.names) for bucket in buckets], costs.cost)
 
 
 def _basis(costs: BucketPlan) -> str:
-    ms_per_mib = costs.cost.s_per_mib * 1e3
     return (
         f"computation: {costs.profile.source}; an allreduce takes "
-        f"{costs.cost.startup_s * 1e3:.2f} ms and {ms_per_mib:.2f} ms a MiB"
+        f"{costs.cost.startup_s * 1e3:.2f} ms and {costs.cost.s_per_mib * 1e3:.2f} ms a MiB"
     )
-
-
-def _with_times(
-    buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
-) -> list[BucketReport]:
-    times = predicted.buckets if predicted and len(predicted.buckets) == len(buckets) else None
-    if times:
-        buckets = [
-            dataclasses.replace(bucket, predicted=each)
-            for bucket, each in zip(buckets, times, strict=True)
-        ]
-    if measured is None or len(measured.buckets) != len(buckets):
-        return list(buckets)
-    return [
-        dataclasses.replace(
-            bucket, measured=each, launched_after=measured.num_started(each.launched_s)
-        )
-        for bucket, each in zip(buckets, measured.buckets, strict=True)
-    ]

@@ -1,7 +1,7 @@
 """`record`: measure real steps, section by section and bucket by bucket.
 
 [Note: recording]
-Sections tell of themselves (`listening.py`). Hooks on the autograd nodes that accumulate gradients
+Sections tell of themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
 note when each gradient arrives. DDP's own hook runs between the two of ours on one node, and
 launches the allreduces of the buckets that are complete, so the second tells the launch. After the
 first step hooks stay on the gradients that completed a bucket in it, since autograd's order is the
@@ -18,7 +18,7 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ _ALLREDUCE = re.compile(r"^(gloo|mpi|ucc|xccl):all_?reduce$")
 _KERNEL = re.compile(r"^nccl\w*Kernel.*AllReduce")
 _COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
 _DEPTH = 4  # of views that may lie between an output and that node
+
+_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
 
 
 @contextlib.contextmanager
@@ -65,9 +67,13 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         OSError: the trace cannot be written.
     """
     ddp = state.ddp_of(model)
-    path = None if folder is None else _place_of(Path(folder), dist.get_rank(ddp.process_group))
+    rank, path = dist.get_rank(ddp.process_group), None
+    if folder is not None:  # that it cannot be written is better told before the training steps
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"rank{rank}.json"
+        check_can_write(path)
     recording = Recording(
-        rank=dist.get_rank(ddp.process_group),
+        rank=rank,
         world_size=dist.get_world_size(ddp.process_group),
         host=socket.gethostname(),
         machine=_machine(),
@@ -81,9 +87,9 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         observe(ddp, Turn.RECORDER, recorder)
         stack.callback(ignore, ddp, Turn.RECORDER)
         has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-        events = [] if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
+        events = None if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
         yield recording
-    reader = _Reader(ddp, recording.origin_unix_ns, _allreduces(events), is_profiled)
+    reader = _Reader(ddp, recording.origin_unix_ns, events)
     recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
     recording.notes = tuple(reader.notes)
     _recordings[ddp] = recording
@@ -91,36 +97,15 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         recording.save(path)
 
 
-_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
-
-
 def recording_of(ddp: DistributedDataParallel) -> Recording | None:
     """Return the last recording of a module, None if there is none."""
     return _recordings.get(ddp)
-
-
-def _place_of(folder: Path, rank: int) -> Path:
-    """Return where a trace goes; that it cannot is better told before the training steps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{rank}.json"
-    check_can_write(path)
-    return path
 
 
 def _machine() -> str:
     """Return what identifies this machine until it is booted anew, its name where that is all."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
-
-
-def _allreduces(events: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return when allreduces began to run and finished, in the order of their launch."""
-    found = [
-        (event.start_ns(), event.end_ns())
-        for event in events
-        if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
-    ]
-    return sorted(found)
 
 
 @dataclass(slots=True)
@@ -157,9 +142,7 @@ class _Recorder(Observer):
         for tensor, parameter in parameters.items():
             node = _torch.accumulate_node(tensor)
             self._kept.append(node)
-            index = parameter.index
-            before = node.register_prehook(self._before_arrival(index))
-            self._hooks[index] = (before, node.register_hook(self._after_arrival(index)))
+            self._watch_arrival(node, parameter.index)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -211,10 +194,11 @@ class _Recorder(Observer):
         node.register_prehook(start)
         node.register_hook(stop)
 
-    def _before_arrival(self, index: int) -> Callable[[object], None]:
+    def _watch_arrival(self, node: Any, index: int) -> None:
+        """Note when a gradient arrives, and when DDP's own hook on its node is done."""
         bucket = self._bucket_of.get(index)
 
-        def note(_gradients: object) -> None:
+        def before(_gradients: object) -> None:
             step = self._step
             if step is None or step.backward_stop_ns:
                 return
@@ -227,16 +211,13 @@ class _Recorder(Observer):
                 if not self._missing[bucket]:
                     self._range.enter_context(record_function(self._names[bucket]))
 
-        return note
-
-    def _after_arrival(self, index: int) -> Callable[[object, object], None]:
-        def note(_inputs: object, _outputs: object) -> None:
+        def after(_inputs: object, _outputs: object) -> None:
             self._range.close()
             step = self._step
             if step is not None and not step.backward_stop_ns:
                 step.arrivals[index] = (step.arrivals[index][0], time.time_ns())
 
-        return note
+        self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
 
     def _end_backward(self) -> None:
         self._nodes.clear()
@@ -274,16 +255,16 @@ class _Reader:
     """Makes steps of raw times; `notes` collects what could not be known."""
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        origin_ns: int,
-        allreduces: Sequence[tuple[int, int]],
-        is_profiled: bool,
+        self, ddp: DistributedDataParallel, origin_ns: int, events: Sequence[Any] | None
     ) -> None:
         self.notes: list[str] = []
         self._origin_ns = origin_ns
-        self._allreduces = allreduces
-        self._is_profiled = is_profiled
+        found = [
+            (event.start_ns(), event.end_ns())
+            for event in events or ()
+            if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
+        ]
+        self._allreduces = None if events is None else sorted(found)  # in the order of their launch
         self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp) or ()
         if not self._buckets:
@@ -324,7 +305,7 @@ class _Reader:
 
     def _allreduces_of(self, step: _Step) -> list[tuple[int, int]]:
         """Return when each bucket's allreduce started and finished, nothing if that is unknown."""
-        if self._is_profiled:
+        if self._allreduces is None:
             self._note("finish: torch.profiler was on already; its profile has the allreduces")
             return []
         own = [

@@ -5,15 +5,17 @@ Times are in seconds after `Recording.origin_unix_ns`, by the clock of one rank'
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpopt._files import write_text
-from ddpopt._text import format_bytes, table
+from ddpopt._text import format_bytes, format_ms, table
 
 TRACE_FORMAT = "ddpopt trace 1"
 _COMPUTATION, _COMMUNICATION = 1, 2  # the trace's threads of each rank
@@ -82,6 +84,38 @@ class RecordedStep:
             end_s = max(end_s, bucket.finished_s)
         return sum_s if self.buckets else None
 
+    @property
+    def forward_s(self) -> float:
+        """From the start of the first forward to the end of the last."""
+        return self.forward_stop_s - self.forward_start_s
+
+    @property
+    def shape(self) -> object:
+        """What is equal of steps that ran the same sections and buckets."""
+        sections = [(section.graph, section.section, section.kind) for section in self.sections]
+        return sections, [(bucket.index, bucket.num_bytes) for bucket in self.buckets]
+
+    def times_s(self) -> list[float | None]:
+        """Return all times after the end of forward, in the order of the fields."""
+        times: list[float | None] = [
+            *(self.forward_start_s, self.forward_stop_s, self.backward_stop_s),
+            *itertools.chain.from_iterable((s.start_s, s.stop_s) for s in self.sections),
+            *itertools.chain.from_iterable(
+                (b.ready_s, b.launched_s, b.finished_s) for b in self.buckets
+            ),
+        ]
+        return [None if time_s is None else time_s - self.forward_stop_s for time_s in times]
+
+    def summary(self) -> str:
+        """Return the times in a sentence."""
+        text = f"backward {format_ms(self.backward_s)} ms"
+        if self.exposed_s is None:
+            return text
+        return (
+            f"{text}, {format_ms(self.exposed_s)} of it waiting for communication, which takes "
+            f"{format_ms(self.communication_s)} in all"
+        )
+
     def num_started(self, time_s: float) -> int:
         """Return how many backward sections had started by then."""
         return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
@@ -110,29 +144,25 @@ class Recording:
         """
         if not self.steps:
             return None
-        alike = [step for step in self.steps if _shape(step) == _shape(self.steps[-1])]
-
-        def median(of: Callable[[RecordedStep], float]) -> float:
-            return statistics.median(of(step) - step.forward_stop_s for step in alike)
-
-        last = alike[-1]
+        last = self.steps[-1]
+        rows = [step.times_s() for step in self.steps if step.shape == last.shape]
+        medians: Iterator[Any] = map(_median, zip(*rows, strict=True))
         return RecordedStep(
-            forward_start_s=median(lambda step: step.forward_start_s),
-            forward_stop_s=0.0,
-            backward_stop_s=median(lambda step: step.backward_stop_s),
+            forward_start_s=next(medians),
+            forward_stop_s=next(medians),
+            backward_stop_s=next(medians),
             sections=tuple(
-                RecordedSection(
-                    section.graph,
-                    section.section,
-                    section.kind,
-                    median(lambda step, k=k: step.sections[k].start_s),  # type: ignore[misc]
-                    median(lambda step, k=k: step.sections[k].stop_s),  # type: ignore[misc]
-                )
-                for k, section in enumerate(last.sections)
+                dataclasses.replace(section, start_s=next(medians), stop_s=next(medians))
+                for section in last.sections
             ),
             buckets=tuple(
-                _median_bucket([step.buckets[k] for step in alike], alike)
-                for k in range(len(last.buckets))
+                dataclasses.replace(
+                    bucket,
+                    ready_s=next(medians),
+                    launched_s=next(medians),
+                    finished_s=next(medians),
+                )
+                for bucket in last.buckets
             ),
         )
 
@@ -184,7 +214,7 @@ class Recording:
         step = self.median_step()
         if step is None:
             return "\n".join(["no complete step was recorded", *self.notes])
-        lines = [f"rank {self.rank}, medians of {len(self.steps)} steps: {summary_of(step)}"]
+        lines = [f"rank {self.rank}, medians of {len(self.steps)} steps: {step.summary()}"]
         if step.buckets:
             header = ("bucket", "size", "ready ms", "launch", "finish", "sections begun")
             rows = [
@@ -202,60 +232,26 @@ class Recording:
         return "\n".join([*lines, *self.notes])
 
 
-def summary_of(step: RecordedStep) -> str:
-    """Return the times of a step in a sentence."""
-    text = f"backward {format_ms(step.backward_s)} ms"
-    if step.exposed_s is not None:
-        text += (
-            f", {format_ms(step.exposed_s)} of it waiting for communication, which takes "
-            f"{format_ms(step.communication_s)} in all"
-        )
-    return text
-
-
-def format_ms(time_s: float | None) -> str:
-    """Return a time in milliseconds, `-` where there is none."""
-    return "-" if time_s is None else f"{time_s * 1e3:.1f}"
-
-
-def _shape(step: RecordedStep) -> object:
-    sections = [(section.graph, section.section, section.kind) for section in step.sections]
-    return sections, [(bucket.index, bucket.num_bytes) for bucket in step.buckets]
-
-
-def _median_bucket(
-    buckets: Sequence[RecordedBucket], steps: Sequence[RecordedStep]
-) -> RecordedBucket:
-    starts = [step.forward_stop_s for step in steps]
-    finished = [
-        bucket.finished_s - start
-        for bucket, start in zip(buckets, starts, strict=True)
-        if bucket.finished_s is not None
-    ]
-    return RecordedBucket(
-        index=buckets[-1].index,
-        num_bytes=buckets[-1].num_bytes,
-        ready_s=statistics.median(b.ready_s - s for b, s in zip(buckets, starts, strict=True)),
-        launched_s=statistics.median(
-            b.launched_s - s for b, s in zip(buckets, starts, strict=True)
-        ),
-        finished_s=statistics.median(finished) if finished else None,
-    )
+def _median(times_s: Sequence[float | None]) -> float | None:
+    known = [time_s for time_s in times_s if time_s is not None]
+    return statistics.median(known) if known else None
 
 
 def _step_events(number: int, step: RecordedStep, rank: int) -> list[dict[str, Any]]:
     """Return a step as events of a trace; ranges of a thread lie in or beside each other."""
-    stages = (
-        (f"forward, step {number}", step.forward_start_s, step.forward_stop_s),
-        (f"backward, step {number}", step.forward_stop_s, step.backward_stop_s),
-    )
-    events = [_complete(name, start, stop, rank, _COMPUTATION) for name, start, stop in stages]
-    events += [
-        _complete(
-            f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s, rank, _COMPUTATION
-        )
-        for s in step.sections
-    ]
+    events: list[dict[str, Any]] = []
+
+    def happened(phase: str, name: str, at_s: float, thread: int, **more: Any) -> None:
+        events.append(_event(phase, name, at_s, rank, thread, **more))
+
+    def ran(name: str, start_s: float, stop_s: float, thread: int, **more: Any) -> None:
+        duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
+        happened("X", name, start_s, thread, dur=duration_us, **more)
+
+    ran(f"forward, step {number}", step.forward_start_s, step.forward_stop_s, _COMPUTATION)
+    ran(f"backward, step {number}", step.forward_stop_s, step.backward_stop_s, _COMPUTATION)
+    for s in step.sections:
+        ran(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s, _COMPUTATION)
     end_s = 0.0
     for bucket in step.buckets:
         name = f"bucket {bucket.index}"
@@ -266,43 +262,24 @@ def _step_events(number: int, step: RecordedStep, rank: int) -> list[dict[str, A
             "ready_ms": (bucket.ready_s - step.forward_stop_s) * 1e3,
             "launched_ms": (bucket.launched_s - step.forward_stop_s) * 1e3,
         }
-        events.append(_event("i", f"{name} ready", bucket.ready_s, rank, _COMPUTATION, args, s="t"))
+        happened("i", f"{name} ready", bucket.ready_s, _COMPUTATION, s="t", args=args)
         start_s = max(bucket.launched_s, end_s)
         if bucket.finished_s is None:
-            events.append(
-                _event("i", f"{name} launched", start_s, rank, _COMMUNICATION, args, s="t")
-            )
+            happened("i", f"{name} launched", start_s, _COMMUNICATION, s="t", args=args)
             continue
         end_s = max(start_s, bucket.finished_s)
-        events.append(_complete(f"allreduce {name}", start_s, end_s, rank, _COMMUNICATION, args))
-        arrow: dict[str, Any] = {"cat": "launch", "id": _arrow_id(rank, number, bucket.index)}
-        events.append(_event("s", name, bucket.ready_s, rank, _COMPUTATION, **arrow))
-        events.append(_event("f", name, start_s, rank, _COMMUNICATION, bp="e", **arrow))
+        ran(f"allreduce {name}", start_s, end_s, _COMMUNICATION, args=args)
+        # A number that no other arrow has, in no trace of this training run.
+        arrow = {"cat": "launch", "id": (rank << 40) + (number << 16) + bucket.index}
+        happened("s", name, bucket.ready_s, _COMPUTATION, **arrow)
+        happened("f", name, start_s, _COMMUNICATION, bp="e", **arrow)
     return events
 
 
-def _complete(  # the fields of an event
-    name: str,
-    start_s: float,
-    stop_s: float,
-    rank: int,
-    thread: int,
-    args: dict[str, Any] | None = None,
+def _event(
+    phase: str, name: str, at_s: float, rank: int, thread: int, **more: Any
 ) -> dict[str, Any]:
-    duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
-    return _event("X", name, start_s, rank, thread, args, dur=duration_us)
-
-
-def _event(  # the fields of an event
-    phase: str,
-    name: str,
-    at_s: float,
-    rank: int,
-    thread: int,
-    args: dict[str, Any] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    event = {
+    return {
         "ph": phase,
         "name": name,
         "ts": _nanoseconds(at_s) / 1e3,
@@ -310,14 +287,8 @@ def _event(  # the fields of an event
         "tid": 2 * rank + thread,  # Perfetto takes threads of one number for one thread
         **more,
     }
-    return {**event, "args": args} if args else event
 
 
 def _nanoseconds(time_s: float) -> int:
     """Return a time as Perfetto reads it, so that ranges that touch do not overlap there."""
     return round(time_s * 1e9)
-
-
-def _arrow_id(rank: int, step: int, bucket: int) -> int:
-    """Return a number that no other arrow has, in no trace of this training run."""
-    return (rank << 40) + (step << 16) + bucket

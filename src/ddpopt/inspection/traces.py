@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpopt._files import MalformedError, build, parse, read_text, show
 from ddpopt._text import printable
@@ -33,7 +33,7 @@ class _Format:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a file tells of its rank; an allreduce is step, bucket, launch and finish."""
+    """What a file tells of its rank; an allreduce is its step, bucket, launch and finish."""
 
     rank: int
     machine: str
@@ -43,6 +43,14 @@ class _Told:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise MalformedError(f"rank is {self.rank}; it must be 0 or more")
+
+    def finished(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Return launch and finish of the allreduces whose finish is known, by step and bucket."""
+        return {
+            (step, bucket): (launched_s, finished_s)
+            for step, bucket, launched_s, finished_s in self.allreduces
+            if finished_s is not None
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +69,11 @@ class _File:
     traceEvents: tuple[_Event, ...]  # noqa: N815
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trace:
-    """One rank's file, by its name. `allreduces` maps step and bucket to launch and finish."""
+class _Trace(NamedTuple):
+    """One rank's file, by its name."""
 
     name: str
-    rank: int
-    machine: str
-    origin_ns: int
-    allreduces: dict[tuple[int, int], tuple[float, float]]
+    told: _Told
     events: Sequence[dict[str, Any]]
 
 
@@ -85,23 +89,25 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             the traces are not of the same steps.
         OSError: a file cannot be read.
     """
-    traces = sorted((_read(path) for path in trace_files(paths)), key=lambda trace: trace.rank)
+    traces = sorted(map(_read, trace_files(paths)), key=lambda trace: trace.told.rank)
     if not traces:
         raise TraceError(f"there is no trace in {[str(path) for path in paths]}")
     for trace, following in itertools.pairwise(traces):
-        if trace.rank == following.rank:
+        if trace.told.rank == following.told.rank:
             raise TraceError(
-                f"{trace.name} and {following.name} are both of rank {trace.rank}; give one file "
-                "a rank"
+                f"{trace.name} and {following.name} are both of rank {trace.told.rank}; give one "
+                "file a rank"
             )
     first = traces[0]
-    offsets = {trace.rank: _offset_s(first, trace) for trace in traces}
+    offsets = {trace.told.rank: _offset_s(first, trace) for trace in traces}
     # When each began to record, by the first one's clock; the trace begins with the earliest.
-    began_ns = {t.rank: t.origin_ns - round((offsets[t.rank] or 0.0) * 1e9) for t in traces}
+    began_ns = [
+        trace.told.origin_unix_ns - round((offset_s or 0.0) * 1e9)
+        for trace, offset_s in zip(traces, offsets.values(), strict=True)
+    ]
     events = []
-    for trace in traces:
-        later_ns = began_ns[trace.rank] - min(began_ns.values())
-        events += [_shift(event, later_ns) for event in trace.events]
+    for trace, own_ns in zip(traces, began_ns, strict=True):
+        events += [_shift(event, own_ns - min(began_ns)) for event in trace.events]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -141,29 +147,18 @@ def _read(path: Path) -> _Trace:
             f"{name} is no trace that ddpopt.record wrote: {error}; give the "
             "files that it wrote, one for each rank"
         ) from error
-    return _Trace(
-        name=name,
-        rank=told.rank,
-        machine=told.machine,
-        origin_ns=told.origin_unix_ns,
-        allreduces={
-            (step, bucket): (launched_s, finished_s)
-            for step, bucket, launched_s, finished_s in told.allreduces
-            if finished_s is not None
-        },
-        events=content["traceEvents"],
-    )
+    return _Trace(name, told, content["traceEvents"])
 
 
 def _offset_s(first: _Trace, trace: _Trace) -> float | None:
     """Return how far a rank's clock is ahead of the first one's; None if nothing tells."""
-    if trace.machine == first.machine:
+    if trace.told.machine == first.told.machine:
         return 0.0
-    ahead_s = (trace.origin_ns - first.origin_ns) / 1e9
-    common = first.allreduces.keys() & trace.allreduces.keys()
-    if not common:
+    ahead_s = (trace.told.origin_unix_ns - first.told.origin_unix_ns) / 1e9
+    here, there = first.told.finished(), trace.told.finished()
+    pairs = [(here[key], there[key]) for key in sorted(here.keys() & there.keys())]
+    if not pairs:
         return None
-    pairs = [(first.allreduces[key], trace.allreduces[key]) for key in sorted(common)]
     least = max(launched - finished for (_, finished), (launched, _) in pairs)
     most = min(finished - launched for (launched, _), (_, finished) in pairs)
     if least > most:

@@ -16,8 +16,7 @@ from ddpopt.bucketing.costs import Network
 from ddpopt.bucketing.estimate import call_model, find_loss
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
-from ddpopt.bucketing.simulate import Simulation, simulate
-from ddpopt.bucketing.sweep import format_bandwidth
+from ddpopt.bucketing.simulate import Simulation, format_bandwidth, simulate
 from ddpopt.cli.errors import InputError, check_can_write, explained
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.output import Report, Screen, Table
