@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.groups import swap
 from ddpopt.algorithms._runtime.handle import Handle, Training
-from ddpopt.algorithms._runtime.peers import ring_neighbours
 from ddpopt.algorithms._runtime.quantization import (
     RANGE_BYTES,
     Compressed,
@@ -25,9 +24,8 @@ from ddpopt.algorithms._runtime.quantization import (
     pack,
     unpack,
 )
-from ddpopt.algorithms._runtime.values import check_count
 from ddpopt.algorithms._runtime.weights import FlatWeights
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
+from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.consensus import naming_peers
 
@@ -47,7 +45,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralized
 
     Attributes:
         hierarchical: Average within each node first, then mix between nodes; see
-            [Note: hierarchical] in `algorithms/groups.py`.
+            [Note: hierarchical] in `algorithms/_runtime/groups.py`.
         communication_interval: Steps from one exchange to the next; the first step has one.
         local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
 
@@ -62,21 +60,21 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralized
         HierarchicalAlgorithm.__post_init__(self)
         check_count("communication_interval", self.communication_interval, 1)
 
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there."""
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():
             if parameter not in optimized:
-                return AttachError(
+                raise AttachError(
                     f"{described.name} is trainable and in none of the optimizers given to attach, "
                     "so that its updates would not be seen; give all optimizers, or freeze it "
                     "before DDP is made"
                 )
-        return HierarchicalAlgorithm.find_problem(self, training)
+        HierarchicalAlgorithm.check(self, training)
 
     def make_handle(self, training: Training) -> LowPrecisionDecentralizedHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return LowPrecisionDecentralizedHandle(training, self)
 
 
@@ -96,8 +94,7 @@ class LowPrecisionDecentralizedHandle(Handle):
     """
 
     def __init__(self, training: Training, algorithm: LowPrecisionDecentralized) -> None:
-        size = algorithm.ranks_per_node(training)
-        super().__init__(training, algorithm, ranks_per_node=size)
+        super().__init__(training, algorithm)
         self.weights = FlatWeights(training.parameters, BUCKET_BYTES)
         self.replicas: Replicas | None = None
         if self.groups.leaders is not None:  # all ranks have equal weights now
@@ -116,11 +113,10 @@ class LowPrecisionDecentralizedHandle(Handle):
             for values in flat:
                 self.groups.average_node(values)
             differences = [] if self.replicas is None else _differences(flat, self.replicas)
-            asked = self._ask_for_problems(differences, is_changed)
+            bad_ranks, work = self._ask_for_problems(differences, is_changed)
             told = self._tell_neighbours(differences)
-            problem = self._find_common_problem(*asked)
-        if problem is not None:
-            raise problem
+            work.wait()
+        self._raise_problem(*bad_ranks.tolist())
         if self.replicas is not None:
             for replica, messages in zip(self.replicas, told, strict=True):
                 _add(replica, messages)
@@ -160,10 +156,10 @@ class LowPrecisionDecentralizedHandle(Handle):
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
         return {"place": self._place, "replicas": copies}
 
-    def find_problem_of(self, state: dict[str, Any]) -> Exception | None:
-        """Say why these are no replicas of this rank's."""
+    def check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise OptionError if these are not replicas of this rank's."""
         if tuple(state.get("place", ())) != self._place:
-            return OptionError(
+            raise OptionError(
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
                 f"the ring, and this rank has {self._place}; load weights and call resync instead"
             )
@@ -172,13 +168,14 @@ class LowPrecisionDecentralizedHandle(Handle):
             replicas = state["replicas"]
             actual = replicas and [_shapes(replica) for replica in replicas]
         except (KeyError, TypeError, AttributeError) as error:
-            return OptionError(f"the state has no replicas as state_dict returns them ({error!r})")
+            raise OptionError(
+                f"the state has no replicas as state_dict returns them ({error!r})"
+            ) from error
         if actual != expected:
-            return OptionError(
+            raise OptionError(
                 f"the state's replicas have shapes {actual}, and this model's have {expected}; "
                 "load the state of this model"
             )
-        return None
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take over the replicas."""
@@ -211,7 +208,10 @@ class LowPrecisionDecentralizedHandle(Handle):
     def _ask_for_problems(
         self, differences: Sequence[Compressed], is_changed: bool
     ) -> tuple[torch.Tensor, Any]:
-        """Begin to find out whether any rank must not go on; returns what is asked, and a work."""
+        """Begin to find the ranks that must not go on; return the arguments of `_raise_problem`.
+
+        They are right when the work that is returned beside them is done.
+        """
         fine = torch.tensor(True, device=self.training.device)
         for difference in differences:
             fine &= are_finite(difference.ranges)
@@ -220,21 +220,19 @@ class LowPrecisionDecentralizedHandle(Handle):
         work = dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self.groups.everyone, async_op=True)
         return ranks, work
 
-    def _find_common_problem(self, ranks: torch.Tensor, work: Any) -> Exception | None:
-        work.wait()
-        non_finite, changed = ranks.tolist()  # each a rank + 1, or 0
+    def _raise_problem(self, non_finite: int, changed: int) -> None:
+        """Raise on all ranks what is wrong on one of them; the arguments are a rank + 1, or 0."""
         if changed:
-            return AttachError(
+            raise AttachError(
                 f"on rank {changed - 1} other parameters are trainable than were when the "
                 "algorithm was attached; detach it, make DDP anew and attach it again"
             )
         if non_finite:
-            return NonFiniteError(
+            raise NonFiniteError(
                 f"on rank {non_finite - 1}, or another one of its node, weights in step "
                 f"{self.num_steps} are NaN, infinite or too large for 8-bit codes; no rank has "
                 "mixed its weights; load a checkpoint and look for the cause as without compression"
             )
-        return None
 
 
 @torch.no_grad()
@@ -257,3 +255,8 @@ def _add(replica: Sequence[torch.Tensor], differences: Sequence[Compressed]) -> 
 
 def _shapes(replica: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[int]]]:
     return [(values.dtype, list(values.shape)) for values in replica]
+
+
+def ring_neighbours(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the ranks to the left and to the right; of two ranks, both are the other one."""
+    return (rank - 1) % num_ranks, (rank + 1) % num_ranks

@@ -4,6 +4,11 @@
 want to, so that their threads end in the same round. Otherwise each copies its weights, the copies
 are averaged, and each rank adds the difference between the average and its copy: what training
 changed meanwhile is kept, and the mean of all ranks' weights changes by training alone.
+
+[Note: turns] Training has the weights from the first forward with gradients to the end of the
+update, so that no weight changes between a forward and its backward, and no update is lost to an
+average that is added at the same time. Averaging has them while it copies them and while it adds
+the ranks' difference, never while it communicates.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import copy
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +27,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms._runtime.turns import Turns
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
@@ -30,8 +35,57 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
 _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adds to weights
 
 
+class Turns:
+    """A lock that goes to whoever has waited longest.
+
+    A plain lock would starve the thread that averages, since training takes it back right after
+    giving it away. On an accelerator it orders streams as well: the stream of whoever takes it
+    waits for what was queued before it was given. That part was never run on an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()  # the first has the lock
+        self._is_closed = False
+        self._queued = None if device.type == "cpu" else torch.Event(device)
+
+    def take(self) -> bool:
+        """Wait for the lock; False, without it, if it was closed before."""
+        mine = object()
+        with self._changed:
+            self._line.append(mine)
+            try:
+                self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
+            except BaseException:  # KeyboardInterrupt: nobody else gives this place back
+                self._leave(mine)
+                raise
+            if self._is_closed:
+                self._leave(mine)
+                return False
+        if self._queued is not None:
+            self._queued.wait()
+        return True
+
+    def give(self) -> None:
+        """Hand the lock to the next in line."""
+        if self._queued is not None:
+            self._queued.record()
+        with self._changed:
+            self._leave(self._line[0])
+
+    def close(self) -> None:
+        """Turn away all who wait; called when training does not need the lock any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _leave(self, place: object) -> None:
+        self._line.remove(place)
+        self._changed.notify_all()
+
+
 class Averaged(Protocol):
-    """Whose weights are averaged; `num_communications` counts the rounds."""
+    """The owner of the weights; `num_communications` counts the rounds."""
 
     weights: FlatWeights
     num_communications: int
