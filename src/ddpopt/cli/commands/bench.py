@@ -1,7 +1,7 @@
 """`ddpopt bench`: one's own model under each way to train it, side by side in the same processes.
 
 The ways take turns, A B C A B C, so that the machine's drift falls on all. All models stay compiled
-until the end, since what forgets one forgets all.
+until the end, since Dynamo can only forget all of them at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.bucketing.estimate import call_model, find_loss
-from ddpopt.cli.errors import InputError
 from ddpopt.cli.factory import Loaded, find_factory
-from ddpopt.cli.output import Report, Screen, Table
+from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
 from ddpopt.split import state
@@ -42,16 +41,15 @@ class Peer(NamedTuple):
     optimize_ddp: bool = True
 
 
+_BACKWARD = {"split": "backward"}
 PEERS = (
     Peer(_EAGER, "DDP, not compiled", is_compiled=False),
     Peer(_INTREE, "torch.compile as it comes, with PyTorch's own DDPOptimizer"),
     Peer("nosplit", "torch.compile with optimize_ddp = False: one graph", optimize_ddp=False),
     Peer("forward", "ddpopt, split: forward", options={"split": "forward"}),
-    Peer("backward", "ddpopt, split: backward", options={"split": "backward"}),
+    Peer("backward", "ddpopt, split: backward", options=_BACKWARD),
     Peer(
-        "auto",
-        "ddpopt, split: backward, buckets: auto",
-        options={"split": "backward", "buckets": "auto"},
+        "auto", "ddpopt, split: backward, buckets: auto", options={**_BACKWARD, "buckets": "auto"}
     ),
 )
 
@@ -61,21 +59,45 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     peers = _find_peers(args.peers)
     resolve_options(None, {"inner": args.inner})
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
-        outcome = _measure(args, peers, screen)
+        results, failures = _measure(args, peers, screen)
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank:
         return None
-    title = {
+    data = {
+        "format": "ddpopt bench 1",
         "world_size": world_size,
         "backend": backend,
         "inner": args.inner,
         "steps": args.steps,
         "rounds": args.rounds,
+        "results": results,
+        "failures": failures,
     }
-    return _report(outcome, title)
+    own = {peer.name for peer in PEERS if peer.options is not None}
+    has_failed = not results or any(failure["peer"] in own for failure in failures)
+    return Report(data=data, parts=_parts(data), status=1 if has_failed else 0)
 
 
-def _measure(args: argparse.Namespace, peers: Sequence[Peer], screen: Screen) -> _Outcome:
+def _find_peers(text: str | None) -> list[Peer]:
+    known = {peer.name: peer for peer in PEERS}
+    names = [name.strip() for name in text.split(",")] if text else list(known)
+    for name in names:
+        if name not in known:
+            raise InputError(f"there is no peer {name!r}; there are {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+class _Measured(NamedTuple):
+    """What `--json` prints of each way, and of each that failed; no model."""
+
+    results: list[dict[str, Any]]
+    failures: list[dict[str, Any]]
+
+
+def _measure(args: argparse.Namespace, peers: Sequence[Peer], screen: Screen) -> _Measured:
     entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
     factory = find_factory(args.factory)
     with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
@@ -87,7 +109,7 @@ def _measure(args: argparse.Namespace, peers: Sequence[Peer], screen: Screen) ->
             for trainee in contest.trainees:
                 trainee.take_turn(args.steps)
                 advance()
-    return contest.outcome()
+    return _Measured(contest.results(), contest.failures)
 
 
 def _uncompiled(loaded: Loaded) -> Loaded:
@@ -97,15 +119,6 @@ def _uncompiled(loaded: Loaded) -> Loaded:
             "training of it would be eager; have the factory return it uncompiled"
         )
     return loaded
-
-
-def _find_peers(text: str | None) -> list[Peer]:
-    known = {peer.name: peer for peer in PEERS}
-    names = [name.strip() for name in text.split(",")] if text else list(known)
-    for name in names:
-        if name not in known:
-            raise InputError(f"there is no peer {name!r}; there are {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names)]
 
 
 class _Trainee:
@@ -187,13 +200,6 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
     return torch.compile(ddp, backend=compile_anew)
 
 
-class _Outcome(NamedTuple):
-    """What was measured, without the models."""
-
-    results: list[dict[str, Any]]
-    failures: list[dict[str, Any]]
-
-
 class _Contest:
     """Those that are measured, and why others are not."""
 
@@ -217,9 +223,9 @@ class _Contest:
         else:
             self.trainees.append(trainee)
 
-    def outcome(self) -> _Outcome:
+    def results(self) -> list[dict[str, Any]]:
         """Return medians over the rounds; a ratio above 1 is faster."""
-        results = [
+        return [
             {
                 "peer": trainee.peer.name,
                 "cap_mb": trainee.cap_mb,
@@ -230,7 +236,6 @@ class _Contest:
             }
             for trainee in self.trainees
         ]
-        return _Outcome(results, self.failures)
 
     def _ratio(self, trainee: _Trainee, name: str) -> float | None:
         for other in self.trainees:
@@ -240,35 +245,26 @@ class _Contest:
         return None
 
 
-def _report(outcome: _Outcome, title: Mapping[str, Any]) -> Report:
-    results, failures = outcome
-    own = {peer.name for peer in PEERS if peer.options is not None}
-    has_failed = not results or any(failure["peer"] in own for failure in failures)
+# ---- showing ----------------------------------------------------------------------------------
+
+
+def _parts(data: Mapping[str, Any]) -> list[str | Table]:
+    results = data["results"]
     parts: list[str | Table] = [
-        f"{title['world_size']} ranks ({title['backend']}), inner compiler {title['inner']}, "
-        f"{title['rounds']} rounds of {title['steps']} steps; throughput as a multiple\n",
+        f"{data['world_size']} ranks ({data['backend']}), inner compiler {data['inner']}, "
+        f"{data['rounds']} rounds of {data['steps']} steps; throughput as a multiple\n",
         Table(
             header=("cap MiB", "peer", "step ms", "of eager", "of intree", ""),
             rows=[_row(result) for result in results],
         ),
     ]
     notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in results if r["tuning"]]
-    notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in failures]
-    return Report(
-        data={
-            "format": "ddpopt bench 1",
-            **title,
-            "results": results,
-            "failures": failures,
-        },
-        parts=[*parts, *(["\n" + "\n".join(notes)] if notes else [])],
-        status=1 if has_failed else 0,
-    )
+    notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in data["failures"]]
+    return [*parts, "\n" + "\n".join(notes)] if notes else parts
 
 
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    ratios: Sequence[float | None]
-    ratios = (result["throughput_of_eager"], result["throughput_of_intree"])
+    ratios: list[float | None] = [result[f"throughput_of_{name}"] for name in (_EAGER, _INTREE)]
     return (
         _cap(result),
         result["peer"],

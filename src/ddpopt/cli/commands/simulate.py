@@ -10,8 +10,7 @@ from ddpopt.bucketing.costs import ALGORITHMS, Network
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.simulate import Stragglers, simulate
 from ddpopt.bucketing.sweep import render, sweep
-from ddpopt.cli.errors import explained
-from ddpopt.cli.output import Report, Screen
+from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.errors import PlanError
 
