@@ -41,16 +41,14 @@ class Peer(NamedTuple):
     optimize_ddp: bool = True
 
 
-_BACKWARD = {"split": "backward"}
+_AUTO = {"split": "backward", "buckets": "auto"}
 PEERS = (
     Peer(_EAGER, "DDP, not compiled", is_compiled=False),
     Peer(_INTREE, "torch.compile as it comes, with PyTorch's own DDPOptimizer"),
     Peer("nosplit", "torch.compile with optimize_ddp = False: one graph", optimize_ddp=False),
     Peer("forward", "ddpopt, split: forward", options={"split": "forward"}),
-    Peer("backward", "ddpopt, split: backward", options=_BACKWARD),
-    Peer(
-        "auto", "ddpopt, split: backward, buckets: auto", options={**_BACKWARD, "buckets": "auto"}
-    ),
+    Peer("backward", "ddpopt, split: backward", options={"split": "backward"}),
+    Peer("auto", "ddpopt, split: backward, buckets: auto", options=_AUTO),
 )
 
 
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     peers = _find_peers(args.peers)
     resolve_options(None, {"inner": args.inner})
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
-        results, failures = _measure(args, peers, screen)
+        measured = _measure(args, peers, screen)
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank:
         return None
@@ -70,11 +68,10 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         "inner": args.inner,
         "steps": args.steps,
         "rounds": args.rounds,
-        "results": results,
-        "failures": failures,
+        **measured,
     }
     own = {peer.name for peer in PEERS if peer.options is not None}
-    has_failed = not results or any(failure["peer"] in own for failure in failures)
+    has_failed = not data["results"] or any(f["peer"] in own for f in data["failures"])
     return Report(data=data, parts=_parts(data), status=1 if has_failed else 0)
 
 
@@ -90,26 +87,27 @@ def _find_peers(text: str | None) -> list[Peer]:
 # ---- measuring --------------------------------------------------------------------------------
 
 
-class _Measured(NamedTuple):
-    """What `--json` prints of each way, and of each that failed; no model."""
-
-    results: list[dict[str, Any]]
-    failures: list[dict[str, Any]]
-
-
-def _measure(args: argparse.Namespace, peers: Sequence[Peer], screen: Screen) -> _Measured:
+def _measure(
+    args: argparse.Namespace, peers: Sequence[Peer], screen: Screen
+) -> dict[str, list[dict[str, Any]]]:
+    """Return `results` and `failures` as `--json` prints them; no model is left."""
     entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
     factory = find_factory(args.factory)
+    trainees: list[_Trainee] = []
+    failures = []
     with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
-        contest = _Contest()
         for peer, cap_mb in entrants:
-            contest.admit(peer, cap_mb, args.inner, _uncompiled(factory()))
+            trainee, error = _admit(peer, cap_mb, args.inner, _uncompiled(factory()))
+            if error or trainee is None:
+                failures.append({"peer": peer.name, "cap_mb": cap_mb, "error": error})
+            else:
+                trainees.append(trainee)
             advance()
         for _ in range(args.rounds):
-            for trainee in contest.trainees:
+            for trainee in trainees:
                 trainee.take_turn(args.steps)
                 advance()
-    return _Measured(contest.results(), contest.failures)
+    return {"results": [_result(trainee, trainees) for trainee in trainees], "failures": failures}
 
 
 def _uncompiled(loaded: Loaded) -> Loaded:
@@ -200,49 +198,35 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
     return torch.compile(ddp, backend=compile_anew)
 
 
-class _Contest:
-    """Those that are measured, and why others are not."""
+def _admit(
+    peer: Peer, cap_mb: float | None, inner: str, loaded: Loaded
+) -> tuple[_Trainee | None, str]:
+    """Compile and train a model; return the error too, if that fails on any rank."""
+    trainee, error = None, ""
+    try:
+        trainee = _Trainee(peer, cap_mb, inner, loaded)
+        trainee.warm_up()
+    except Exception as raised:  # one way that cannot train this model does not stop others
+        error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
+    errors = [error] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return trainee, next(filter(None, errors), "")
 
-    def __init__(self) -> None:
-        self.trainees: list[_Trainee] = []
-        self.failures: list[dict[str, Any]] = []
 
-    def admit(self, peer: Peer, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
-        """Compile and train a model on all ranks; leave it out if that fails on one of them."""
-        trainee, error = None, ""
-        try:
-            trainee = _Trainee(peer, cap_mb, inner, loaded)
-            trainee.warm_up()
-        except Exception as raised:  # one way that cannot train this model does not stop others
-            error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
-        errors = [error] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        first = next(filter(None, errors), "")
-        if first or trainee is None:
-            self.failures.append({"peer": peer.name, "cap_mb": cap_mb, "error": first})
-        else:
-            self.trainees.append(trainee)
-
-    def results(self) -> list[dict[str, Any]]:
-        """Return medians over the rounds; a ratio above 1 is faster."""
-        return [
-            {
-                "peer": trainee.peer.name,
-                "cap_mb": trainee.cap_mb,
-                "step_s": statistics.median(trainee.turns_s),
-                "throughput_of_eager": self._ratio(trainee, _EAGER),
-                "throughput_of_intree": self._ratio(trainee, _INTREE),
-                "tuning": trainee.tuning,
-            }
-            for trainee in self.trainees
-        ]
-
-    def _ratio(self, trainee: _Trainee, name: str) -> float | None:
-        for other in self.trainees:
-            if other.peer.name == name and other.cap_mb == trainee.cap_mb:
-                pairs = zip(other.turns_s, trainee.turns_s, strict=True)
-                return statistics.median(other_s / own_s for other_s, own_s in pairs)
-        return None
+def _result(trainee: _Trainee, trainees: Sequence[_Trainee]) -> dict[str, Any]:
+    """Return medians over the rounds; a throughput above 1 is faster than that peer's."""
+    ratios: dict[str, float | None] = dict.fromkeys((_EAGER, _INTREE))
+    for other in trainees:
+        if other.peer.name in ratios and other.cap_mb == trainee.cap_mb:
+            pairs = zip(other.turns_s, trainee.turns_s, strict=True)
+            ratios[other.peer.name] = statistics.median(theirs / own for theirs, own in pairs)
+    return {
+        "peer": trainee.peer.name,
+        "cap_mb": trainee.cap_mb,
+        "step_s": statistics.median(trainee.turns_s),
+        **{f"throughput_of_{name}": ratio for name, ratio in ratios.items()},
+        "tuning": trainee.tuning,
+    }
 
 
 # ---- showing ----------------------------------------------------------------------------------
