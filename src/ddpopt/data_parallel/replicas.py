@@ -17,7 +17,7 @@ Hook = Callable[..., Any]
 
 
 def check_module(module: nn.Module, refused: tuple[type[nn.Module], ...]) -> None:
-    """Refuse a module whose replicas would not be what they seem.
+    """Refuse a module whose replicas would not run as replicas.
 
     Raises:
         TypeError: it is no module.
@@ -49,10 +49,8 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: a parameter or buffer is elsewhere.
     """
-    for kind, named in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
+    parameters, buffers = module.named_parameters(), module.named_buffers()
+    for kind, named in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in named:
             if tensor.device != device:
                 raise ValueError(
