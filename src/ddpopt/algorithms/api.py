@@ -151,7 +151,6 @@ def attach(
     agree(training.group, [] if problem else _facts(training, algorithm), problem)
     with naming_peers("making weights and optimizers equal on all ranks"):
         _start_equal(training)
-    comm_hook.register(ddp)
     handle = algorithm.make_handle(training)
     comm_hook.occupy(ddp, handle)
     return handle

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpopt.algorithms._runtime.groups import mean, swap
 from ddpopt.algorithms._runtime.handle import Training
@@ -95,22 +94,17 @@ class DecentralizedHandle(BackgroundHandle):
             self.weights.assign(flat)
 
     def _average(self, flat: list[torch.Tensor], exchange: int) -> list[torch.Tensor]:
+        groups = self.groups
+        peer = 0 if self._is_all else rotating_peer(groups.index, groups.num_leaders, exchange)
         for values in flat:
-            self.groups.average_node(values)
-            if self.groups.leaders is not None:
-                self._average_leaders(values, self.groups.leaders, exchange)
-            self.groups.tell_node(values)
+            groups.average_node(values)
+            if groups.leaders is not None and self._is_all:
+                mean(values, groups.leaders)
+            elif groups.leaders is not None:
+                (other,) = swap(values, [peer], groups.leaders)
+                values.add_(other).div_(2)
+            groups.tell_node(values)
         return flat
-
-    def _average_leaders(
-        self, values: torch.Tensor, group: dist.ProcessGroup, exchange: int
-    ) -> None:
-        if self._is_all:
-            mean(values, group)
-            return
-        peer = rotating_peer(self.groups.index, self.groups.num_leaders, exchange)
-        (other,) = swap(values, [peer], group)
-        values.add_(other).div_(2)
 
 
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:

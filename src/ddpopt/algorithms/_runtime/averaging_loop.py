@@ -22,12 +22,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.algorithms._runtime.handle import Handle
 from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
 
@@ -84,13 +84,6 @@ class Turns:
         self._changed.notify_all()
 
 
-class Averaged(Protocol):
-    """The owner of the weights; `num_communications` counts the rounds."""
-
-    weights: FlatWeights
-    num_communications: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
     """The groups of a loop, which nobody else uses while it runs.
@@ -115,7 +108,7 @@ class AveragingLoop:
     it refers to it only while it copies or changes its weights.
     """
 
-    def __init__(self, owner: Averaged, turns: Turns, peers: Peers, interval_s: float) -> None:
+    def __init__(self, owner: Handle, turns: Turns, peers: Peers, interval_s: float) -> None:
         self._owner = weakref.ref(owner)
         self._turns = turns
         self._peers = peers
@@ -207,28 +200,23 @@ class AveragingLoop:
         return bool(wants_stop)
 
     def _make_round(self) -> None:
-        copies = self._copy()
+        with self._turn() as owner:
+            copies = owner.weights.copy()
+            del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
             self._reduce(values, self._peers.data, dist.ReduceOp.SUM)
             values.div_(self._peers.data.size()).sub_(own)
-        self._add(change)
-
-    def _copy(self) -> list[torch.Tensor]:
-        with self._turn():
-            return self._live_owner().weights.copy()
-
-    def _add(self, change: list[torch.Tensor]) -> None:
-        with self._turn():
-            owner = self._live_owner()
+        with self._turn() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
+            del owner
 
     def _reduce(self, values: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """Reduce in place, and be ready to end meanwhile.
 
-        A thread that waits inside of torch cannot be told to, and aborts the interpreter when the
-        process exits; so this one asks.
+        A thread that waits inside torch cannot be told to end, and aborts the interpreter when
+        the process exits. So this one polls.
         """
         if self._is_over.is_set():
             raise _OverError
@@ -242,19 +230,17 @@ class AveragingLoop:
         work.wait()  # raises its error; on an accelerator the stream waits
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[Handle]:
+        """Have the owner, and the lock on its weights, in this block."""
         if not self._turns.take():
             raise _OverError
         try:
-            yield
+            owner = self._owner()
+            if owner is None:
+                raise _OverError
+            yield owner
         finally:
             self._turns.give()
-
-    def _live_owner(self) -> Averaged:
-        owner = self._owner()
-        if owner is None:
-            raise _OverError
-        return owner
 
 
 _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()

@@ -58,15 +58,11 @@ def check_free(ddp: DistributedDataParallel) -> None:
         raise AttachError("this model has an algorithm already; detach it first")
 
 
-def register(ddp: DistributedDataParallel) -> None:
-    """Give `ddp` the hook, unless it has it."""
+def occupy(ddp: DistributedDataParallel, handle: _Reduces) -> None:
+    """Have `handle` reduce the buckets of `ddp` from now on."""
     if ddp not in _registered:
         hook = _registered[ddp] = _CommHook(ddp.process_group)
         ddp.register_comm_hook(hook, _reduce)
-
-
-def occupy(ddp: DistributedDataParallel, handle: _Reduces) -> None:
-    """Have `handle` reduce the buckets of `ddp` from now on."""
     _registered[ddp].handle = weakref.ref(handle)
 
 

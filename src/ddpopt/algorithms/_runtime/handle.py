@@ -99,11 +99,14 @@ class Handle:
         self._is_open = False  # a step has begun and not ended
         self._has_run_backward = False
         self._is_updating = False  # before_update was called in this step
-        self._updated: set[int] = set()
-        self._removable = [
-            training.ddp.register_forward_pre_hook(_torch.uncompiled(lambda *_: self.on_forward())),
-            *_watch_optimizers(self),
-        ]
+        self._updated: set[torch.optim.Optimizer] = set()
+        on_forward = _torch.uncompiled(lambda *_: self.on_forward())
+        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
+        for optimizer in training.optimizers:
+            self._removable += [
+                optimizer.register_step_pre_hook(_weakly(self.on_update)),
+                optimizer.register_step_post_hook(_weakly(self.on_updated)),
+            ]
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -299,19 +302,19 @@ class Handle:
         self._has_run_backward = True
         return self.reduce(bucket)
 
-    def on_update(self, *, has_closure: bool) -> None:
-        """Note that an optimizer is about to update the weights."""
-        if has_closure:
+    def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note that an optimizer is about to update the weights; `args` begins with it."""
+        if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
                 "which runs forward in the middle of an update; call forward and backward before"
             )
         self._start_update()
 
-    def on_updated(self, index: int) -> None:
-        """Note that the optimizer with this index has updated the weights."""
-        self._updated.add(index)
-        if len(self._updated) == len(self.training.optimizers):
+    def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        """Note that an optimizer has updated the weights."""
+        self._updated.add(optimizer)
+        if self._updated == set(self.training.optimizers):
             self._end_step()
 
     def _start_update(self) -> None:
@@ -328,21 +331,13 @@ class Handle:
             self.end_step()
 
 
-def _watch_optimizers(handle: Handle) -> Iterator[Any]:
-    """Hook each optimizer; it may outlive the model, so it keeps no strong reference."""
-    weak = weakref.ref(handle)
-    for index, optimizer in enumerate(handle.training.optimizers):
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook of an optimizer, which may outlive the model, and so must not keep a handle."""
+    weak = weakref.WeakMethod(method)
 
-        def before(_optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            live = weak()
-            if live is not None:
-                closures = (*args[1:], kwargs.get("closure"))  # the first is the optimizer
-                live.on_update(has_closure=any(closure is not None for closure in closures))
+    def call(*arguments: Any) -> None:
+        live = weak()
+        if live is not None:
+            live(*arguments)
 
-        def after(*_ignored: object, index: int = index) -> None:
-            live = weak()
-            if live is not None:
-                live.on_updated(index)
-
-        yield optimizer.register_step_pre_hook(_torch.uncompiled(before))
-        yield optimizer.register_step_post_hook(_torch.uncompiled(after))
+    return _torch.uncompiled(call)
