@@ -169,7 +169,7 @@ def _check(training: Training, algorithm: Any) -> None:
         raise OptionError(f"no algorithm can be attached to this DDP module: {reason}")
     for optimizer in training.optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, none of torch.optim")
+            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise OptionError(
                 "LBFGS runs forward and backward several times in one step, and communication "

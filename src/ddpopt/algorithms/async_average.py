@@ -1,6 +1,6 @@
 """`AsyncModelAverage`: a thread averages the ranks' weights, while each rank trains at its speed.
 
-Source: asynchronous model average as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: asynchronous model average as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class AsyncModelAverageHandle(Handle):
     Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
     A round that failed is raised as PeerError by the next step's forward and by the methods that
     stop the rounds. Stop them (`paused`, `abort`) to evaluate, and to load or save weights.
-    Ranks need not make equally many steps, but each has to make two: DDP itself has them wait for
-    each other in the second forward, once.
+    Ranks need not make equally many steps, but each has to make at least two: in its second
+    forward, DDP itself waits for all ranks, once.
     """
 
     def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
@@ -104,9 +104,9 @@ class AsyncModelAverageHandle(Handle):
     def abort(self) -> None:
         """Make no more rounds: no weight changes by communication after this. Collective.
 
-        Ranks come here after different numbers of steps, and go on with the rounds until all have.
-        A step that is open ends here. Training after it is each rank's own. Does nothing when
-        called again.
+        Ranks may call this after different numbers of steps: the early ones keep making rounds
+        until all have called it. A step that is open ends here. Afterwards each rank trains by
+        itself. Does nothing when called again.
 
         Raises:
             PeerError: a round failed, or a rank did not call this within the group's timeout.

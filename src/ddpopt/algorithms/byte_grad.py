@@ -1,7 +1,7 @@
 """`ByteGrad`: gradients are reduced behind backward as DDP does, in one byte an element.
 
 `QAdam` reduces momenta the same way.
-Source: ByteGrad as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: ByteGrad as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddpopt.algorithms.api import HierarchicalAlgorithm
 from ddpopt.config import check_boolean
 from ddpopt.errors import NonFiniteError
 
-# torch < 2.13 has it under its old name only
+# torch < 2.13: only the old name exists
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

@@ -1,6 +1,6 @@
 """`Decentralized`: ranks average their weights, while forward and backward run.
 
-Source: decentralized SGD as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations

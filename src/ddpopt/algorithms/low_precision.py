@@ -1,6 +1,6 @@
 """`LowPrecisionDecentralized`: ranks in a ring exchange their weights' changes in 8 bits.
 
-Source: low-precision decentralized SGD as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: low-precision decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralizedHandle"]):
-    """Each rank mixes its weights with its two neighbours', told in one byte a weight.
+    """Each rank mixes its weights with its two neighbours', sent in one byte a weight.
 
-    Each rank keeps W, its weights as it last told them, and replicas L and R of its neighbours'
+    Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
     W. After the optimizer has made W into x, it sends both neighbours the codes of
     z = x + L/3 + R/3 - 5/3 W, that is the mean of L, W and R plus its own update, less W. All add
     what the codes stand for, dec(z): the rank itself to W, which becomes its weights, and its
-    neighbours to their replicas. So replicas stay bitwise equal to what they are of. Of two ranks
-    both replicas are of the other one. Three more copies of the weights are kept.
+    neighbours to their replicas. So replicas stay bitwise equal to the W that they copy. With two
+    ranks, both replicas copy the other one. Three more copies of the weights are kept.
 
     Attributes:
         hierarchical: Average within each node first, then mix between nodes; see
@@ -79,7 +79,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralized
 
 
 class Replicas(NamedTuple):
-    """Weights as they were last told, of a rank and of its neighbours: flat, one a bucket."""
+    """Weights as they were last sent, of a rank and its neighbours: flat, one tensor a bucket."""
 
     own: list[torch.Tensor]
     left: list[torch.Tensor]
@@ -225,7 +225,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         if changed:
             raise AttachError(
                 f"on rank {changed - 1} other parameters are trainable than were when the "
-                "algorithm was attached; detach it, make DDP anew and attach it again"
+                "algorithm was attached; detach it, wrap the model in DDP again, and attach it again"
             )
         if non_finite:
             raise NonFiniteError(

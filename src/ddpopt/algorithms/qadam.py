@@ -1,6 +1,6 @@
 """`QAdam`: Adam whose momenta are averaged in one byte an element, after a warm-up.
 
-Source: QAdam as Bagua has it (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
+Source: QAdam as in Bagua (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
 2102.02888). Unlike in Bagua, the gradient of the last step of the warm-up is used, the bias
 correction of the variance ends with it, weight decay does not, each group has its own betas, and
 updates are bounded as Adam's are.

@@ -34,7 +34,7 @@ class DataParallel(nn.Module):
     first device. If the loss is computed from the joined outputs, they equal those of the whole
     batch on one device.
 
-    Parameters that no replica uses keep `grad` None, as on one device; with torch's they get
+    Parameters that no replica uses keep `grad` None, as on one device; in torch's they get
     zeros. With one device the module itself is called, compiled.
 
     Attributes:
@@ -64,8 +64,8 @@ class DataParallel(nn.Module):
                 `dynamic`, `fullgraph`.
 
         Raises:
-            TypeError: `module` is no module, `devices` no list, `dim` no number, or `torch.compile`
-                has no such argument.
+            TypeError: `module` is not a module, `devices` not a list, `dim` not a number, or
+                `torch.compile` does not have such an argument.
             ValueError: There is no device, or an unknown one; the module or a part of it is
                 compiled or parallel already; CUDA graphs are asked for on several devices.
         """

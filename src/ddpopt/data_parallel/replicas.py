@@ -62,14 +62,14 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
 class Hooks:
     """The forward hooks of a module as its replicas call them: uncompiled.
 
-    Compiled, a hook that appends to a list would be compiled anew in each forward, and replicas
+    Compiled, a hook that appends to a list would be recompiled in each forward, and replicas
     that run at the same time would write over each other's entries. torch's own hooks
     (`spectral_norm`, pruning) only compute, and stay in the graph.
     """
 
     def __init__(self) -> None:
-        # By id; a hook is kept beside what calls it, so that no other one has its id. What calls it
-        # stays the same, for graphs are guarded on it.
+        # By id; a hook is kept beside what calls it, so that no other hook gets its id. What calls
+        # it stays the same, because graphs are guarded on it.
         self._known: dict[int, tuple[Hook, Hook]] = {}
 
     def of(self, module: nn.Module) -> dict[int, Hook]:
@@ -90,8 +90,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) 
     """
     has_grad = torch.is_grad_enabled()
     calls = hooks.of(module)
-    # Inference tensors, views and parameters are each compiled for anew: all replicas have the
-    # same kind, so that they share one graph.
+    # Inference tensors, views and parameters each have graphs of their own: all replicas have
+    # the same kind, so that they share one graph.
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
         return [
             _torch.replica(module, _copy_tensors(module, device, index == 0), calls)

@@ -45,7 +45,7 @@ class Groups:
             dist.broadcast(values, group=self.node, group_src=0)
 
     def end(self) -> None:
-        """Destroy them. All ranks have to be done with them: who is not would lose connections."""
+        """Destroy them. All ranks have to be done with them, or some lose their connections."""
         for group in {self.everyone, self.leaders, self.node} - {None}:
             dist.destroy_process_group(group)
 

@@ -32,7 +32,7 @@ _MIB = 1024 * 1024
 def run(args: argparse.Namespace, screen: Screen) -> Report:
     """Run some steps on one rank, and explain."""
     options: dict[str, Any] = {"inner": args.inner} | ({"split": args.split} if args.split else {})
-    resolve_options(None, options)  # a bad one is better told before the model is made
+    resolve_options(None, options)  # report a bad one before the model is made
     _check(args)
     loaded = find_factory(args.factory)()
     # Before DDP hangs its hooks on the parameters.
