@@ -225,7 +225,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         if changed:
             raise AttachError(
                 f"on rank {changed - 1} other parameters are trainable than were when the "
-                "algorithm was attached; detach it, wrap the model in DDP again, and attach it again"
+                "algorithm was attached; detach it, then wrap the model in DDP and attach it again"
             )
         if non_finite:
             raise NonFiniteError(
