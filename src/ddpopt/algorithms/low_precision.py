@@ -163,23 +163,16 @@ class LowPrecisionDecentralizedHandle(Handle):
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
                 f"the ring, and this rank has {self._place}; load weights and call resync instead"
             )
-        expected = self.replicas and [_shapes(replica) for replica in self.replicas]
-        try:
-            replicas = state["replicas"]
-            actual = replicas and [_shapes(replica) for replica in replicas]
-        except (KeyError, TypeError, AttributeError) as error:
+        found, expected = _shapes(state.get("replicas")), _shapes(self.replicas)
+        if found != expected:
             raise OptionError(
-                f"the state has no replicas as state_dict returns them ({error!r})"
-            ) from error
-        if actual != expected:
-            raise OptionError(
-                f"the state's replicas have shapes {actual}, and this model's have {expected}; "
+                f"the state's replicas have shapes {found}, and this model's have {expected}; "
                 "load the state of this model"
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take over the replicas."""
-        for replica, saved in zip(self.replicas or (), state["replicas"] or (), strict=True):
+        for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
             for values, copied in zip(replica, saved, strict=True):
                 values.copy_(copied)
 
@@ -253,8 +246,12 @@ def _add(replica: Sequence[torch.Tensor], differences: Sequence[Compressed]) -> 
         values.add_(decompress(difference).view(-1))
 
 
-def _shapes(replica: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[int]]]:
-    return [(values.dtype, list(values.shape)) for values in replica]
+def _shapes(replicas: Any) -> Any:
+    """Return the types and shapes of replicas, or of what a state has in their place."""
+    try:
+        return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
+    except (TypeError, AttributeError):
+        return f"of a {type(replicas).__name__} without tensors"
 
 
 def ring_neighbours(rank: int, num_ranks: int) -> tuple[int, int]:

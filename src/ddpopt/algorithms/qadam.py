@@ -128,11 +128,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 self._start_state(parameter)
-            warm = {p for p in parameters if self.is_warm(p, group)}
-            self._update_by_adam([p for p in parameters if p not in warm], group)
-            for parameter in parameters:
-                if parameter in warm:
-                    self._update(parameter, group)
+            warm = [p for p in parameters if self.is_warm(p, group)]
+            self._update_by_adam([p for p in parameters if not self.is_warm(p, group)], group)
+            for parameter in warm:
+                self._update(parameter, group)
         self._with_momentum.clear()
         return loss
 
