@@ -102,18 +102,10 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) 
 def _copy_tensors(
     module: nn.Module, device: torch.device, is_first: bool
 ) -> dict[torch.Tensor, torch.Tensor]:
-    parameters = list(module.parameters())
-    if not torch.is_grad_enabled():
-        sources = [parameter.detach() for parameter in parameters]
-    elif is_first:
-        sources = [parameter.view_as(parameter) for parameter in parameters]
-    else:
-        sources = list(parameters)
-    tensors: dict[torch.Tensor, torch.Tensor] = dict(zip(parameters, sources, strict=True))
     if is_first:
-        return tensors
-    tensors |= {buffer: buffer for buffer in module.buffers()}
-    return {own: source.to(device, copy=True) for own, source in tensors.items()}
+        has_grad = torch.is_grad_enabled()
+        return {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()}
+    return {own: own.to(device, copy=True) for own in (*module.parameters(), *module.buffers())}
 
 
 def _uncompiled(hook: Hook) -> Hook:
