@@ -83,7 +83,7 @@ verify: bool = _declare("verify", False)
 alike. Environment: `DDPOPT_VERIFY`."""
 
 disagreement: str = _declare("disagreement", "warning", DISAGREEMENTS)
-"""What follows where ranks compiled for different DDP models: a `"warning"` or an `"error"`
+"""What happens if ranks compiled for different DDP models: a `"warning"` or an `"error"`
 (`DisagreementError`), on every rank. They compare in `ddpopt.warmup`; for an error also after the
 steps that compile, by the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
 
