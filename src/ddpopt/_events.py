@@ -1,15 +1,85 @@
-"""Where forwards and sections tell that they run, to whoever records a step.
+"""Where forwards of DDP modules and compiled sections tell that they run.
 
-Nobody listens but inside of `ddpopt.record`; then telling costs one look at `current`.
+Forwards tell the observers of their module, in one order; a module that nobody observes pays one
+look into a dictionary. Sections tell the listener, who is there inside of `ddpopt.record` alone;
+else a section pays one look at `current`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
+
+
+class Turn(enum.IntEnum):
+    """Who is told first; a module has one observer of each kind at most."""
+
+    AGREEMENT = enum.auto()
+    VERIFY = enum.auto()
+    REBUCKET = enum.auto()
+    TUNER = enum.auto()
+    RECORDER = enum.auto()
+    COMPILED = enum.auto()
+
+
+class Observer:
+    """Who is told of a DDP module's forwards. It holds the module weakly, if at all."""
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Run before a forward."""
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        """Run after it; `is_ours` says that `torch.compile` with our backend is around it."""
+
+
+Interest = Callable[[DistributedDataParallel], Observer | None]
+"""Returns who is to observe a module, asked once when its first forward begins."""
+
+_interests: dict[Turn, Interest] = {}
+_observers: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[Turn, Observer], ...]]
+_observers = weakref.WeakKeyDictionary()
+
+
+def ask_at_first(turn: Turn, interest: Interest) -> None:
+    """Have `interest` asked about each DDP module that is seen from now on."""
+    _interests[turn] = interest
+
+
+def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> None:
+    """Tell `observer` of a module's forwards, in the place of another one with its turn."""
+    others = [item for item in _observers_of(ddp) if item[0] is not turn]
+    _observers[ddp] = tuple(sorted([*others, (turn, observer)], key=lambda item: item[0]))
+
+
+def ignore(ddp: DistributedDataParallel, turn: Turn) -> None:
+    """Tell the observer with this turn no more."""
+    _observers[ddp] = tuple(item for item in _observers_of(ddp) if item[0] is not turn)
+
+
+def before_forward(ddp: DistributedDataParallel) -> None:
+    """Tell a module's observers that its forward begins."""
+    for _, observer in _observers_of(ddp):
+        observer.before_forward(ddp)
+
+
+def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
+    """Tell a module's observers, those that came in this forward too, that it has ended."""
+    for _, observer in _observers_of(ddp):
+        observer.after_forward(ddp, is_ours)
+
+
+def _observers_of(ddp: DistributedDataParallel) -> tuple[tuple[Turn, Observer], ...]:
+    found = _observers.get(ddp)
+    if found is None:
+        asked = ((turn, interest(ddp)) for turn, interest in sorted(_interests.items()))
+        found = tuple((turn, observer) for turn, observer in asked if observer is not None)
+        _observers[ddp] = found
+    return found
 
 
 class Label(NamedTuple):
@@ -20,13 +90,7 @@ class Label(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who is told."""
-
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Run before the forward of a DDP module."""
-
-    def after_forward(self, ddp: DistributedDataParallel) -> None:
-        """Run after it."""
+    """Who is told of sections."""
 
     def section(self, label: Label, kind: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a section's `kind`, "forward" or "backward", runs."""

@@ -2,8 +2,8 @@
 
 Names are looked up when they are used: a release that moved one raises `TorchDriftError` there,
 the backend reports it as `Fallback.TORCH_DRIFT`, and training goes on unsplit; see
-tests/system/test_drift.py. Unless a comment says otherwise, each name was seen at its place in torch 2.11,
-2.12, 2.13 and 2.15.
+tests/system/test_drift.py. Unless a comment says otherwise, each name was seen at its place in
+torch 2.11, 2.12, 2.13 and 2.15.
 """
 
 from __future__ import annotations

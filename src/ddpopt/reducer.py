@@ -1,7 +1,7 @@
 """A model of DDP's Reducer: which parameters will share a bucket, and when buckets close.
 
-Pure: it reads no graph, no module and no process group. `_torch.py` reads the facts off a live
-DDP module; `planning` decides where to cut.
+Pure: it reads no graph, no module and no process group. `_torch` reads the facts off a live DDP
+module; `split` decides where to cut.
 
 [Note: buckets]
 A *bucket* is the Reducer's unit: gradients that are packed together and reduced by one allreduce.

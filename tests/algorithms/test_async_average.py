@@ -31,9 +31,9 @@ import ddpopt
 from ddpopt.algorithms import AsyncModelAverage, AsyncModelAverageHandle, attach
 from ddpopt.errors import AttachError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
-HARD_TIMEOUT_S = 60  # of each collective, and of each wait
+HARD_TIMEOUT_S = 300  # of each collective, and of each wait
 OFTEN = AsyncModelAverage(sync_interval_ms=2)
 HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 NO_BUFFERS = {"forward_sync_buffers" if HAS_NEW_NAME else "broadcast_buffers": False}
@@ -714,9 +714,11 @@ def _failures(call: Callable[[], object]) -> list[str]:
     return [text for text in [_said(call)] if text != "nothing"]
 
 
-def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout() -> None:
+def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout(
+    own_ranks: OwnRanks,
+) -> None:
     """In the next forward, and in all that stops the rounds; the thread has ended."""
-    ranks = Ranks(3)
+    ranks = own_ranks(3)
     try:
         answers = ranks.run_survivors([0, 1], _lose_a_rank)
     finally:
@@ -753,8 +755,8 @@ def _leave_alone(rank: int, how: str) -> tuple[list[str], bool, list[str]]:
 
 
 @pytest.mark.parametrize("how", ["abort", "drop"])
-def test_a_rank_that_is_left_alone_is_told_so(how: str) -> None:
-    ranks = Ranks()
+def test_a_rank_that_is_left_alone_is_told_so(how: str, own_ranks: OwnRanks) -> None:
+    ranks = own_ranks()
     try:
         answers = ranks.run(_leave_alone, how)
     finally:
@@ -827,7 +829,7 @@ def test_a_process_that_exits_without_abort_ends_promptly(ending: str, tmp_path:
         for rank in range(2)
     ]
     try:
-        answers = [process.communicate(timeout=120) for process in processes]
+        answers = [process.communicate(timeout=HARD_TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -19,7 +19,7 @@ from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.algorithms._runtime.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
 LR = 0.1
 CAP_MB = 0.02  # one layer a bucket
@@ -330,8 +330,8 @@ def _die(rank: int) -> str:
     return "nothing"
 
 
-def test_a_killed_rank_fails_the_backward_of_the_others() -> None:
-    workers = Ranks(3)
+def test_a_killed_rank_fails_the_backward_of_the_others(own_ranks: OwnRanks) -> None:
+    workers = own_ranks(3)
     try:
         said = workers.run_survivors({0, 2}, _die)
     finally:

@@ -261,7 +261,7 @@ class Waiting(nn.Module):
         self.handle: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stop_s = time.monotonic() + 60
+        stop_s = time.monotonic() + 300
         while not self.handle._averaged.done():
             assert time.monotonic() < stop_s, "weights are not averaged while forward runs"
             time.sleep(0.001)

@@ -20,7 +20,7 @@ from ddpopt.algorithms import LowPrecisionDecentralized, attach, low_precision
 from ddpopt.algorithms._runtime.quantization import EPSILON, compress, decompress
 from ddpopt.errors import AttachError, NonFiniteError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
 LR = 0.1
 BUCKET_BYTES = 20_000  # one layer of MLP
@@ -520,8 +520,8 @@ def _die(rank: int) -> str:
     return "nothing"
 
 
-def test_a_killed_rank_fails_the_others() -> None:
-    workers = Ranks(3)
+def test_a_killed_rank_fails_the_others(own_ranks: OwnRanks) -> None:
+    workers = own_ranks(3)
     try:
         said = workers.run_survivors({0, 2}, _die)
     finally:

@@ -9,7 +9,7 @@ import torch
 from ddpopt.algorithms._runtime.averaging_loop import Turns
 
 CPU = torch.device("cpu")
-HARD_TIMEOUT_S = 30
+HARD_TIMEOUT_S = 300
 
 
 def _waits(turns: Turns, count: int) -> None:

@@ -262,7 +262,7 @@ def test_a_change_takes_the_memory_of_one_bucket_at_most(how: str) -> None:
         env={**environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch
+from ddpopt.bucketing import tuner
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.ranks import rendezvous
@@ -35,7 +36,7 @@ from tests.support.models import (
     train,
     twins,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -82,12 +83,12 @@ def _warm_and_train(
     assert num_graphs > 0
     assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs
-    (plan,) = state.plans_of(ddp)
+    (plan,) = state.of(ddp).plans
     assert plan.split == split
     assert len(plan.sections) > 1
     return {
         "buckets": [[p.name for p in bucket.parameters] for bucket in plan.buckets],
-        "actual": state.of(ddp).actual_buckets,
+        "actual": state.of(ddp).told_buckets,
     }
 
 
@@ -118,7 +119,7 @@ def test_the_search_for_better_buckets_still_begins(split: str) -> None:
     options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     warmup(model, torch.randn(8, 64))
-    assert state.of(ddp).tuner is not None
+    assert tuner.of(ddp) is not None
     num_graphs = counters["stats"]["unique_graphs"]
     model(torch.randn(8, 64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs
@@ -143,7 +144,7 @@ def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
     ours = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
     assert_equal_states(ours, train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs > 0
-    assert any(plan.sections for plan in state.plans_of(ddp))
+    assert any(plan.sections for plan in state.of(ddp).plans)
     return verdict.passed
 
 
@@ -175,7 +176,7 @@ def _warm_slowly(rank: int, split: str) -> list[str]:
         inputs = batches(rank, [(8, 64)] * 3)
         with mock.patch.object(_torch, "aot_eager", slow):
             model = torch.compile(ddp, **_options(split, inner))
-            with mock.patch.object(rendezvous.logs, "warning") as warning:
+            with mock.patch.object(rendezvous._logs, "warning") as warning:
                 warmup(model, inputs[0])
         assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
         return [call.args[0] % call.args[1:] for call in warning.call_args_list]
@@ -230,9 +231,11 @@ def _vanish(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "last_word"), [("compiling", "forward"), ("absent", "absent")], ids=lambda text: text
 )
-def test_a_rank_that_ends_is_noticed_by_its_silence(how: str, last_word: str) -> None:
+def test_a_rank_that_ends_is_noticed_by_its_silence(
+    how: str, last_word: str, own_ranks: OwnRanks
+) -> None:
     """While it compiles or before it came: the others raise within the limit that was given."""
-    workers = Ranks()
+    workers = own_ranks()
     try:
         results = workers.run_survivors([0], _vanish, how)
     finally:

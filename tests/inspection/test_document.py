@@ -111,7 +111,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
         first, stop=second.stop, parameters=second.parameters + first.parameters
     )
     plan = dataclasses.replace(plan, sections=(joined, third)).with_buckets(plan.buckets)
-    state.keep(ddp, plan, ())
+    state.of(ddp).keep(plan, ())
     explanation = ddpopt.explain(ddp)
     assert [bucket.shares_section_with for bucket in explanation.buckets] == [(), (2,), (1,)]
     assert "buckets 1, 2 share sections" in str(explanation)

@@ -25,7 +25,7 @@ from ddpopt.ranks import agreement
 from ddpopt.split import state
 from tests.support.hanging import hanging_store
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 
 CAP_MB = 0.03
 SHORT_S = 4.0
@@ -68,7 +68,7 @@ def _train_beside_eager(
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    plans = state.plans_of(ddp)
+    plans = state.of(ddp).plans
     return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
 
 
@@ -138,9 +138,9 @@ def _compile_slowly(rank: int) -> str:
     return ""
 
 
-def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout() -> None:
+def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(own_ranks: OwnRanks) -> None:
     """All ranks end with one error, which names the rank. `test_warming.py` has a warmup."""
-    workers = Ranks()
+    workers = own_ranks()
     try:
         errors = workers.run(_compile_slowly)
     finally:
@@ -171,7 +171,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
     with (
         own_version,
         config.patch(disagreement=disagreement),
-        mock.patch.object(agreement.logs, "warning") as warning,
+        mock.patch.object(agreement._logs, "warning") as warning,
     ):
         try:
             inputs = batches(rank, [(8, 64)] * 4)

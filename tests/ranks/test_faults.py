@@ -1,6 +1,6 @@
 """A rank breaks: the others end with an error that names it, whatever place it broke in.
 
-Real processes on the loopback device. `benchmarks/faults.py` has links that fail, and times.
+Real processes on the loopback device. `benchmarks/faults` has links that fail, and times.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from ddpopt.ranks.rollcall import Word
 from ddpopt.ranks.stores import StoreGoneError
 from ddpopt.split import state
 from tests.support.models import MLP, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks
 
 CAP_MB = 0.03
 FAULT_STEP = 2
 NUM_STEPS = 5
 TIMEOUT_S = 60.0  # which nobody waits for
 SHORT_S = 10.0
-GONE_S = 30.0
+GONE_S = 120.0
 VICTIM = 1
 
 
@@ -121,9 +121,9 @@ def _lose_a_rank(rank: int, where: str, split: str) -> tuple[str, tuple[int, ...
         ("compile", "forward"),
     ],
 )
-def test_a_killed_rank_is_named_by_all_others(where: str, split: str) -> None:
+def test_a_killed_rank_is_named_by_all_others(where: str, split: str, own_ranks: OwnRanks) -> None:
     """With host and pid, and not the rank that lost it too."""
-    workers = Ranks(3)
+    workers = own_ranks(3)
     try:
         answers = workers.run_survivors({0, 2}, _lose_a_rank, where, split)
     finally:
@@ -167,9 +167,9 @@ def _raise_in_one(rank: int) -> str:
     return _train(rank, _short_group(), _raise)
 
 
-def test_a_rank_that_raised_is_named_with_its_error() -> None:
+def test_a_rank_that_raised_is_named_with_its_error(own_ranks: OwnRanks) -> None:
     """It keeps its own error; the others say what it was, though its process is there."""
-    workers = Ranks()
+    workers = own_ranks()
     try:
         other, own = workers.run(_raise_in_one)
     finally:
@@ -188,9 +188,9 @@ def _stop_for_good(rank: int) -> str:
     return _train(rank, _short_group(), _stop)
 
 
-def test_a_stopped_rank_is_named_after_the_timeout() -> None:
+def test_a_stopped_rank_is_named_after_the_timeout(own_ranks: OwnRanks) -> None:
     """Nobody can know before."""
-    workers = Ranks(3)
+    workers = own_ranks(3)
     try:
         answers = workers.run_survivors({0, 2}, _stop_for_good)
     finally:
@@ -208,9 +208,9 @@ def _stop_for_two_seconds(rank: int) -> str:
     return _train(rank, _short_group(), _stop_shortly)
 
 
-def test_a_rank_that_is_stopped_for_a_while_is_waited_for() -> None:
+def test_a_rank_that_is_stopped_for_a_while_is_waited_for(own_ranks: OwnRanks) -> None:
     """Training goes on with equal gradients."""
-    workers = Ranks()
+    workers = own_ranks()
     try:
         first, second = workers.run(_stop_for_two_seconds)
     finally:
@@ -472,7 +472,7 @@ def _compile_unasked(rank: int) -> dict[str, Any]:
     ):
         for x in batches(rank, [(8, 64)] * 3):
             compiled(x).sum().backward()
-    (plan,) = state.plans_of(ddp)
+    (plan,) = state.of(ddp).plans
     return {
         "sections": len(plan.sections),
         "sockets": _sockets() - num_sockets,
@@ -483,9 +483,9 @@ def _compile_unasked(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")
-def test_compiling_takes_no_socket_no_thread_and_no_store() -> None:
+def test_compiling_takes_no_socket_no_thread_and_no_store(own_ranks: OwnRanks) -> None:
     """By default; nor does it put a hook in front of uncaught errors."""
-    workers = Ranks()
+    workers = own_ranks()
     try:
         for found in workers.run(_compile_unasked):
             assert found.pop("sections") > 1
@@ -548,7 +548,7 @@ def test_a_store_that_is_gone_before_the_first_compile_holds_nobody_up() -> None
         ranks = [
             start(_WITHOUT_STORE.format(tests=tests, port=port, rank=rank)) for rank in range(2)
         ]
-        watchdog = threading.Timer(4 * GONE_S, lambda: [rank.kill() for rank in ranks])
+        watchdog = threading.Timer(2 * GONE_S, lambda: [rank.kill() for rank in ranks])
         watchdog.start()
         stack.callback(watchdog.cancel)
         for what in (signal.SIGSTOP, signal.SIGKILL):

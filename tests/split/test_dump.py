@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import config
 from ddpopt.split import dump
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 
@@ -188,7 +188,7 @@ def test_the_environments_rank_leads_to_no_other_folder(
     monkeypatch.setenv("RANK", rank)
     gm = fx.symbolic_trace(torch.nn.ReLU())
     with config.patch(dump_dir=str(tmp_path / "dumps")):
-        dump.dump_plan(gm, Plan(graph="0/0", inner="eager", num_nodes=1, split="forward"))
+        dump.dump_plan(gm, SplitPlan(graph="0/0", inner="eager", num_nodes=1, split="forward"))
     (process,) = (tmp_path / "dumps").iterdir()
     assert re.fullmatch(r"rank\d{1,60}-pid\d+", process.name)
     assert list(process.glob("*/plan.json"))

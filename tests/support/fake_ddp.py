@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.split import state
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 
 _MIB = 1024 * 1024
 
@@ -61,7 +61,7 @@ class FakeDDP(DistributedDataParallel):
         return {"has_rebuilt_buckets": 1}
 
 
-def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Plan:
+def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> SplitPlan:
     """Return the plan for a module whose forward is one graph."""
     torch._dynamo.reset()
     ddp = FakeDDP(module, **ddp_options)

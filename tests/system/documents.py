@@ -29,6 +29,7 @@ PAGES = [
     *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("*.md")),
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/README.md",
 ]
 # What programs that end are watched by; see there.

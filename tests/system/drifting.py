@@ -164,7 +164,7 @@ def _train_without(
             difference = str(problem)
         except Exception:
             error = traceback.format_exc()
-    plans = records.plans_of(ddp)
+    plans = records.of(ddp).plans
     ddpopt.backend.uninstall()
     ddpopt.backend.install()
     return Trained(

@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cluster  # noqa: E402
-from benchmarks.algorithms_peers import PEERS, find_peer  # noqa: E402
-from benchmarks.algorithms_report import Turn, straggler  # noqa: E402
+from benchmarks.algorithms.peers import PEERS, find_peer  # noqa: E402
+from benchmarks.algorithms.report import Turn, straggler  # noqa: E402
+from benchmarks.harness import cluster  # noqa: E402
 
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 NOT_EMULATED = cluster.why_not_emulated()
 ALGORITHMS = (
     "eager", "ddpopt", "allreduce", "decentralized", "shift_one", "low_precision", "async",
@@ -44,6 +44,14 @@ def _measure(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     _run("-m", "benchmarks.algorithms", "--quick", *options, "--output", str(folder))
     text = (folder / "algorithms.md").read_text()
     return json.loads((folder / "algorithms.json").read_text()), text
+
+
+def test_an_algorithm_is_named_with_its_options() -> None:
+    """Values are JSON."""
+    peer, options = find_peer("async:sync_interval_ms=20")
+    assert (peer, options) == (PEERS["async"], {"sync_interval_ms": 20})
+    with pytest.raises(ValueError, match="there are eager"):
+        find_peer("nobody")
 
 
 def test_quick_measures_every_algorithm_and_what_a_straggler_costs(tmp_path: Path) -> None:
@@ -85,14 +93,6 @@ def test_a_straggler_is_compared_with_turns_before_it() -> None:
     assert found.slow.median == pytest.approx(0.5)
 
 
-def test_an_algorithm_is_named_with_its_options() -> None:
-    """Values are JSON."""
-    peer, options = find_peer("async:sync_interval_ms=20")
-    assert (peer, options) == (PEERS["async"], {"sync_interval_ms": 20})
-    with pytest.raises(ValueError, match="there are eager"):
-        find_peer("nobody")
-
-
 @pytest.mark.parametrize("task", ["gpt", "convnet"])
 def test_convergence_compares_algorithms_on_the_same_samples(task: str, tmp_path: Path) -> None:
     """All begin with the same loss, torch's hooks too, and there is a row each."""
@@ -104,7 +104,7 @@ def test_convergence_compares_algorithms_on_the_same_samples(task: str, tmp_path
     )  # fmt: skip
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     options = ("--tasks", task, "--steps", "8", "--seeds", "1", "--algorithms", ",".join(names))
-    _run(*torchrun, "-m", "benchmarks.convergence", *options, "--output", str(tmp_path))
+    _run(*torchrun, "-m", "benchmarks.algorithms.convergence", *options, "--output", str(tmp_path))
     found = json.loads((tmp_path / f"convergence-{task}.json").read_text())
     results = {result["peer"]: result for result in found["results"]}
     assert tuple(results) == names

@@ -11,8 +11,6 @@ from tests.system.architectures.catalogue import ARCHITECTURES
 from tests.system.architectures.running import Way, run_way
 from tests.system.fuzzing.checking import EQUAL, EQUAL_TO_UNSPLIT
 
-pytestmark = pytest.mark.slow
-
 HANDFUL = {
     "gpt2": Way(optimizer="backward"),
     "bert with padding": Way(optimizer="forward", is_regional=True),

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cluster  # noqa: E402
-from benchmarks.peers import find_peer  # noqa: E402
+from benchmarks.harness import cluster  # noqa: E402
+from benchmarks.harness.peers import find_peer  # noqa: E402
 
 NOT_EMULATED = cluster.why_not_emulated()
 needs_network = pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED)
@@ -44,10 +44,19 @@ def _namespaces(pid: int) -> list[str]:
     return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
 
 
+def test_the_table_of_models_needs_no_further_package() -> None:
+    """Models of a package that is not there are listed with what to install."""
+    run = _start("-m", "benchmarks.harness.models")
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    names = ("gpt", "convnet", "fused", "mlp", "bert", "gpt2", "t5", "resnet50", "vit")
+    assert all(f"\n| {name} |" in text for name in names)
+
+
 def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     """The plan beside DDP's default and all caps, each with a prediction."""
     options = ("--models", "tiny", "--rates", "1gbit", "--rounds", "1", "--inner", "aot_eager")
-    run = _start("-m", "benchmarks.tuning", *options, "--output", str(tmp_path))
+    run = _start("-m", "benchmarks.overlap.tuning", *options, "--output", str(tmp_path))
     text, _ = run.communicate()
     assert run.returncode == 0, text
     (cell,) = json.loads((tmp_path / "tuning.json").read_text())
@@ -80,11 +89,11 @@ def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -
 
 CONNECTED = """
 import sys, time
-from benchmarks.cluster import open_cluster
+from benchmarks.harness.cluster import open_cluster
 with open_cluster(2) as cluster:
     cluster.set_rate("1gbit")
     print("connected", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -98,7 +107,7 @@ def test_no_signal_leaves_the_network_behind(number: signal.Signals) -> None:
     assert len(_namespaces(run.pid)) == 3
     os.kill(run.pid, number)
     assert run.wait() != 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while _namespaces(run.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _namespaces(run.pid) == []
@@ -124,19 +133,10 @@ def _commands() -> list[str]:
     return listed.stdout.splitlines()
 
 
-def test_the_table_of_models_needs_no_further_package() -> None:
-    """Models of a package that is not there are listed with what to install."""
-    run = _start("-m", "benchmarks.models")
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
-    names = ("gpt", "convnet", "fused", "mlp", "bert", "gpt2", "t5", "resnet50", "vit")
-    assert all(f"\n| {name} |" in text for name in names)
-
-
 def test_scale_prints_its_exponents() -> None:
     """Of both splits."""
     sizes = ("--calls", "1000,2000", "--sections", "5,10", "--at-calls", "1000")
-    run = _start("-m", "benchmarks.scale", *sizes)
+    run = _start("-m", "benchmarks.cost.scale", *sizes)
     text, _ = run.communicate()
     assert run.returncode == 0, text
     assert "\nforward: calls to the power of" in text
@@ -155,7 +155,7 @@ def test_recording_is_compared_with_steps_that_are_not_recorded() -> None:
     """For both splits, on two ranks."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     options = ("--models", "tiny", "--inner", "aot_eager", "--rounds", "1", "--steps", "1")
-    run = _start(*torchrun, "-m", "benchmarks.recording", *options)
+    run = _start(*torchrun, "-m", "benchmarks.cost.recording", *options)
     text, _ = run.communicate()
     assert run.returncode == 0, text
     rows = [line for line in text.splitlines() if line.startswith("| tiny |")]

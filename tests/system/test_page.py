@@ -259,7 +259,7 @@ def _chromium(folder: Path, content: Mapping[str, Any], fragment: str, *flags: s
     path.write_text(render_page(content), encoding="utf-8")
     profile = f"--user-data-dir={folder / 'profile'}"
     command = [CHROMIUM, *FLAGS, profile, *flags, f"{path.as_uri()}{fragment}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

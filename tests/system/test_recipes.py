@@ -15,8 +15,6 @@ RECIPES = {
     "trainer.py": ("accelerate", "transformers"),
 }
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:

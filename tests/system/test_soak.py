@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.soak import find_growth
-from benchmarks.soak_census import (
+from benchmarks.soak.census import (
     MEASURES,
     Census,
+    find_growth,
     grown_registries,
     grown_types,
     growth_of,
     take_census,
 )
-from benchmarks.soak_models import LIVES, Refs, Trial
-from benchmarks.soak_worker import Training
+from benchmarks.soak.models import LIVES, Refs, Trial
+from benchmarks.soak.worker import Training
 from ddpopt import config
 from ddpopt.errors import DisagreementError
 from ddpopt.ranks import agreement
@@ -200,7 +200,7 @@ def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
     for found in ranks.run(_keep_models):
         assert "Reducer" in found["alive"]
         assert found["grown"]["ddpopt.split.state.kept"] == 1
-        assert found["grown"]["ddpopt.split.state._records"] == 1
+        assert found["grown"]["ddpopt.split.state._states"] == 1
         assert found["grown"]["num_tensors"] > 0
 
 
@@ -214,7 +214,7 @@ def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    (plan, *_) = state.plans_of(ddp)
+    (plan, *_) = state.of(ddp).plans
     told = agreement._told[ddp]
     return len(plan.sections), told.since_s is None
 

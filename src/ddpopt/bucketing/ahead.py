@@ -19,7 +19,7 @@ from ddpopt.bucketing.plan import BucketPlan, plan_buckets
 from ddpopt.errors import PlanError
 
 _NUM_STEPS = 5
-# What a further section of backward costs: benchmarks/overhead.py measured 40 us.
+# What a further section of backward costs: benchmarks/cost/overhead.py measured 40 us.
 _CUT_S = 50e-6
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpopt._files import show
 from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
@@ -32,6 +33,7 @@ class Gradient:
     def __post_init__(self) -> None:
         _check(self, "num_bytes", at_least=1)
         _check(self, "ready_s")
+        _check_text(self, "group")
 
 
 def by_group(gradients: Iterable[Gradient]) -> dict[str, list[Gradient]]:
@@ -66,6 +68,7 @@ class Profile:
     def __post_init__(self) -> None:
         for name in ("backward_s", "forward_s", "between_s", "cut_s", "after_s"):
             _check(self, name)
+        _check_text(self, "source")
         ready = [gradient.ready_s for gradient in self.gradients]
         if not ready:
             raise PlanError("a profile has no gradients; the model has no parameter to reduce")
@@ -245,6 +248,13 @@ def _check(owner: Any, name: str, at_least: float = 0, below: float = _BEYOND) -
             f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
             f"below {below:g}"
         )
+
+
+def _check_text(owner: Any, name: str) -> None:
+    value = getattr(owner, name)
+    if not value.isprintable():
+        what = f"{type(owner).__name__}.{name} is {show(value)}"
+        raise PlanError(f"{what}; it must be text without control characters")
 
 
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:

@@ -1,7 +1,7 @@
 """BucketPlan: which gradients share a bucket, with what it was planned from. Plain data.
 
 It is made before DDP exists or for a DDP module that runs, saved as JSON, and applied by DDP's
-own arguments or by `rebucket`. A file of it may come from anywhere: see `reading.py`.
+own arguments or by `rebucket`. A file of it may come from anywhere: see `_files.py`.
 """
 
 from __future__ import annotations
@@ -10,61 +10,22 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpopt import _json
-from ddpopt._files import write_text
-from ddpopt._json import List, MalformedError, Number, Record, Text, Whole
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile, by_group
+from ddpopt import _files
+from ddpopt._text import format_bytes, format_ms, printable, shorten, table
+from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
 from ddpopt.errors import PlanError
-from ddpopt.split.plan import format_bytes, printable, shorten, table
 
 _MIB = 1024 * 1024
 _VERSION = 1
-DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
-
 _MOST_BYTES = 32 * _MIB  # of a file: some 170,000 parameters
-_MOST_GRADIENTS = 1_000_000
-_TIME = Number(0, 1e9)  # so that sums of them stay finite
-_SHAPE = Record(
-    {
-        "profile": Record(
-            {
-                "gradients": List(
-                    Record(
-                        {"name": Text(), "num_bytes": Whole(1, 2**53), "ready_s": _TIME},
-                        optional={"group": Text(is_plain=True)},
-                    ),
-                    1,
-                    _MOST_GRADIENTS,
-                ),
-                "backward_s": _TIME,
-            },
-            optional={
-                **dict.fromkeys(("forward_s", "between_s", "cut_s", "after_s"), _TIME),
-                "source": Text(is_plain=True),
-            },
-        ),
-        "cost": Record(
-            {"startup_s": _TIME, "s_per_byte": _TIME},
-            optional={
-                "interference": Number(0, 1 - 1e-9),
-                "contention": Number(1, 1e9),
-                "launch_s": _TIME,
-            },
-        ),
-        "world_size": Whole(1, 2**31 - 1),
-        "sizes": List(Whole(1, _MOST_GRADIENTS), 1, _MOST_GRADIENTS),
-        "hash": Text(),
-    },
-    optional={"version": Whole(_VERSION, _VERSION)},
-)
-_VERSIONED = Record({"version": Whole(0, 2**31)}, is_open=True)  # others may look otherwise
+DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +60,7 @@ class BucketPlan:
         total = len(self.profile.gradients)
         if sum(self.sizes) != total or min(self.sizes) < 1:
             raise PlanError(
-                f"the sizes of buckets, {_json.show(list(self.sizes))}, must be above 0 and add "
+                f"the sizes of buckets, {_files.show(self.sizes)}, must be above 0 and add "
                 f"up to the number of gradients, {total}; they add up to {sum(self.sizes)}"
             )
         if len({gradient.name for gradient in self.profile.gradients}) < total:
@@ -160,7 +121,7 @@ class BucketPlan:
             PlanError: the text is none, of another version, or was changed by hand; or it is of
                 more than 32 MiB.
         """
-        return cls._read("the text", lambda: text)
+        return cls._read(text, "the text")
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file as JSON; one of yours is replaced, a link is not followed.
@@ -168,7 +129,7 @@ class BucketPlan:
         Raises:
             OSError: it cannot be written, or something else has that name.
         """
-        write_text(path, self.to_json())
+        _files.write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> BucketPlan:
@@ -178,37 +139,28 @@ class BucketPlan:
             PlanError: the file holds no plan, see `from_json`, or is no regular file.
             OSError: it cannot be read.
         """
-        return cls._read(printable(str(path)), lambda: _json.read_text(path, _MOST_BYTES))
+        return cls._read(Path(path), printable(str(path)))
 
     @classmethod
-    def _read(cls, source: str, text: Callable[[], str]) -> BucketPlan:
+    def _read(cls, source: str | Path, name: str) -> BucketPlan:
         try:
-            content = _json.parse(text(), _VERSIONED, _MOST_BYTES)
-            if content["version"] != _VERSION:
+            text = _files.read_text(source, _MOST_BYTES) if isinstance(source, Path) else source
+            content = _files.parse(text, _MOST_BYTES)
+            header: _Header = _files.build(_Header, content, is_open=True)
+            if header.version != _VERSION:
                 raise PlanError(
-                    f"it is of version {content['version']}, and this ddpopt reads {_VERSION}"
+                    f"it is of version {header.version}, and this ddpopt reads {_VERSION}"
                 )
-            return cls._of(_SHAPE.read(content))
-        except (MalformedError, PlanError) as error:
+            own = {key: content[key] for key in content if key not in ("version", "hash")}
+            plan: BucketPlan = _files.build(cls, own)
+            if header.hash != plan.hash:
+                shown = _files.show(header.hash)
+                raise PlanError(f"its hash is {shown}, but its buckets have {plan.hash!r}")
+        except (_files.MalformedError, PlanError) as error:
             raise PlanError(
-                f"{source} is no plan that ddpopt saved: {error}; plan again rather than edit a "
+                f"{name} is no plan that ddpopt saved: {error}; plan again rather than edit a "
                 "plan, and save it with the release that reads it"
             ) from error
-
-    @classmethod
-    def _of(cls, content: dict[str, Any]) -> BucketPlan:
-        profile = content["profile"]
-        gradients = tuple(Gradient(**gradient) for gradient in profile.pop("gradients"))
-        plan = cls(
-            profile=Profile(gradients=gradients, **profile),
-            cost=AllreduceCost(**content["cost"]),
-            world_size=content["world_size"],
-            sizes=content["sizes"],
-        )
-        if content["hash"] != plan.hash:
-            raise PlanError(
-                f"its hash is {_json.show(content['hash'])}, but its buckets have {plan.hash!r}"
-            )
         return plan
 
     def __str__(self) -> str:
@@ -217,7 +169,7 @@ class BucketPlan:
             (
                 f"{index}",
                 format_bytes(bucket.num_bytes),
-                *(f"{t * 1e3:.1f}" for t in (times.ready_s, times.launched_s, times.finished_s)),
+                *map(format_ms, (times.ready_s, times.launched_s, times.finished_s)),
                 shorten(bucket.parameters),
             )
             for index, (bucket, times) in enumerate(
@@ -229,18 +181,26 @@ class BucketPlan:
         return "\n".join(
             [
                 f"{len(rows)} buckets for {self.world_size} ranks ({self.profile.source} times): "
-                f"backward {timeline.backward_s * 1e3:.1f} ms, of it computation "
-                f"{timeline.computed_s * 1e3:.1f}; DDP's default buckets "
-                f"{default.backward_s * 1e3:.1f}; bound of the iteration "
-                f"{timeline.bound_s * 1e3:.1f}",
+                f"backward {format_ms(timeline.backward_s)} ms, of it computation "
+                f"{format_ms(timeline.computed_s)}; DDP's default buckets "
+                f"{format_ms(default.backward_s)}; bound of the iteration "
+                f"{format_ms(timeline.bound_s)}",
                 "",
                 *table(header, rows),
             ]
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What a file says beside the plan; in those of other versions the rest may look otherwise."""
+
+    version: int
+    hash: str = ""
+
+
 def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> BucketPlan:
-    """Return the best buckets for a profile and a network; see planning/merging.py."""
+    """Return the best buckets for a profile and a network; see [Note: merging]."""
     return BucketPlan(
         profile=profile, cost=cost, world_size=world_size, sizes=best_buckets(profile, cost)
     )

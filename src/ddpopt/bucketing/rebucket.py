@@ -11,12 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
+from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._text import printable
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.split import state as records
-from ddpopt.split.plan import printable
 
 _NAMES_SHOWN = 3
+
+_applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = records.new_table()
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
@@ -36,8 +39,8 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     ddp = records.ddp_of(model)
     agree(ddp, plan.hash, find_problem(ddp, plan))
     apply(ddp, plan)
-    records.of(ddp).caps_bytes = ()
-    records.forget_code(ddp)
+    records.of(ddp).take_new_limits()
+    records.of(ddp).forget_code()
     _forbid_backward(ddp)
 
 
@@ -109,7 +112,13 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     buckets = [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
-    records.assign(ddp, plan, buckets)
+    records.of(ddp).give_buckets(buckets)
+    _applied[ddp] = plan
+
+
+def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
+    """Return the plan that the buckets of `ddp` are of, None if they are DDP's own."""
+    return _applied.get(ddp)
 
 
 # A new Reducer does not know of forwards from before, and would leave their gradients as they are
@@ -136,9 +145,16 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     # Where nothing was compiled yet, nobody else tells that a forward has begun.
     begin = _torch.uncompiled(lambda module, _inputs: allow_backward(module))
     _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
+    observe(ddp, Turn.REBUCKET, _Permission())
+
+
+class _Permission(Observer):
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        allow_backward(ddp)
 
 
 def allow_backward(ddp: DistributedDataParallel) -> None:
     """End what `rebucket` forbade; a forward has begun."""
     for handle in _guards.pop(ddp, ()):
         handle.remove()
+    ignore(ddp, Turn.REBUCKET)

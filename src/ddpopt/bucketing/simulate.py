@@ -11,11 +11,11 @@ import math
 import random
 from dataclasses import dataclass
 
+from ddpopt._text import format_bytes, table
 from ddpopt.bucketing.costs import AllreduceCost, Network, Profile
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import PlanError
-from ddpopt.split.plan import format_bytes, table
 
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddpopt._text import table
 from ddpopt.bucketing.costs import Network
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
 from ddpopt.bucketing.simulate import Stragglers, simulate
 from ddpopt.errors import PlanError
-from ddpopt.split.plan import table
 
 # As tc(8) of Linux names them: powers of 1000, in bits.
 _BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._events import Observer, Turn, ignore, observe
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing.calibrate import calibrate
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
@@ -51,40 +52,47 @@ _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective m
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
+# Those of modules for which code was compiled with buckets="auto" since.
+_in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
 
 def start(ddp: DistributedDataParallel, split: str) -> None:
     """Look for better buckets of `ddp`, unless that was done before."""
-    record = state.of(ddp)
-    if record.tuner is not None:
+    if ddp in _in_use:
         return
     if ddp not in _tuners:
-        _tuners[ddp] = tuner = _Tuner(ddp)
-        tuner.check()
-    record.tuner = _tuners[ddp]
+        _tuners[ddp] = _Tuner(ddp)
+        observe(ddp, Turn.TUNER, _tuners[ddp])
+        _tuners[ddp].check()
+    tuner = _in_use[ddp] = _tuners[ddp]
     # Forward sections cost time where they are not needed, backward sections hardly any.
-    record.is_trial = split == "forward" and not record.tuner.is_done
+    if not tuner.is_done:
+        state.of(ddp).begin_search(is_trial=split == "forward")
 
 
 def restart(ddp: DistributedDataParallel, split: str) -> None:
     """Look for them anew, on all ranks in the same step."""
     _tuners.pop(ddp, None)
-    state.of(ddp).tuner = None
+    _in_use.pop(ddp, None)
     start(ddp, split)
 
 
-def before_forward(ddp: DistributedDataParallel) -> None:
-    """Tell the tuner, if there is one."""
-    tuner = _tuners.get(ddp)
-    if tuner is not None and not tuner.is_done:
-        tuner.before_forward()
+def of(ddp: DistributedDataParallel) -> _Tuner | None:
+    """Return what looks for better buckets of `ddp`, or has found them; None if nothing does."""
+    return _in_use.get(ddp)
 
 
-def after_forward(ddp: DistributedDataParallel) -> None:
-    """Tell the tuner, if there is one."""
-    tuner = _tuners.get(ddp)
-    if tuner is not None and not tuner.is_done:
-        tuner.after_forward()
+def is_searching(ddp: DistributedDataParallel) -> bool:
+    """Whether better buckets are looked for, so that graphs are to be cut finely."""
+    tuner = of(ddp)
+    return tuner is not None and not tuner.is_done
+
+
+def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
+    """Spare a copy of `ddp` the search where it is over."""
+    tuner = of(ddp)
+    if tuner is not None and tuner.is_done:
+        _in_use[copy] = tuner
 
 
 @dataclass(slots=True)
@@ -125,7 +133,7 @@ def _name(ddp: DistributedDataParallel) -> str:
     return f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
 
-class _Tuner:
+class _Tuner(Observer):
     """See [Note: tuning]."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -164,10 +172,12 @@ class _Tuner:
         self.is_done = True
         self.outcome = f"buckets stay DDP's own: {reason}"
 
-    def before_forward(self) -> None:
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Count, measure, or decide."""
-        ddp = self._ddp()
-        if ddp is None or not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
+        if self.is_done:
+            ignore(ddp, Turn.TUNER)
+            return
+        if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
             return
         stopwatch = self._begin_step(ddp)
         if stopwatch.num_backwards == _DECIDED_AFTER - 1 and self._appointment is not None:
@@ -176,13 +186,15 @@ class _Tuner:
             except PeerError as error:
                 self.stay(str(error))
                 stopwatch.remove()
+                _end_search(ddp)
         if stopwatch.num_backwards == _DECIDED_AFTER:
             self._finish(ddp, stopwatch)
 
-    def after_forward(self) -> None:
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         """Note the time."""
-        ddp = self._ddp()
-        if self._stopwatch is None and ddp is not None:
+        if self.is_done:
+            return
+        if self._stopwatch is None:
             self._begin_step(ddp)  # this was made in the forward that ends here
         if self._stopwatch is not None:
             self._stopwatch.end_forward()
@@ -203,16 +215,24 @@ class _Tuner:
         stopwatch.remove()
         self._stopwatch = None
         self.is_done = True
-        record, rules = state.of(ddp), state.rules_of(ddp)
-        record.is_trial = False
+        rules = state.of(ddp).rules
+        _end_search(ddp)
         problem = self._appointment.keep(_find_obstacle(ddp))
         if problem:
             self.stay(problem)
         else:
             self.outcome, self.best = _decide(ddp, stopwatch.measured())
-        if state.rules_of(ddp) != rules:
-            state.forget_code(ddp)
+        if state.of(ddp).rules != rules:
+            state.of(ddp).forget_code()
         _logs.info("%s", self.outcome)
+
+
+def _end_search(ddp: DistributedDataParallel) -> None:
+    """Have graphs be cut by buckets again; those that were cut for the search are compiled anew."""
+    known = state.of(ddp)
+    if known.is_trial:
+        known.forget_code()
+    known.end_search()
 
 
 # ---- measuring --------------------------------------------------------------------------------
@@ -272,7 +292,7 @@ class _Stopwatch:
         """Return the medians over the complete steps."""
         ddp = self._ddp()
         assert ddp is not None
-        buckets = state.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp)
+        buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp)
         if not buckets:
             return _Measured(problem="DDP did not tell its buckets")
         arrival = tuple(itertools.chain.from_iterable(buckets))
@@ -340,7 +360,7 @@ class _Stopwatch:
 
 def _find_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
-    if state.of(ddp).tuner is None:
+    if ddp not in _in_use:
         return "torch._dynamo.reset() was called, and nothing is compiled with buckets='auto' since"
     if _torch.hook_states(ddp):
         return (
@@ -377,7 +397,7 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     rebucket.apply(ddp, plan)
     _torch.prepare_reducer(ddp)
     if state.of(ddp).has_forward_sections:
-        state.of(ddp).caps_bytes = ()
+        state.of(ddp).take_new_limits()
     return f"buckets change: {reason}", plan
 
 

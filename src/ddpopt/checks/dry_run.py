@@ -117,10 +117,8 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
             "module that copy.deepcopy takes"
         ) from error
     record, own = records.of(original), records.of(ddp)
-    own.is_copy = True
-    own.is_trial = record.is_trial
-    if record.tuner is not None and record.tuner.is_done:
-        own.tuner = record.tuner  # no other is to be started
+    own.become_copy_of(record)
+    tuner.share(original, ddp)
     buffers = {name: buffer.detach().clone() for name, buffer in ddp.named_buffers()}
     return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers, is_apart=is_apart)
 
@@ -197,7 +195,7 @@ def take_after(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
     """Note for a model what compiling its copy made or began: code, the search for buckets."""
     ddp, copied = records.ddp_of(model), records.of(rehearsal.ddp)
     records.of(ddp).code += copied.code
-    if copied.tuner is not None and records.of(ddp).tuner is None:
+    if tuner.of(rehearsal.ddp) is not None and tuner.of(ddp) is None:
         tuner.start(ddp, "forward" if copied.is_trial else "backward")
 
 

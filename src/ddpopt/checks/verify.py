@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch
+from ddpopt import _logs, _torch, config
+from ddpopt._events import Observer
 from ddpopt.checks.dry_run import (
     Batch,
     LossFn,
@@ -177,6 +178,19 @@ def verify(
     return dataclasses.replace(verdict, is_repeatable=False, note=note)
 
 
+def observe(ddp: DistributedDataParallel) -> Observer | None:
+    """Return who verifies a module at its first training forward, if `config.verify` is set."""
+    return _FirstStep() if config.verify and not state.is_copy(ddp) else None
+
+
+class _FirstStep(Observer):
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        before_forward(ddp)
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        after_forward(ddp, is_around=is_ours)
+
+
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Verify a model before its first training forward, for `config.verify`.
 
@@ -212,7 +226,7 @@ def after_forward(ddp: DistributedDataParallel, is_around: bool) -> None:
             "it is compiled with a function around it",
             "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
         )
-    elif state.plans_of(ddp):
+    elif state.of(ddp).plans:
         _verify_once(ddp, ddp)
 
 

@@ -105,13 +105,13 @@ def compile_ahead(
             _check_compiled(model, rehearsal)
             if not rehearsal.is_apart:
                 take_after(model, rehearsal)
-            agreement.tell(ddp, state.plans_of(rehearsal.ddp))
+            agreement.tell(ddp, state.of(rehearsal.ddp).plans)
     agreement.settle(ddp)
     return rehearsal
 
 
 def _check_compiled(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
-    if state.plans_of(rehearsal.ddp):
+    if state.of(rehearsal.ddp).plans:
         return
     if is_compiled_by_us(model):
         raise OptionError(

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpopt._files import find_obstacle
+from ddpopt import _files
+from ddpopt._text import printable, table
 from ddpopt.errors import DDPOptError
-from ddpopt.split.plan import printable, table
 
 _STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
 
@@ -99,9 +99,11 @@ def check_can_write(path: Path | None) -> None:
     Raises:
         InputError: its folder is missing, or there is something else than a file.
     """
-    obstacle = find_obstacle(path) if path is not None else ""
-    if obstacle:
-        raise InputError(f"{path} cannot be written: {obstacle}")
+    try:
+        if path is not None:
+            _files.check_can_write(path)
+    except OSError as error:
+        raise InputError(str(error)) from error
 
 
 def _print_by_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

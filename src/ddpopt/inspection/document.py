@@ -14,7 +14,7 @@ import torch
 
 from ddpopt.bucketing.timeline import BucketTimes, Timeline
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep
-from ddpopt.split.plan import NodeText, Plan, Section
+from ddpopt.split.plan import NodeText, Section, SplitPlan
 
 if TYPE_CHECKING:
     from ddpopt.inspection.explain import BucketReport, Explanation
@@ -48,7 +48,7 @@ def to_json(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=1, allow_nan=False)
 
 
-def _graph(plan: Plan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
+def _graph(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
     sections = plan.sections or [
         Section(
             index=0,

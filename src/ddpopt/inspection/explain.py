@@ -17,15 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._files import write_text
+from ddpopt._text import format_bytes, printable, shorten, table
+from ddpopt.bucketing import rebucket, tuner
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import OptionError
+from ddpopt.inspection import recorder
 from ddpopt.inspection.document import document_of, to_json
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, format_ms, summary_of
 from ddpopt.reducer import Parameter
 from ddpopt.split import state
-from ddpopt.split.plan import Plan, format_bytes, printable, shorten, table
+from ddpopt.split.plan import SplitPlan
 
 NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 NOTHING_PREDICTED = (
@@ -72,7 +75,7 @@ class Explanation:
     """
 
     model: str
-    plans: tuple[Plan, ...]
+    plans: tuple[SplitPlan, ...]
     buckets: tuple[BucketReport, ...]
     bucket_plan: BucketPlan | None = None
     tuning: str = ""
@@ -202,10 +205,12 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     """
     ddp = state.ddp_of(model)
     record = state.of(ddp)
-    plans = state.plans_of(ddp)
-    measured = record.recording.median_step() if record.recording else None
-    buckets = _report_buckets(ddp, plans, record.actual_buckets)
-    costs = plan or record.bucket_plan or (record.tuner.best if record.tuner else None)
+    plans = record.plans
+    recording, search = recorder.recording_of(ddp), tuner.of(ddp)
+    assigned = rebucket.plan_of(ddp)
+    measured = recording.median_step() if recording else None
+    buckets = _report_buckets(ddp, plans, record.told_buckets)
+    costs = plan or assigned or (search.best if search else None)
     predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [NOTHING_MEASURED]
     hints += [] if predicted else [NOTHING_PREDICTED]
@@ -213,19 +218,19 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         model=type(ddp.module).__name__,
         plans=plans,
         buckets=tuple(_with_times(buckets, predicted, measured)),
-        bucket_plan=record.bucket_plan,
-        tuning=record.tuner.outcome if record.tuner else "",
+        bucket_plan=assigned,
+        tuning=search.outcome if search else "",
         predicted=predicted,
         basis=_basis(costs) if costs and predicted else "",
         measured=measured,
-        num_measured=len(record.recording.steps) if record.recording else 0,
-        hints=(*hints, *(record.recording.notes if record.recording else ())),
+        num_measured=len(recording.steps) if recording else 0,
+        hints=(*hints, *(recording.notes if recording else ())),
         nodes=dict(record.nodes),
     )
 
 
 def _report_buckets(
-    ddp: DistributedDataParallel, plans: Sequence[Plan], actual: Sequence[Sequence[int]] | None
+    ddp: DistributedDataParallel, plans: Sequence[SplitPlan], actual: Sequence[Sequence[int]] | None
 ) -> list[BucketReport]:
     """Merge the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
@@ -259,7 +264,7 @@ def _report_bucket(
     index: int,
     planned: Sequence[Parameter],
     actual: Sequence[Parameter],
-    plans: Sequence[Plan],
+    plans: Sequence[SplitPlan],
 ) -> BucketReport:
     members = {parameter.name for parameter in planned or actual}
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
@@ -274,7 +279,7 @@ def _report_bucket(
     )
 
 
-def _completing_section(plan: Plan, members: set[str]) -> str:
+def _completing_section(plan: SplitPlan, members: set[str]) -> str:
     """Return the section with a member that runs last."""
     ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
     for section in ran_last_first:

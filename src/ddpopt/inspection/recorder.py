@@ -17,6 +17,7 @@ import contextlib
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch
-from ddpopt._events import Label, listen
-from ddpopt._files import find_obstacle
+from ddpopt._events import Label, Observer, Turn, ignore, listen, observe
+from ddpopt._files import check_can_write
+from ddpopt._text import format_bytes
 from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
 from ddpopt.split import state
-from ddpopt.split.plan import format_bytes
 
 # What process groups call their allreduces in a profile: gloo:all_reduce, nccl:all_reduce; on a
 # GPU the kernel tells when it has finished.
@@ -77,24 +78,32 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     with contextlib.ExitStack() as stack:
         stack.callback(recorder.remove)
         stack.enter_context(listen(recorder))
+        observe(ddp, Turn.RECORDER, recorder)
+        stack.callback(ignore, ddp, Turn.RECORDER)
         has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
         events = [] if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
         yield recording
     reader = _Reader(ddp, recording.origin_unix_ns, _allreduces(events), is_profiled)
     recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
     recording.notes = tuple(reader.notes)
-    state.of(ddp).recording = recording
+    _recordings[ddp] = recording
     if path is not None:
         recording.save(path)
+
+
+_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
+
+
+def recording_of(ddp: DistributedDataParallel) -> Recording | None:
+    """Return the last recording of a module, None if there is none."""
+    return _recordings.get(ddp)
 
 
 def _place_of(folder: Path, rank: int) -> Path:
     """Return where a trace goes; that it cannot is better told before the training steps."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{rank}.json"
-    obstacle = find_obstacle(path)
-    if obstacle:
-        raise FileExistsError(f"{path} cannot be written: {obstacle}")
+    check_can_write(path)
     return path
 
 
@@ -125,19 +134,18 @@ class _Step:
     sections: list[tuple[Label, str, int, int]] = field(default_factory=list)
 
 
-class _Recorder:
-    """Notes times while a recording runs; see `listening.Listener`."""
+class _Recorder(Observer):
+    """Notes times while a recording runs; see `_events.Listener`."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.steps: list[_Step] = []
-        self._ddp = ddp
         self._step: _Step | None = None  # the one whose backward is to come or runs
         self._nodes: set[Any] = set()  # of sections that are watched in this step
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
-        self._buckets = buckets = state.of(ddp).known_buckets or ()
+        self._buckets = buckets = state.of(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(buckets) for index in bucket}
         self._sizes = [len(bucket) for bucket in buckets]  # how many gradients have hooks
         parameters = _torch.reducer_parameters(ddp)
@@ -161,8 +169,6 @@ class _Recorder:
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Begin a step, unless this forward belongs to the one that has begun, or is none."""
-        if ddp is not self._ddp:
-            return
         if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             self._step = None
         elif self._step is None or self._step.arrivals:
@@ -170,9 +176,9 @@ class _Recorder:
             self._nodes.clear()
             self.steps.append(self._step)
 
-    def after_forward(self, ddp: DistributedDataParallel) -> None:
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         """Note when it ended."""
-        if ddp is self._ddp and self._step is not None:
+        if self._step is not None:
             self._step.forward_stop_ns = time.time_ns()
 
     @contextlib.contextmanager
@@ -279,7 +285,7 @@ class _Reader:
         self._allreduces = allreduces
         self._is_profiled = is_profiled
         self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-        self._buckets = state.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp) or ()
+        self._buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp) or ()
         if not self._buckets:
             self._note("buckets: DDP has not told its own; record after the first four steps")
 

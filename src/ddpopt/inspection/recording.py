@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt._files import write_text
-from ddpopt.split.plan import format_bytes, table
+from ddpopt._text import format_bytes, table
 
 TRACE_FORMAT = "ddpopt trace 1"
 _COMPUTATION, _COMMUNICATION = 1, 2  # the trace's threads of each rank

@@ -16,32 +16,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpopt import _json
-from ddpopt._json import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
+from ddpopt._files import MalformedError, build, parse, read_text, show
+from ddpopt._text import printable
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
-from ddpopt.split.plan import printable
 
 _MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
-_MOST_EVENTS = 10_000_000
-_TIME = Number(-1e15, 1e15)  # in seconds or microseconds
-_INDEX = Whole(0, 2**31)
-_TOLD = Record(
-    {
-        "rank": _INDEX,
-        "machine": Text(),
-        "origin_unix_ns": Whole(0, 2**63),
-        "allreduces": List(Row((_INDEX, _INDEX, _TIME, Maybe(_TIME))), 0, _MOST_EVENTS),
-    },
-    is_open=True,
-)
-_SHAPE = Record(
-    {
-        "otherData": Record({"format": Text()}, is_open=True),
-        "traceEvents": List(Record({"ph": Text(), "ts": _TIME}, is_open=True), 0, _MOST_EVENTS),
-    },
-    is_open=True,
-)
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """The format that a file says it has."""
+
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a file tells of its rank; an allreduce is step, bucket, launch and finish."""
+
+    rank: int
+    machine: str
+    origin_unix_ns: int
+    allreduces: tuple[tuple[int, int, float, float | None], ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise MalformedError(f"rank is {self.rank}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What is needed of an event to move it in time."""
+
+    ph: str
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What every trace of ours has; only then is the rest of `otherData` looked at."""
+
+    otherData: _Format  # noqa: N815  # as Chrome's format has it
+    traceEvents: tuple[_Event, ...]  # noqa: N815
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +130,12 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 def _read(path: Path) -> _Trace:
     name = printable(str(path))
     try:
-        content = _json.parse(_json.read_text(path, _MOST_BYTES), _SHAPE, _MOST_BYTES)
-        told = content["otherData"]
-        if told["format"] != TRACE_FORMAT:
-            shown = _json.show(told["format"])
-            raise MalformedError(f"is {shown}, not {TRACE_FORMAT!r}", "otherData.format")
-        told = _TOLD.read(told)
+        content = parse(read_text(path, _MOST_BYTES), _MOST_BYTES)
+        file: _File = build(_File, content, is_open=True)
+        if file.otherData.format != TRACE_FORMAT:
+            shown = show(file.otherData.format)
+            raise MalformedError(f"otherData.format is {shown}, not {TRACE_FORMAT!r}")
+        told: _Told = build(_Told, content["otherData"], "otherData", is_open=True)
     except MalformedError as error:
         raise TraceError(
             f"{name} is no trace that ddpopt.record wrote: {error}; give the "
@@ -126,12 +143,12 @@ def _read(path: Path) -> _Trace:
         ) from error
     return _Trace(
         name=name,
-        rank=told["rank"],
-        machine=told["machine"],
-        origin_ns=told["origin_unix_ns"],
+        rank=told.rank,
+        machine=told.machine,
+        origin_ns=told.origin_unix_ns,
         allreduces={
             (step, bucket): (launched_s, finished_s)
-            for step, bucket, launched_s, finished_s in told["allreduces"]
+            for step, bucket, launched_s, finished_s in told.allreduces
             if finished_s is not None
         },
         events=content["traceEvents"],

@@ -37,11 +37,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
+from ddpopt._events import Observer
 from ddpopt.errors import DisagreementError, TorchDriftError
 from ddpopt.ranks import stores
 from ddpopt.ranks.stores import StoreGoneError
 from ddpopt.split import state
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 
 _LIMIT_S = 60.0  # after which ranks that have told nothing are not waited for
 _STORE_S = 10.0  # for one exchange with the store
@@ -75,7 +76,7 @@ _told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakK
 _num_steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
 
 
-def tell(ddp: DistributedDataParallel, plans: Sequence[Plan] = ()) -> None:
+def tell(ddp: DistributedDataParallel, plans: Sequence[SplitPlan] = ()) -> None:
     """Tell the other ranks what graphs are compiled for, without waiting for them.
 
     `plans` are those of the graphs, if they were compiled for a copy.
@@ -84,7 +85,7 @@ def tell(ddp: DistributedDataParallel, plans: Sequence[Plan] = ()) -> None:
     if size == 1 or state.of(ddp).is_copy:
         return
     try:
-        facts = json.dumps(facts_of(ddp, plans or state.plans_of(ddp)))
+        facts = json.dumps(facts_of(ddp, plans or state.of(ddp).plans))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         before = _told.get(ddp)
         if before is not None and before.digest == digest:
@@ -105,6 +106,16 @@ def tell(ddp: DistributedDataParallel, plans: Sequence[Plan] = ()) -> None:
         _logs.info("ranks do not compare what they compile: %s", error)
         return
     _told[ddp] = _Told(key, digest, time.monotonic())
+
+
+def observe(ddp: DistributedDataParallel) -> Observer | None:
+    """Return who counts a module's steps, if ranks are to compare what they compile."""
+    return _Steps() if config.disagreement == "error" else None
+
+
+class _Steps(Observer):
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        before_forward(ddp)
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -179,7 +190,7 @@ def _act_on(difference: str) -> None:
         _logs.warning("%s", difference)
 
 
-def facts_of(ddp: DistributedDataParallel, plans: Sequence[Plan]) -> Facts:
+def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> Facts:
     """Return what has to be equal on all ranks, from the most to the least telling."""
     communicating = {_cuts_of(plan) for plan in plans if plan.num_collectives}
     parameters = {
@@ -197,7 +208,7 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[Plan]) -> Facts:
     }
 
 
-def _cuts_of(plan: Plan) -> str:
+def _cuts_of(plan: SplitPlan) -> str:
     where = ", ".join(str(section.start) for section in plan.sections[1:])
     cuts = f"{plan.split} cut at {where}" if where else "whole"
     return f"{plan.num_collectives} collectives, {cuts}"

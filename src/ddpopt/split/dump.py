@@ -2,33 +2,35 @@
 
     <config.dump_dir>/rank0-pid123/4_0/original.py, section_0.py, ..., stitched.py, plan.json
 
-Each graph is there as code, as DOT and, where Graphviz is installed, as SVG. Nothing is formatted
-while `dump_dir` is empty, and a dump that fails costs a warning, never the training run. `dump_dir`
-may be shared with others: see [Note: files of others] in writing.py.
+Each graph is there as code and in Graphviz' language DOT. Nothing is formatted while `dump_dir` is
+empty, and a dump that fails costs a warning, never the training run. `dump_dir` may be shared with
+others: see [Note: files of others] in _files.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
-from ddpopt import _logs, config
+from ddpopt import _logs, _torch, config
 from ddpopt._files import PrivateFolder
 from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.drawing import draw_svg, find_parameters, to_dot
-from ddpopt.split.nodes import call_nodes, graph_name
-from ddpopt.split.plan import BackwardCuts, NodeText, Plan
+from ddpopt.split.nodes import call_nodes, describe, graph_name, is_call
+from ddpopt.split.plan import BackwardCuts, NodeText, SplitPlan
 
 _LONGEST_NAME = 60  # of a folder
+_PARAMETER, _BOUNDARY, _CALL = "#ffe9a8", "#dddddd", "#ffffff"  # how nodes are filled
 
 # Of each compile, by its graph as Dynamo gave it, and of each process, by `dump_dir` and its id.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, PrivateFolder] = weakref.WeakKeyDictionary()
@@ -40,7 +42,7 @@ def dump_forward(
     gm: fx.GraphModule,
     stitched: fx.GraphModule,
     nodes: Sequence[Sequence[NodeText]],
-    plan: Plan,
+    plan: SplitPlan,
 ) -> None:
     """Write the plan, Dynamo's graph, its sections, and the stitched graph that calls them.
 
@@ -71,7 +73,7 @@ def dump_backward(
     backward: fx.GraphModule,
     cuts: BackwardCuts,
     sections: Sequence[SectionGraph],
-    plan: Plan,
+    plan: SplitPlan,
 ) -> None:
     """Write the plan, Dynamo's graph `gm`, AOTAutograd's backward of it and its sections."""
 
@@ -92,7 +94,7 @@ def dump_backward(
     _attempt(write)
 
 
-def dump_plan(gm: fx.GraphModule, plan: Plan) -> None:
+def dump_plan(gm: fx.GraphModule, plan: SplitPlan) -> None:
     """Write the final plan, and Dynamo's graph if it is not there: the graph is compiled whole."""
 
     def write() -> None:
@@ -141,11 +143,8 @@ class _Folder:
         self.place.write_text(f"{name}.py", graph.print_readable(print_output=False))
         dot = to_dot(graph, section_of or {}, find_parameters(graph, self.gm))
         self.place.write_text(f"{name}.dot", dot)
-        svg = draw_svg(dot, len(graph.graph.nodes))
-        if svg:
-            self.place.write_text(f"{name}.svg", svg)
 
-    def write_plan(self, plan: Plan) -> None:
+    def write_plan(self, plan: SplitPlan) -> None:
         content = dataclasses.asdict(plan)
         self.place.write_text("plan.json", json.dumps(content, indent=1, default=_name_of) + "\n")
 
@@ -175,3 +174,62 @@ def _rank() -> str:
     if dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())
     return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"
+
+
+# ---- DOT --------------------------------------------------------------------------------------
+
+
+def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collection[str]) -> str:
+    """Return a graph in DOT: each node with its name, target and shape.
+
+    `section_of` gives the section of a node by the node's name; those of a section are drawn in
+    one box. `parameters` are names of nodes, which are marked.
+    """
+    ids = {node: f"n{index}" for index, node in enumerate(gm.graph.nodes)}
+    lines = [
+        "digraph {",
+        '  node [shape=box, style="filled", fontname="monospace", fontsize=10];',
+        '  graph [fontname="monospace", labeljust="l"];',
+    ]
+    for node, text in zip(gm.graph.nodes, describe(gm.graph.nodes), strict=True):
+        is_parameter = node.name in parameters
+        label = [text.name, "(parameter)" if is_parameter else "", text.target, text.shape]
+        color = _PARAMETER if is_parameter else _CALL if is_call(node) else _BOUNDARY
+        shown = _quote("\n".join(filter(None, label)))
+        lines.append(f"  {ids[node]} [label={shown}, fillcolor={_quote(color)}];")
+    for index, section in enumerate(dict.fromkeys(section_of.values())):
+        members = " ".join(
+            f"{ids[node]};" for node in gm.graph.nodes if section_of.get(node.name) == section
+        )
+        lines.append(f"  subgraph cluster_{index} {{ label={_quote(section)}; {members} }}")
+    lines += [f"  {ids[source]} -> {ids[node]};" for node in ids for source in node.all_input_nodes]
+    return "\n".join([*lines, "}", ""])
+
+
+def _quote(text: str) -> str:
+    """Return a DOT string that shows `text` as it is."""
+    # Graphviz ends a string only at a quote, but reads backslashes as escapes, and entities.
+    escaped = text.replace("&", "&amp;").replace("\\", "\\\\")
+    escaped = escaped.replace('"', '\\"').replace("\n", "\\n")
+    return f'"{"".join(c for c in escaped if c.isprintable())}"'
+
+
+def find_parameters(gm: fx.GraphModule, original: fx.GraphModule) -> set[str]:
+    """Return the names of the nodes of `gm` that bring parameters in.
+
+    `original` is the graph that Dynamo made, of whose backward `gm` may be.
+    """
+    found = {node.name for node in gm.graph.nodes if _is_parameter(gm, node)}
+    given = list(original.graph.find_nodes(op="placeholder"))
+    for node, index in _torch.argument_placeholders(gm).items():
+        if index < len(given) and _is_parameter(original, given[index]):
+            found.add(node.name)
+    return found
+
+
+def _is_parameter(gm: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        with contextlib.suppress(AttributeError):  # it is a buffer, or a constant
+            return isinstance(gm.get_parameter(str(node.target)), torch.nn.Parameter)
+    value = node.meta.get("example_value")
+    return node.op == "placeholder" and isinstance(value, torch.nn.Parameter)

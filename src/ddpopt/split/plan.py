@@ -1,4 +1,4 @@
-"""Plan: the frozen decision of how one graph is compiled, and its rendering as text.
+"""SplitPlan: the frozen decision of how one graph is compiled, and its rendering as text.
 
 [Note: sections and plans]
 A *section* is a piece of a graph that is compiled on its own. It starts where the first of a
@@ -13,16 +13,13 @@ Equal graphs under equal settings give equal plans.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ddpopt._text import format_bytes, shorten, table
 from ddpopt.errors import Fallback, ForwardInstead
 from ddpopt.reducer import Bucket, Parameter
-
-_MIB = 1024 * 1024
-_COLUMN_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class Section:
 class BackwardCuts:
     """How a backward graph is cut: its sections, and the order in which its calls run.
 
-    `order` leaves out repeats (see [Note: calls and repeats] in splitting/backward_analysis.py).
+    `order` leaves out repeats (see [Note: calls and repeats] in backward/facts.py).
     `releases[k]` are the arguments of the forward whose gradients section k releases.
     """
 
@@ -72,7 +69,7 @@ class NodeText(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SplitPlan:
     """How one Dynamo graph is compiled.
 
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
@@ -101,7 +98,7 @@ class Plan:
         """The frame that the graph is of."""
         return frame_of(self.graph)
 
-    def with_buckets(self, buckets: Sequence[Bucket]) -> Plan:
+    def with_buckets(self, buckets: Sequence[Bucket]) -> SplitPlan:
         """Return the plan with other buckets, for the same sections."""
         sections = complete(self.sections, buckets, is_last_first=self.split == "forward")
         return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
@@ -183,40 +180,5 @@ def complete(
     )
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Return a size as people read it: `1.50 MiB`, `12.0 KiB`, `80 B`."""
-    if num_bytes >= _MIB:
-        return f"{num_bytes / _MIB:.2f} MiB"
-    if num_bytes >= 1024:
-        return f"{num_bytes / 1024:.1f} KiB"
-    return f"{num_bytes} B"
-
-
-def printable(text: str) -> str:
-    """Return text with control characters as escapes, so that no name can steer a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def shorten(names: Sequence[str]) -> str:
-    """Return as many names as fit a column, and how many more there are."""
-    names = [printable(name) for name in names]
-    width = itertools.accumulate(len(name) + 2 for name in names)
-    num_shown = max(1, sum(end <= _COLUMN_WIDTH for end in width))
-    shown = ", ".join(names[:num_shown])
-    hidden = len(names) - num_shown
-    return f"{shown} and {hidden} more" if hidden > 0 else shown
-
-
 def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers) or "-"
-
-
-def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align columns: the last one left, the others right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
-    return [
-        "  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
-        for row in (header, *rows)
-    ]

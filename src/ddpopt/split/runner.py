@@ -17,11 +17,11 @@ from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import find_misplaced
 from ddpopt.split import state
 from ddpopt.split.backward.gates import refuse_double_backward
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 
 Compiled = Callable[..., Any]
 
-_MOST_COMPARISONS = 20  # calls; DDP's log has its buckets a step after it formed them
+_MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it formed them
 
 
 class GraphRunner:
@@ -33,7 +33,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SplitPlan,
         nodes: state.Nodes,
         compiled: Compiled,
         ordered: Compiled | None = None,
@@ -42,20 +42,29 @@ class GraphRunner:
         self._nodes = nodes
         self._compiled = compiled
         self._ordered = ordered or compiled
-        self._settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._epoch = -1
+        self._settled_ddp: Callable[[], DistributedDataParallel | None] = _nobody
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on Dynamo's arguments."""
         ddp = _torch.active_ddp()
-        if ddp is None or (ddp is self._settled_ddp() and self._epoch == state.epoch):
+        if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
-        state.keep(ddp, self._plan, self._nodes)
+        known = state.of(ddp)
+        known.keep(self._plan, self._nodes)
         if _torch.will_rebuild_buckets(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
-            self._settled_ddp, self._epoch = weakref.ref(ddp), state.epoch
+            self._settled_ddp = weakref.ref(ddp)
+            known.settle(self)
         return self._compiled(*args)
+
+    def unsettle(self) -> None:
+        """Look at the next DDP module again: its buckets have changed."""
+        self._settled_ddp = _nobody
+
+
+def _nobody() -> None:
+    return None
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
@@ -63,22 +72,21 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
 
     The first parameter out of place is warned about: from there on allreduces start late.
     """
-    record = state.of(ddp)
-    if record.actual_buckets is not None or not _torch.follows_arrival_order(ddp):
+    known = state.of(ddp)
+    if known.told_buckets is not None or not _torch.follows_arrival_order(ddp):
         return True
     if not ddp.require_backward_grad_sync:
         return False  # DDP writes its log in steps that communicate
-    record.num_comparisons += 1
     try:
-        record.actual_buckets = _torch.rebuilt_buckets(ddp)
+        num_questions = known.ask_buckets()
     except TorchDriftError as error:  # nothing but the comparison is lost
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
-        record.actual_buckets = ()
+        known.compare_no_buckets()
         return True
-    if record.actual_buckets is None:
-        return record.num_comparisons >= _MOST_COMPARISONS
-    for plan in record.plans.values():
-        found = find_misplaced(plan.arrival, plan.buckets, record.actual_buckets)
+    if known.told_buckets is None:
+        return num_questions >= _MOST_QUESTIONS
+    for plan in known.plans:
+        found = find_misplaced(plan.arrival, plan.buckets, known.told_buckets)
         if found is not None and not plan.is_shared:
             _logs.warning(
                 "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
@@ -146,7 +154,7 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     if ddp in _checked:
         return
     _checked.add(ddp)
-    if state.plans_of(ddp) or state.has_drifted:
+    if state.of(ddp).plans or state.has_drifted:
         return
     name, is_skipped, detail = type(ddp.module).__name__, False, ""
     try:

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 import ddpopt
 from ddpopt import Fallback, _torch
 from ddpopt.errors import ForwardInstead, TorchDriftError
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 from tests.support.models import MLP, WIDTH, batches
 
 
@@ -61,19 +61,19 @@ def _compile(model: nn.Module, cap: float, **options: Any) -> tuple[DistributedD
     return ddp, torch.compile(ddp, backend="ddpopt", options=options)
 
 
-def _plan(ddp: nn.Module) -> Plan:
+def _plan(ddp: nn.Module) -> SplitPlan:
     (plan,) = ddpopt.explain(ddp).plans
     return plan
 
 
-def _gated_plan(ddp: nn.Module) -> Plan:
+def _gated_plan(ddp: nn.Module) -> SplitPlan:
     plan = _plan(ddp)
     assert plan.split == "backward"
     assert len(plan.sections) > 1
     return plan
 
 
-def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], Plan]:
+def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], SplitPlan]:
     """Return outputs, losses, gradients and parameters of three steps."""
     ddp, compiled = _compile(model, 0.02, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

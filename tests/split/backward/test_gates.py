@@ -494,7 +494,7 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
     with mock.patch.object(gates, "_in_own_memory", keep):
         model(x).square().mean().backward()
-    (plan,) = state.plans_of(ddp)
+    (plan,) = state.of(ddp).plans
     assert len(plan.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad

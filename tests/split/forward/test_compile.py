@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split.forward import compile as sections
+from ddpopt.split import sections
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 
@@ -197,7 +197,7 @@ def test_a_long_compile_tells_which_section_it_is_at(
 ) -> None:
     """And a short one tells nothing."""
     told: list[str] = []
-    monkeypatch.setattr(sections.logs, "progress", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(sections._logs, "progress", lambda text, *args: told.append(text % args))
     options = {"inner": "aot_eager", "split": split}
     for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
         monkeypatch.setattr(sections, "_QUIET_S", quiet_s)

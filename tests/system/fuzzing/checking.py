@@ -21,7 +21,7 @@ from torch import nn
 import ddpopt
 from ddpopt import Fallback
 from ddpopt.errors import ForwardInstead
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 from tests.support.ranks import RankError, Ranks
 from tests.system.fuzzing import planted
 from tests.system.fuzzing.spec import Case
@@ -157,7 +157,7 @@ class _Attempt:
 
     notes: Notes
     error: str
-    plans: tuple[Plan, ...]
+    plans: tuple[SplitPlan, ...]
     raised_anywhere: bool
 
     @property

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from ddpopt import _events
+from ddpopt._events import Label
 from ddpopt.split.backward.gates import CompiledSection, Run
-from ddpopt.split.forward import compile as sections
 from tests.system.fuzzing import training
 
 BUGS = ("a section's gradients are lost", "gradients are swapped", "a cut detaches")
@@ -24,7 +25,7 @@ def bug(name: str) -> Iterator[None]:
     if name == "":
         yield
     elif name == "a cut detaches":
-        with mock.patch.object(sections, "_StitchedGraph", _Detaching):
+        with mock.patch.object(_events, "telling", _detaching):
             yield
     elif name == RAISES_ON_ONE_RANK:
         training.leave_group()  # the next one has this limit
@@ -69,13 +70,10 @@ def _swap(gradients: Sequence[Any]) -> list[Any]:
     return swapped
 
 
-class _Detaching(sections._StitchedGraph):
-    """The first section's results lose their autograd history."""
+def _detaching(section: Callable[..., Any], label: Label) -> Callable[..., Any]:
+    """Have the first section's results lose their autograd history."""
 
-    def __init__(self, stitched: Any, compiled: dict[str, Any], graph: str) -> None:
-        name, first = next(iter(compiled.items()))
+    def detached(*args: Any) -> Any:
+        return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in section(*args))
 
-        def detached(*args: Any) -> Any:
-            return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in first(*args))
-
-        super().__init__(stitched, {**compiled, name: detached}, graph)
+    return detached if label.section == 0 else section

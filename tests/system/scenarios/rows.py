@@ -5,7 +5,8 @@ from tests.system.scenarios.loops import LOOPS
 from tests.system.scenarios.modes import MODES
 from tests.system.scenarios.regions import REGIONS
 
-SCENARIOS = {**ARCHITECTURES, **MODES, **LOOPS, **REGIONS}
+TABLES = (ARCHITECTURES, MODES, LOOPS, REGIONS)
+SCENARIOS = {name: scenario for table in TABLES for name, scenario in table.items()}
 
 # Rows in which Inductor does what aot_eager does not: fuse, choose strides, reuse buffers.
 ON_INDUCTOR = (

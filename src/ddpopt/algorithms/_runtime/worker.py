@@ -35,8 +35,10 @@ class Worker:
     def __init__(self, owner: object, device: torch.device) -> None:
         self._device = device
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        arguments = (self._tasks, device)
-        threading.Thread(target=_run, args=arguments, name="ddpopt-worker", daemon=True).start()
+        self._thread = threading.Thread(
+            target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
+        )
+        self._thread.start()
         weakref.finalize(owner, self._tasks.put, None)
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt.bucketing import tuner
 from ddpopt.bucketing.estimate import call_model, find_loss
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
-from ddpopt.split import state
 
 _EAGER, _INTREE = "eager", "intree"
 _WARM_STEPS = 4  # compile, let DDP form its buckets, compile for those
@@ -139,15 +139,14 @@ class _Trainee:
     @property
     def tuning(self) -> str:
         """What was found where better buckets are looked for."""
-        tuner = state.of(self._ddp).tuner
-        return tuner.outcome if tuner else ""
+        search = tuner.of(self._ddp)
+        return search.outcome if search else ""
 
     def warm_up(self) -> None:
         """Train until nothing is compiled and no bucket is changed any more."""
         for _ in range(_MOST_STEPS):
             self._step_s()
-            tuner = state.of(self._ddp).tuner
-            if tuner is None or tuner.is_done:
+            if not tuner.is_searching(self._ddp):
                 break
         for _ in range(_WARM_STEPS):
             self._step_s()

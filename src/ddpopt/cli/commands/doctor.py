@@ -27,7 +27,7 @@ from ddpopt.cli.private_names import PrivateName, private_names
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import explain
 from ddpopt.options import SPLITS
-from ddpopt.split.plan import Plan
+from ddpopt.split.plan import SplitPlan
 
 _TESTED = ((2, 11), (2, 15))  # releases of torch, the first and the last
 _INSTALL_TORCH = "install torch 2.11 to 2.15, or upgrade ddpopt"
@@ -210,7 +210,7 @@ def _try(split: str) -> Check:
     return Check(name, len(plan.sections) > 1, detail)
 
 
-def _train(split: str) -> tuple[Plan, ...]:
+def _train(split: str) -> tuple[SplitPlan, ...]:
     ddp = DistributedDataParallel(_TrialModel(), bucket_cap_mb=_CAP_MB)
     options: dict[str, Any] = {"inner": "aot_eager", "split": split}
     # Sizes that vary need more of torch's private names than fixed ones.

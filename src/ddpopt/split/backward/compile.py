@@ -7,26 +7,29 @@ See [Note: tokens, gates and runs] in gates.py for what the token is for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._events import Label
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.split.backward.cut import SectionGraph, cut_backward
 from ddpopt.split.backward.facts import (
+    ANY,
     BackwardFacts,
+    find_descent,
     gradient_nodes,
     read_backward,
     saved_arguments,
 )
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
-from ddpopt.split.backward.tangents import find_descent
-from ddpopt.split.forward.compile import compile_backward_sections
 from ddpopt.split.nodes import graph_name, output_values
 from ddpopt.split.plan import BackwardCuts
+from ddpopt.split.sections import Progress, compile_section
 
 PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
 Show = Callable[[fx.GraphModule, Sequence[SectionGraph]], None]
@@ -63,7 +66,7 @@ def compile_gated(
         _return_token_itself(graph)
 
     def cut(
-        graph: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
+        graph: fx.GraphModule, inputs: list[Any], compile_graph: _torch.CompileSection
     ) -> Callable[..., Any]:
         _drop_token_gradient(graph, token_argument=num_inputs)
         _torch.restride(graph, inputs)
@@ -74,15 +77,13 @@ def compile_gated(
             )
         cuts = plan_cuts(read_backward(graph, saved))
         if cuts is None:
-            return compile_section(graph, inputs, list(range(len(inputs))))
+            return compile_graph(graph, inputs, list(range(len(inputs))))
         descent.update(find_descent(graph, places))
         if descent:
             _torch.autograd_node()  # backwards need it; find out now if it has moved
         sections = cut_backward(graph, cuts)
         show(graph, sections)
-        first, *rest = compile_backward_sections(
-            sections, inputs, compile_section, graph_name(gm), descent
-        )
+        first, *rest = _compile_sections(sections, inputs, compile_graph, graph_name(gm), descent)
         # AOTAutograd's own node does it for the first section.
         further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)
@@ -130,3 +131,75 @@ def _return_token_itself(forward: fx.GraphModule) -> None:
             user.replace_all_uses_with(token)
             forward.graph.erase_node(user)
     forward.recompile()
+
+
+def _compile_sections(
+    sections: Sequence[SectionGraph],
+    inputs: Sequence[Any],
+    compile_graph: _torch.CompileSection,
+    graph: str,
+    descent: Mapping[int, int],
+) -> tuple[CompiledSection, ...]:
+    """Compile each section of a backward graph; equal ones once.
+
+    `inputs` are the fake values of the whole graph's inputs, `graph` is its name, `descent` is what
+    `find_descent` returned.
+
+    Raises:
+        SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
+    """
+    compiled: dict[object, Callable[..., Any]] = {}
+    result = []
+    progress = Progress(graph, len(sections))
+    for index, section in enumerate(sections):
+        progress.tell(index)
+        placeholders = section.graph.graph.find_nodes(op="placeholder")
+        origins = [slot if slot < len(inputs) else None for slot in section.takes]
+        values = [
+            node.meta.get("val") if origin is None else inputs[origin]
+            for node, origin in zip(placeholders, origins, strict=True)
+        ]
+        call = functools.partial(compile_graph, section.graph, values, origins)
+        key = _identity(section.graph, values) or index
+        if key not in compiled:
+            compiled[key] = compile_section(
+                f"backward section {index} of {len(sections)}",
+                call,
+                functools.partial(_boxed, section.graph),
+            )
+        result.append(
+            CompiledSection(
+                call=compiled[key],
+                takes=section.takes,
+                keeps=section.keeps,
+                drops=section.drops,
+                releases=section.releases,
+                descent=tuple(descent.get(argument, ANY) for argument in section.releases),
+                label=Label(graph, index),
+            )
+        )
+    return tuple(result)
+
+
+def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
+    """Return what two sections have in common that one compiled callable can serve.
+
+    None where a section holds attributes, which the code does not show, or symbols.
+    """
+    if section.graph.find_nodes(op="get_attr"):
+        return None
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    if any(_torch.free_symbols(value) for value in values):
+        return None
+    kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
+    return (section.code, tuple(kinds))
+
+
+def _boxed(section: fx.GraphModule) -> Callable[..., Any]:
+    def run(values: list[Any]) -> Any:
+        arguments = tuple(values)
+        values.clear()
+        return section.forward(*arguments)
+
+    return run

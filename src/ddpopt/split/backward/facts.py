@@ -1,7 +1,6 @@
 """Read off AOTAutograd's backward graph what the planner must know to cut it.
 
-It changes nothing and decides nothing; `planning/backward.py` chooses the cuts, `backward.py`
-makes them.
+It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
 
 [Note: calls and repeats]
 A backward graph is functional: calls, numbered from 0 in graph order, and an output that lists a
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,3 +207,34 @@ def _num_bytes(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return math.prod(map(_torch.size_hint, value.shape)) * value.element_size()
+
+
+# ---- Gradients of outputs that the loss does not use -------------------------------------------
+
+# All bits: a gradient that does not depend on outputs, or outputs that all have gradients.
+ANY = -1
+
+
+def find_descent(backward: fx.GraphModule, places: Mapping[Hashable, int]) -> dict[int, int]:
+    """Return from which of the forward's outputs the gradient of each argument descends, as bits.
+
+    AOTAutograd fills zeros in for the gradients of outputs that the loss does not use. In eager a
+    parameter behind nothing but such outputs has no gradient, which optimizers leave alone.
+
+    `places` tells of each output of the forward, as AOTAutograd describes it, which it is. The
+    result is empty where there is nothing to choose: the outputs that can have gradients are one
+    besides the token, or AOTAutograd does not tell them all.
+    """
+    descent: dict[fx.Node, int] = {}
+    for placeholder, output in _torch.tangents(backward).items():
+        if output not in places:
+            return {}
+        descent[placeholder] = 1 << places[output]
+    if len(descent) <= 2:
+        return {}
+    for node in backward.graph.nodes:
+        for source in node.all_input_nodes:
+            descent[node] = descent.get(node, 0) | descent.get(source, 0)
+    return {
+        argument: descent.get(node, 0) or ANY for argument, node in gradient_nodes(backward).items()
+    }

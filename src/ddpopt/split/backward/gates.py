@@ -15,11 +15,11 @@ a chain, of which AOTAutograd's node is the end.
     backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
 
 The first section puts a *handle* in the place of the token's gradient: a tensor that carries the
-*run*, the list of values on which the further sections of this one backward work; the last says
-which outputs of the forward have gradients. Autograd gives
-it to gate 1, that hands it on to gate 2, and so on. Accumulation comes before any gate, because
-autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before
-the next section starts. Who abandons a backward drops the handle, and all values with it.
+*run*, the list of values on which the further sections of this one backward work. The last item
+of a run says which outputs of the forward have gradients. Autograd gives the handle to gate 1,
+which hands it on to gate 2, and so on. Accumulation comes before any gate, because autograd runs
+AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the next section
+starts. An abandoned backward drops the handle, which frees the run's values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 
 from ddpopt import _events, _torch
 from ddpopt._events import Label
-from ddpopt.split.backward.tangents import ANY
+from ddpopt.split.backward.facts import ANY
 
 TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
 Boxed = Callable[[list[Any]], Sequence[Any]]

@@ -1,16 +1,16 @@
 """Choose the sections of a backward graph: which calls run before which gradients are released.
 
-Pure: from what a graph is like (`BackwardFacts`) and what the Reducer will do (`buckets.py`) to
+Pure: from what a graph is like (`BackwardFacts`) and what the Reducer will do (`reducer.py`) to
 an order of the calls and to sections.
 
 [Note: stages and cuts]
 The calls that bucket k waits for, and no earlier bucket does, are *stage* k; a call that no bucket
 waits for belongs to the stage in which it stands, or to the last one. Whoever is given a gradient
 may update the parameter (an optimizer in a hook does), so a bucket also waits for the calls that
-read its parameters. Running the stages in order
-completes each bucket as soon as that is possible without changing any arithmetic. The cut after
-stage k may move further on, up to the first gradient of the next stage, to where the fewest bytes
-have to be kept for later sections. Everything is linear in the graph's size.
+read its parameters. Running the stages in order completes each bucket as soon as that is possible
+without changing any arithmetic. The cut after stage k may move further on, up to the first gradient
+of the next stage, to where the fewest bytes have to be kept for later sections. Everything is
+linear in the graph's size.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
-from ddpopt.split.forward.gradients import find_passing_gradients
-from ddpopt.split.forward.writes import find_overwritten
-from ddpopt.split.nodes import call_nodes
+from ddpopt.split.forward.writes import find_overwritten, written_by
+from ddpopt.split.nodes import call_nodes, is_differentiable
 from ddpopt.split.plan import Section
 
 
@@ -148,3 +147,18 @@ def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
     with call.graph.inserting_after(call):
         element = call.graph.call_function(operator.getitem, (call, 0))
     call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
+
+
+def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes from which a gradient may come back to their inputs, the output among them.
+
+    The others detach or compare them, or make what is only used by nodes of this kind. Where that
+    cannot be seen a node counts as passing.
+    """
+    passing = set(graph.find_nodes(op="output"))
+    for node in reversed(call_nodes(graph)):
+        is_used = not passing.isdisjoint(node.users)
+        has_other_readers = bool(written_by(node))  # of the memory that it writes to
+        if has_other_readers or (is_used and is_differentiable(node)):
+            passing.add(node)
+    return passing

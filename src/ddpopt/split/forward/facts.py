@@ -1,6 +1,6 @@
 """Read off a forward graph what the planner must know: uses of parameters, and legal cuts.
 
-It changes nothing and decides nothing; `planning` chooses the cuts, `forward.py` makes them.
+It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
 
 [Note: positions and cuts]
 A graph's calls (all nodes but placeholders, get_attrs and the output) are numbered from 0 in

@@ -1,7 +1,7 @@
 """Choose the sections of a forward graph: cut where DDP's buckets are complete.
 
-Pure: from what a graph is like (`GraphFacts`) and what the Reducer will do (`buckets.py`) to
-sections. `splitting` reads the graph and cuts it.
+Pure: from what a graph is like (`GraphFacts`) and what the Reducer will do (`reducer.py`) to
+sections. `facts.py` reads the graph, `cut.py` cuts it.
 """
 
 from __future__ import annotations
