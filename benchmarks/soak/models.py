@@ -160,11 +160,11 @@ _ALL = (
     Life(name="tuned", options={"buckets": "auto"}, use=_train_tuned),
     Life(name="rebucketed", options={}, use=_train_rebucketed),
     Life(name="attached", options={}, use=_train_attached(_FLAT, is_detached=True)),
-    Life(name="left attached", options={}, use=_train_attached(_FLAT, is_detached=False)),
     Life(
-        name="left with a thread",
+        name="attached with a thread",
         options={},
-        use=_train_attached(ByteGrad(hierarchical=False), is_detached=False),
+        use=_train_attached(ByteGrad(hierarchical=False), is_detached=True),
     ),
+    Life(name="left attached", options={}, use=_train_attached(_FLAT, is_detached=False)),
 )
 LIVES = {life.name: life for life in _ALL}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import Decentralized, attach
-from ddpopt.algorithms._runtime.peers import rotating_peer
+from ddpopt.algorithms.decentralized import rotating_peer
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 

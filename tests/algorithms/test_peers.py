@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpopt.algorithms._runtime.peers import ring_neighbours, rotating_peer
+from ddpopt.algorithms.decentralized import rotating_peer
+from ddpopt.algorithms.low_precision import ring_neighbours
 
 TABLE = {
     2: ["10", "10"],

@@ -1,8 +1,6 @@
-"""MinMaxUInt8: golden codes, what is lost at most, and what cannot be compressed."""
+"""MinMaxUInt8: golden codes, what is lost at most, and what shows that values are not finite."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,9 @@ from ddpopt.algorithms._runtime.quantization import (
     are_finite,
     compress,
     decompress,
-    in_chunks,
     pack,
     unpack,
 )
-from ddpopt.errors import OptionError
 
 # Bagua's values with the clamp: values, codes, what they are decompressed to.
 GOLDEN = [
@@ -135,26 +131,3 @@ def test_a_message_holds_ranges_and_codes() -> None:
         unpacked = unpack(part.view(1, -1))
         assert torch.equal(unpacked.ranges[0], compressed.ranges[row])
         assert torch.equal(unpacked.codes[0], compressed.codes[row])
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "names"),
-    [
-        (torch.ones(2, 3, dtype=torch.int64), TypeError, "torch.int64"),
-        (torch.ones(2, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
-        (torch.ones(2, 0), OptionError, r"\[2, 0\]"),
-        (torch.ones(0, 2), OptionError, r"\[0, 2\]"),
-        (torch.ones(2), OptionError, r"shape \[2\]"),
-    ],
-)
-def test_what_are_no_chunks_of_numbers_is_refused(
-    values: Any, error: type[Exception], names: str
-) -> None:
-    with pytest.raises(error, match=names):
-        compress(values)
-
-
-@pytest.mark.parametrize(("num_values", "num_chunks"), [(0, 2), (7, 2), (4, 0)])
-def test_chunks_have_one_size(num_values: int, num_chunks: int) -> None:
-    with pytest.raises(OptionError, match=f"{num_values} values .* {num_chunks} equal chunks"):
-        in_chunks(torch.ones(num_values), num_chunks)

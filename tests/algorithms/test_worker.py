@@ -20,7 +20,7 @@ class _Owner:
 
 def _ends(worker: Worker) -> bool:
     for _ in range(10_000):
-        if not worker.is_alive:
+        if not worker._thread.is_alive():
             return True
         time.sleep(0.01)
     return False
@@ -60,8 +60,7 @@ def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:
 
 def test_the_thread_ends_when_its_owner_is_collected() -> None:
     owner = _Owner()
-    owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
-    worker = owner.worker  # type: ignore[attr-defined]
+    worker = owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
     worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
     del owner
     gc.collect()

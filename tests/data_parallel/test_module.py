@@ -688,8 +688,8 @@ def _compiled_inside() -> nn.Module:
     [
         (lambda: DataParallel(MLP(), []), ValueError, "devices is empty; name at least one"),
         (lambda: DataParallel(MLP(), "cpu"), TypeError, "devices is 'cpu'; give a list"),
-        (lambda: DataParallel(MLP(), ["gpu"]), ValueError, "device 'gpu' is not to be had here"),
-        (lambda: DataParallel(MLP(), ["cpu", None]), ValueError, "device None is not to be had"),
+        (lambda: DataParallel(MLP(), ["gpu"]), ValueError, "device 'gpu' is not available here"),
+        (lambda: DataParallel(MLP(), ["cpu", None]), ValueError, "device None is not available"),
         (lambda: DataParallel(MLP(), CPUS, dim="0"), TypeError, "dim is '0'; give the number"),
         (lambda: DataParallel(print, CPUS), TypeError, "give an nn.Module"),
         (lambda: DataParallel(MLP(), ["cpu"], "meta"), ValueError, "leave output_device out"),

@@ -1,20 +1,113 @@
-"""`attach`: have an algorithm communicate for a DDP model in place of DDP's allreduce."""
+"""`attach`, and the base classes of what it attaches: `Algorithm` and `HierarchicalAlgorithm`.
+
+Here settings are checked, and made equal on all ranks. What an algorithm does in a step is for its
+handle, in `_runtime/handle.py`.
+"""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.algorithms._runtime import comm_hook
-from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training
+from ddpopt.algorithms._runtime.handle import Handle, Training, find_problem
+from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.consensus import Fact, agree, naming_peers
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
+
+HandleT = TypeVar("HandleT", bound=Handle)
+
+
+class Algorithm(abc.ABC, Generic[HandleT]):
+    """What ranks communicate and when; a frozen dataclass that checks its values when made."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Its class's name, as in logs and states."""
+        return type(self).__name__
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its values, as plain data."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Return how many ranks average before their node communicates; 1 if it does not matter."""
+        return 1
+
+    @abc.abstractmethod
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank, without communicating.
+
+        Raises:
+            AttachError, OptionError, TypeError, NotImplementedError: the reason.
+        """
+
+    @abc.abstractmethod
+    def make_handle(self, training: Training) -> HandleT:
+        """Put this to work; weights and optimizers are equal on all ranks. Collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchicalAlgorithm(Algorithm[HandleT]):
+    """As `Algorithm`; see [Note: hierarchical] in `algorithms/_runtime/groups.py`."""
+
+    hierarchical: bool = True
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_boolean("hierarchical", self.hierarchical, TypeError)
+        if self.local_world_size is not None:
+            check_count("local_world_size", self.local_world_size, 1)
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
+        self.ranks_per_node(training.group.size())
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Return how many ranks average before their node communicates; 1 if not hierarchical.
+
+        Raises:
+            OptionError: it is not known, or does not divide `num_ranks`.
+        """
+        if not self.hierarchical:
+            return 1
+        given = str(self.local_world_size or os.environ.get("LOCAL_WORLD_SIZE", ""))
+        if not given:
+            raise OptionError(
+                "hierarchical=True (the default) needs the number of ranks on each node, and "
+                "LOCAL_WORLD_SIZE is not set; start with torchrun, give local_world_size, or pass "
+                "hierarchical=False"
+            )
+        if not given.isdecimal() or not int(given):
+            raise OptionError(f"LOCAL_WORLD_SIZE is {given!r}; it must be a whole number above 0")
+        size = int(given)
+        if num_ranks % size:
+            raise OptionError(
+                f"{num_ranks} ranks cannot be divided into nodes of {size} (local_world_size or "
+                "LOCAL_WORLD_SIZE); pass hierarchical=False, or equal numbers of ranks on all nodes"
+            )
+        return size
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise TypeError unless `value` is an int, OptionError if it is below `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; give an int")
+    if value < least:
+        raise OptionError(f"{name} is {value}; the least is {least}")
 
 
 def attach(
@@ -32,7 +125,7 @@ def attach(
         ddp_model: A DistributedDataParallel module, compiled (by `torch.compile`) or not, without
             a comm hook.
         optimizer: The optimizer of its parameters, or all of them.
-        algorithm: Of this package.
+        algorithm: One of this package's.
 
     Returns:
         The handle: `detach`, `paused`, `average`, `state_dict`, `load_state_dict`, and what the
@@ -47,7 +140,7 @@ def attach(
             differ.
         PeerError: a rank did not make this call.
 
-    All but the first kind are raised on all ranks, if they concern any of them.
+    If `ddp_model` is a DDP module, all of these are raised on all ranks, whichever they concern.
     """
     ddp = state.ddp_of(ddp_model)
     if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
@@ -55,67 +148,46 @@ def attach(
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     parameters = _torch.trainable_parameters(ddp)
     training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
-    problem = _find_problem(training, algorithm)
+    problem = find_problem(_check, training, algorithm)
     agree(training.group, [] if problem else _facts(training, algorithm), problem)
     with naming_peers("making weights and optimizers equal on all ranks"):
         _start_equal(training)
-    comm_hook.register(ddp)
     handle = algorithm.make_handle(training)
     comm_hook.occupy(ddp, handle)
     return handle
 
 
-def _find_problem(training: Training, algorithm: Any) -> Exception | None:
-    """Say why `algorithm` cannot be attached on this rank; nothing is communicated."""
+def _check(training: Training, algorithm: Any) -> None:
+    """Raise the reason if `algorithm` cannot be attached on this rank; nothing is communicated."""
     if not isinstance(algorithm, Algorithm):
-        return TypeError(
+        raise TypeError(
             f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
             "Decentralized()"
         )
-    problems = (_problem_of_ddp, _problem_of_optimizers, _problem_of_parameters)
-    found = (problem for find in problems if (problem := find(training)) is not None)
-    return next(found, None) or algorithm.find_problem(training)
-
-
-def _problem_of_ddp(training: Training) -> Exception | None:
-    if comm_hook.is_occupied(training.ddp):
-        return AttachError("this model has an algorithm already; detach it first")
-    if comm_hook.is_foreign(training.ddp):
-        return AttachError(
-            "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
-            "module without"
-        )
+    comm_hook.check_free(training.ddp)
     mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
-    if mode is None:
-        return None
-    return OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
-
-
-def _problem_of_optimizers(training: Training) -> Exception | None:
+    if mode is not None:
+        raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
     for optimizer in training.optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return TypeError(f"an optimizer is a {type(optimizer).__name__}, none of torch.optim")
+            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
         if isinstance(optimizer, torch.optim.LBFGS):
-            return OptionError(
+            raise OptionError(
                 "LBFGS runs forward and backward several times in one step, and communication "
                 "would be out of step; use an optimizer without a closure"
             )
-    return None
-
-
-def _problem_of_parameters(training: Training) -> Exception | None:
     for parameter, described in training.parameters.items():
         if described.is_sparse:
-            return NotImplementedError(
+            raise NotImplementedError(
                 f"{described.name} has sparse gradients, which algorithms do not take; make its "
                 "embedding with sparse=False"
             )
         if not parameter.dtype.is_floating_point:
-            return TypeError(
+            raise TypeError(
                 f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it, "
                 "or use a real floating point type"
             )
-    return None
+    algorithm.check(training)
 
 
 def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
@@ -159,7 +231,7 @@ def _start_equal(training: Training) -> None:
     for tensor in tensors:
         sent = tensor.detach()
         if sent.device.type == "cpu" and training.device.type != "cpu":
-            sent = sent.to(training.device)  # Adam counts steps on the CPU, NCCL sends no such
+            sent = sent.to(training.device)  # Adam counts steps on the CPU; NCCL sends GPU tensors
         sent = sent.contiguous()
         dist.broadcast(sent, group=training.group, group_src=0)
         tensor.copy_(sent)

@@ -5,6 +5,7 @@ It takes no arguments and returns a model and the inputs of one step.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -13,20 +14,20 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.cli.errors import InputError
+from ddpopt.cli.output import InputError
 
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module that is given as a file
 
 
 class Loaded(NamedTuple):
-    """What a factory made; `inputs` are as `call_model` of estimate.py takes them."""
+    """What a factory made; `inputs` as `ddpopt.estimate` takes them."""
 
     model: nn.Module
     inputs: Any
@@ -59,16 +60,16 @@ def find_factory(text: str) -> Callable[[], Loaded]:
 def _import_module(name: str) -> types.ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{name}.".startswith(f"{missing}."):
+    with _told(f"importing {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not error.name or not f"{name}.".startswith(f"{error.name}."):
+                raise  # what it imports is missing
             raise InputError(
-                f"there is no module {missing!r} in the current folder or among the installed "
+                f"there is no module {error.name!r} in the current folder or among the installed "
                 "packages; for a file write path/to/file.py:factory"
             ) from error
-        raise InputError(f"importing {name} raised {_told(error)}") from error
 
 
 def _import_file(path: Path) -> types.ModuleType:
@@ -78,18 +79,14 @@ def _import_file(path: Path) -> types.ModuleType:
     sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     module = importlib.util.module_from_spec(spec)
     sys.modules[_FILE_MODULE] = module  # Dynamo looks a frame's module up there
-    try:
+    with _told(f"importing {path}"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"importing {path} raised {_told(error)}") from error
     return module
 
 
 def _make(text: str, factory: Callable[[], Any]) -> Loaded:
-    try:
+    with _told(text):
         made = factory()
-    except Exception as error:
-        raise InputError(f"{text} raised {_told(error)}") from error
     is_pair = isinstance(made, tuple | list) and len(made) == 2
     if not is_pair or not isinstance(made[0], nn.Module):
         kinds = [type(item).__name__ for item in made] if is_pair else type(made).__name__
@@ -110,8 +107,14 @@ def _make(text: str, factory: Callable[[], Any]) -> Loaded:
     return loaded
 
 
-def _told(error: Exception) -> str:
-    """Return an exception in a line, with the place that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise what the user's code raises in this block as InputError, with the place in a line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise InputError(f"{what} raised {type(error).__name__}: {error}{place}") from error

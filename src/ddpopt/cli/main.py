@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # A model, or what compiles it, may print; only the report belongs on stdout.
         with contextlib.redirect_stdout(sys.stderr):
-            report = _command(args.command)(args, screen)
-        return _show(report, screen)
+            report = find_command(args.command)(args, screen)
+        return 0 if report is None else _show(report, screen)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except _WORK_FAILED as error:
@@ -48,17 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
-def _command(name: str) -> Callable[[argparse.Namespace, Screen], Report | None]:
-    """Return a command, importing only what it needs: `module:function` below this package."""
+def find_command(name: str) -> Callable[[argparse.Namespace, Screen], Report | None]:
+    """Return a command, importing only what it needs: `module:function` in `commands/`."""
     module, _, function = name.partition(":")
     command: Callable[[argparse.Namespace, Screen], Report | None]
-    command = getattr(importlib.import_module(f"ddpopt.cli.{module}"), function)
+    command = getattr(importlib.import_module(f"ddpopt.cli.commands.{module}"), function)
     return command
 
 
-def _show(report: Report | None, screen: Screen) -> int:
-    if report is None:
-        return 0
+def _show(report: Report, screen: Screen) -> int:
     try:
         screen.show(report)
         sys.stdout.flush()

@@ -13,13 +13,12 @@ from ddpopt.bucketing.simulate import parse_bandwidth
 from ddpopt.errors import DDPOptError, PlanError
 
 LATENCY_US = 50.0
-_BACKENDS = ("gloo", "nccl")
 _EXIT_STATUS = "Exit status: 0 fine, 1 the check or the work failed, 2 bad input, 130 Ctrl-C."
 _T = TypeVar("_T")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; what it parses has `command`, as `module:function` of this package."""
+    """Return the parser; what it parses has `command`, as `module:function` of `commands/`."""
     parser = argparse.ArgumentParser(
         prog="ddpopt",
         description="See, predict and measure how DDP's communication overlaps with backward.",
@@ -46,58 +45,47 @@ def _add(commands: Any, name: str, runs: str, summary: str) -> argparse.Argument
 
 
 def _add_explain(commands: Any) -> None:
-    command = _add(
-        commands, "explain", "explaining:run", "show how a model is split, without other processes"
-    )
+    summary = "show how a model is split, without other processes"
+    command = _add(commands, "explain", "explain:run", summary)
     _add_factory(command)
     command.add_argument(
         "--split", metavar="forward|backward", help="which graph to split (default: forward)"
     )
-    command.add_argument(
-        "--inner", default="aot_eager", help="what compiles each section (default %(default)s)"
-    )
-    command.add_argument(
-        "--bucket-cap-mb",
-        type=_argument(_megabytes),
-        metavar="MIB",
-        help="size of DDP's buckets (default: DDP's own, 25)",
-    )
-    command.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write a page for a browser"
-    )
+    inner = "what compiles each section (default %(default)s)"
+    command.add_argument("--inner", default="aot_eager", help=inner)
+    cap = "size of DDP's buckets (default: DDP's own, 25)"
+    command.add_argument("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap)
+    page = "also write a page for a browser"
+    command.add_argument("--html", type=Path, metavar="FILE", help=page)
     links = command.add_argument_group("prediction", "How it would run on a cluster; give both.")
-    links.add_argument("--world-size", type=_argument(_whole), help="number of ranks")
-    links.add_argument(
-        "--bandwidth", type=_argument(parse_bandwidth), help="of a node's link, such as 10gbit"
-    )
+    links.add_argument("--world-size", type=_whole, help="number of ranks")
+    links.add_argument("--bandwidth", type=_bandwidth, help="of a node's link, such as 10gbit")
 
 
 def _add_simulate(commands: Any) -> None:
-    command = _add(
-        commands, "simulate", "clusters:run_simulate", "show one iteration of a plan on one cluster"
-    )
+    summary = "show one iteration of a plan on one cluster"
+    command = _add(commands, "simulate", "simulate:run_simulate", summary)
     command.add_argument("--world-size", type=int, required=True, help="number of ranks")
     command.add_argument(
         "--bandwidth",
-        type=_argument(parse_bandwidth),
+        type=_bandwidth,
         help="of a node's link, such as 10gbit; default: the ring that the plan's cost implies",
     )
     _add_cluster(command)
 
 
 def _add_sweep(commands: Any) -> None:
-    command = _add(
-        commands, "sweep", "clusters:run_sweep", "show the efficiency of a plan on many clusters"
-    )
+    summary = "show the efficiency of a plan on many clusters"
+    command = _add(commands, "sweep", "simulate:run_sweep", summary)
     command.add_argument(
         "--world-sizes",
-        type=_argument(lambda text: [_whole(part) for part in text.split(",")]),
+        type=_list_of(_whole),
         default="2,8,64,1024",
         help="numbers of ranks (default %(default)s)",
     )
     command.add_argument(
         "--bandwidths",
-        type=_argument(lambda text: [parse_bandwidth(part) for part in text.split(",")]),
+        type=_list_of(_bandwidth),
         default="1gbit,10gbit,100gbit",
         help="of a node's link (default %(default)s)",
     )
@@ -108,20 +96,13 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
     command.add_argument("plan", help="the file that BucketPlan.save wrote")
     links = command.add_argument_group("links")
     links.add_argument("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
-    links.add_argument(
-        "--latency-us",
-        type=float,
-        help=f"of a message between nodes, in microseconds (default {LATENCY_US:g})",
-    )
+    latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
+    links.add_argument("--latency-us", type=float, help=latency)
     links.add_argument("--ranks-per-node", type=int, help="default: 1")
-    links.add_argument(
-        "--node-latency-us", type=float, help="of a message inside a node (default 0)"
-    )
-    links.add_argument(
-        "--node-bandwidth",
-        type=_argument(parse_bandwidth),
-        help="between the ranks of a node (default: no limit)",
-    )
+    inside = "of a message inside a node (default 0)"
+    links.add_argument("--node-latency-us", type=float, help=inside)
+    between = "between the ranks of a node (default: no limit)"
+    links.add_argument("--node-bandwidth", type=_bandwidth, help=between)
     stragglers = command.add_argument_group("stragglers")
     stragglers.add_argument(
         "--stragglers",
@@ -133,52 +114,38 @@ def _add_cluster(command: argparse.ArgumentParser) -> None:
 
 
 def _add_calibrate(commands: Any) -> None:
-    command = _add(
-        commands, "calibrate", "calibrating:run", "measure what an allreduce costs, under torchrun"
-    )
+    summary = "measure what an allreduce costs, under torchrun"
+    command = _add(commands, "calibrate", "calibrate:run", summary)
     _add_backend(command)
-    command.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write the JSON to a file"
-    )
+    output = "also write the JSON to a file"
+    command.add_argument("--output", type=Path, metavar="FILE", help=output)
 
 
 def _add_bench(commands: Any) -> None:
-    command = _add(
-        commands, "bench", "benching:run", "measure a model under each way to train, under torchrun"
-    )
+    summary = "measure a model under each way to train, under torchrun"
+    command = _add(commands, "bench", "bench:run", summary)
     _add_factory(command)
     _add_backend(command)
-    command.add_argument(
-        "--inner", default="inductor", help="what compiles graphs (default %(default)s)"
-    )
-    command.add_argument(
-        "--steps", type=_argument(_whole), default=5, help="of a turn (default %(default)s)"
-    )
-    command.add_argument(
-        "--rounds", type=_argument(_whole), default=5, help="turns of each (default %(default)s)"
-    )
+    inner = "what compiles graphs (default %(default)s)"
+    command.add_argument("--inner", default="inductor", help=inner)
+    command.add_argument("--steps", type=_whole, default=5, help="of a turn (default %(default)s)")
+    rounds = "turns of each (default %(default)s)"
+    command.add_argument("--rounds", type=_whole, default=5, help=rounds)
     command.add_argument(
         "--caps",
-        type=_argument(lambda text: [_cap(part) for part in text.split(",")]),
+        type=_list_of(_cap),
         default="default",
         metavar="MIB,...",
         help="sizes of DDP's buckets, 'default' for DDP's own (default %(default)s)",
     )
-    command.add_argument(
-        "--peers",
-        metavar="NAME,...",
-        help="which of eager, intree, nosplit, forward, backward, auto (default: all)",
-    )
+    peers = "which of eager, intree, nosplit, forward, backward, auto (default: all)"
+    command.add_argument("--peers", metavar="NAME,...", help=peers)
 
 
 def _add_trace(commands: Any) -> None:
     trace = commands.add_parser("trace", help="work on traces that ddpopt.record wrote")
-    command = _add(
-        trace.add_subparsers(metavar="COMMAND", required=True),
-        "merge",
-        "traces:run_merge",
-        "make one trace of all ranks' traces",
-    )
+    below = trace.add_subparsers(metavar="COMMAND", required=True)
+    command = _add(below, "merge", "merge_traces:run", "make one trace of all ranks' traces")
     command.add_argument("paths", nargs="+", metavar="FILE", help="traces, or folders of them")
     command.add_argument(
         "-o",
@@ -192,9 +159,8 @@ def _add_trace(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     command = _add(commands, "doctor", "doctor:run", "check whether training can be split here")
-    command.add_argument(
-        "--verbose", action="store_true", help="list each private name of torch that is needed"
-    )
+    names = "list each private name of torch that is needed"
+    command.add_argument("--verbose", action="store_true", help=names)
 
 
 def _add_factory(command: argparse.ArgumentParser) -> None:
@@ -207,17 +173,33 @@ def _add_factory(command: argparse.ArgumentParser) -> None:
 
 
 def _add_backend(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--backend", choices=_BACKENDS, help="default: nccl where there are GPUs, else gloo"
-    )
+    default = "default: nccl where there are GPUs, else gloo"
+    command.add_argument("--backend", choices=("gloo", "nccl"), help=default)
 
 
+def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return `parse` with errors of which argparse shows the message."""
+
+    def parse_argument(text: str) -> _T:
+        try:
+            return parse(text)
+        except DDPOptError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_argument
+
+
+_bandwidth = _argument(parse_bandwidth)
+
+
+@_argument
 def _whole(text: str) -> int:
     if not text.strip().isdecimal() or not int(text):
         raise PlanError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
+@_argument
 def _megabytes(text: str) -> float:
     try:
         value = float(text)
@@ -232,13 +214,5 @@ def _cap(text: str) -> float | None:
     return None if text.strip() == "default" else _megabytes(text)
 
 
-def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return `parse` with errors of which argparse shows the message."""
-
-    def parse_argument(text: str) -> _T:
-        try:
-            return parse(text)
-        except DDPOptError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parse_argument
+def _list_of(parse: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    return lambda text: [parse(part) for part in text.split(",")]

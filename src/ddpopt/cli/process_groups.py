@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpopt.cli.errors import InputError
+from ddpopt.cli.output import InputError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,8 +43,14 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
             f"{', '.join(missing)} not set: this measures processes that communicate, so it is "
             f"started by torchrun: torchrun --nproc-per-node 2 -m ddpopt {command}"
         )
-    name = backend or ("nccl" if _has_nccl() and torch.cuda.is_available() else "gloo")
+    has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    name = backend or ("nccl" if has_nccl else "gloo")
     if name == "nccl":
+        if not has_nccl:
+            raise InputError(
+                "the backend is 'nccl', which needs a GPU and a build of torch that has it; give "
+                "--backend gloo"
+            )
         _use_own_gpu()
     dist.init_process_group(name)
     with _leaving():
@@ -72,11 +78,6 @@ def _leaving() -> Iterator[None]:
 
 
 def _use_own_gpu() -> None:
-    if not _has_nccl() or not torch.cuda.is_available():
-        raise InputError(
-            "the backend is 'nccl', which needs a GPU and a build of torch that has it; give "
-            "--backend gloo"
-        )
     text, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
     if not text.isdecimal():
         raise InputError(f"LOCAL_RANK is {text!r}, which is no number; start by torchrun")
@@ -87,7 +88,3 @@ def _use_own_gpu() -> None:
             f"for each process; give torchrun --nproc-per-node {num_gpus}, or --backend gloo"
         )
     torch.cuda.set_device(local_rank)
-
-
-def _has_nccl() -> bool:
-    return dist.is_nccl_available()

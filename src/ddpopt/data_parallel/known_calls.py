@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpopt.data_parallel.containers import children
+from ddpopt.data_parallel.scatter import children
 
 _VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 _MAX_STATES = 64

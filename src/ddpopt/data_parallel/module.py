@@ -1,7 +1,7 @@
 """`DataParallel`: one module on several devices of one process, its replicas compiled once.
 
-Who divides and joins is `scatter.py`, who copies the module `replicas.py`; when replicas may run at
-the same time is decided in `novelty.py`.
+`scatter.py` divides and joins, `replicas.py` copies the module, and `known_calls.py` knows when
+replicas may run at the same time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _numbers = itertools.count()
 
 
 class DataParallel(nn.Module):
-    """As `torch.nn.DataParallel`, but that its replicas are compiled, on any list of devices.
+    """As `torch.nn.DataParallel`, but its replicas are compiled, on any list of devices.
 
     Each forward divides the batch, copies the module to the other devices, runs the copies at the
     same time, and joins their outputs. In backward the gradients of all replicas are summed on the
     first device. If the loss is computed from the joined outputs, they equal those of the whole
     batch on one device.
 
-    Parameters that no replica uses keep `grad` None, as on one device; with torch's they get
+    Parameters that no replica uses keep `grad` None, as on one device; in torch's they get
     zeros. With one device the module itself is called, compiled.
 
     Attributes:
@@ -64,13 +64,13 @@ class DataParallel(nn.Module):
                 `dynamic`, `fullgraph`.
 
         Raises:
-            TypeError: `module` is no module, `devices` no list, `dim` no number, or `torch.compile`
-                has no such argument.
+            TypeError: `module` is not a module, `devices` not a list, `dim` not a number, or
+                `torch.compile` does not have such an argument.
             ValueError: There is no device, or an unknown one; the module or a part of it is
                 compiled or parallel already; CUDA graphs are asked for on several devices.
         """
         super().__init__()
-        replicas.check_module(module, _parallel_classes())
+        replicas.check_module(module, _PARALLEL)
         if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
             raise TypeError(f"devices is {devices!r}; give a list, as ['cuda:0', 'cuda:1']")
         if not devices:
@@ -130,7 +130,7 @@ class DataParallel(nn.Module):
                 on the first device or was compiled meanwhile.
             Exception: What a replica raised; a note names the replica and its device.
         """
-        replicas.check_module(self.module, _parallel_classes())
+        replicas.check_module(self.module, _PARALLEL)
         replicas.check_placement(self.module, self.devices[0])
         shares = scatter(args, kwargs, self.devices, self.dim)
         if len(self.devices) == 1:
@@ -149,17 +149,14 @@ class DataParallel(nn.Module):
         # through the list meanwhile may miss its own, and compile. So a change is made in turn.
         is_known = calls == self._last_calls and all(call in self._known_calls for call in calls)
         self._last_calls = calls
-        jobs = [
-            self._job(index, modes, module, share)
-            for index, (module, share) in enumerate(
-                zip(replicas.replicate(self.module, used, self._hooks), shares, strict=True)
-            )
-        ]
+        modules = replicas.replicate(self.module, used, self._hooks)
+        pairs = zip(modules, shares, strict=True)
+        jobs = [self._job(index, modes, *pair) for index, pair in enumerate(pairs)]
         if is_known:
             with _torch.uncompiled_while_tracing():
-                return _run_together(jobs)
+                return _run_all(jobs, in_turn=False)
         with _torch.compiling_replicas(len(set(self.devices))):
-            outputs = _run_in_turn(jobs)
+            outputs = _run_all(jobs, in_turn=True)
         for call in calls:
             self._known_calls.add(call)
         return outputs
@@ -179,27 +176,22 @@ class DataParallel(nn.Module):
         return run
 
 
-def _run_together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The first one in this thread, each other in a thread that ends with this call."""
-    first, *others = jobs
-    with ThreadPoolExecutor(max(1, len(others)), "ddpopt-replica") as pool:
-        futures = [_submit(pool, job) for job in others]
-        return [first(), *(future.result() for future in futures)]
+def _run_all(jobs: Sequence[Callable[[], Any]], *, in_turn: bool) -> list[Any]:
+    """Run the first job in this thread, each other one in a thread that ends with this call.
 
-
-def _run_in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Each in the kind of thread in which it will run together with others.
-
-    Graphs are guarded on modes that a thread has.
+    That is so in turn as well: graphs are guarded on modes that a thread has.
     """
     first, *others = jobs
-    with ThreadPoolExecutor(1, "ddpopt-replica") as pool:
-        return [first(), *(_submit(pool, job).result() for job in others)]
+    with ThreadPoolExecutor(1 if in_turn else max(1, len(others)), "ddpopt-replica") as pool:
 
+        def start(job: Callable[[], Any]) -> Future[Any]:
+            # Settings of Dynamo and Inductor are context variables.
+            return pool.submit(contextvars.copy_context().run, job)
 
-def _submit(pool: ThreadPoolExecutor, job: Callable[[], Any]) -> Future[Any]:
-    # Settings of Dynamo and Inductor are context variables.
-    return pool.submit(contextvars.copy_context().run, job)
+        if in_turn:
+            return [first(), *(start(job).result() for job in others)]
+        futures = [start(job) for job in others]
+        return [first(), *(future.result() for future in futures)]
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,8 +207,7 @@ def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
 
 
-def _parallel_classes() -> tuple[type[nn.Module], ...]:
-    return (DistributedDataParallel, nn.DataParallel, DataParallel)
+_PARALLEL = (DistributedDataParallel, nn.DataParallel, DataParallel)
 
 
 def _find_device(device: torch.device | str | int) -> torch.device:
@@ -225,7 +216,7 @@ def _find_device(device: torch.device | str | int) -> torch.device:
         return torch.empty(0, device=torch.device(device)).device
     except (AssertionError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"device {device!r} is not to be had here ({str(error).splitlines()[0]}); "
+            f"device {device!r} is not available here ({str(error).splitlines()[0]}); "
             f"there are 'cpu' and {torch.accelerator.device_count()} accelerators"
         ) from error
 

@@ -17,7 +17,7 @@ Hook = Callable[..., Any]
 
 
 def check_module(module: nn.Module, refused: tuple[type[nn.Module], ...]) -> None:
-    """Refuse a module whose replicas would not be what they seem.
+    """Refuse a module whose replicas would not run as replicas.
 
     Raises:
         TypeError: it is no module.
@@ -49,10 +49,8 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: a parameter or buffer is elsewhere.
     """
-    for kind, named in (
-        ("parameter", module.named_parameters()),
-        ("buffer", module.named_buffers()),
-    ):
+    parameters, buffers = module.named_parameters(), module.named_buffers()
+    for kind, named in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in named:
             if tensor.device != device:
                 raise ValueError(
@@ -64,14 +62,14 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
 class Hooks:
     """The forward hooks of a module as its replicas call them: uncompiled.
 
-    Compiled, a hook that appends to a list would be compiled anew in each forward, and replicas
+    Compiled, a hook that appends to a list would be recompiled in each forward, and replicas
     that run at the same time would write over each other's entries. torch's own hooks
     (`spectral_norm`, pruning) only compute, and stay in the graph.
     """
 
     def __init__(self) -> None:
-        # By id; a hook is kept beside what calls it, so that no other one has its id. What calls it
-        # stays the same, for graphs are guarded on it.
+        # By id; a hook is kept beside what calls it, so that no other hook gets its id. What calls
+        # it stays the same, because graphs are guarded on it.
         self._known: dict[int, tuple[Hook, Hook]] = {}
 
     def of(self, module: nn.Module) -> dict[int, Hook]:
@@ -92,8 +90,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) 
     """
     has_grad = torch.is_grad_enabled()
     calls = hooks.of(module)
-    # Inference tensors, views and parameters are each compiled for anew: all replicas have the
-    # same kind, so that they share one graph.
+    # Inference tensors, views and parameters each have graphs of their own: all replicas have
+    # the same kind, so that they share one graph.
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
         return [
             _torch.replica(module, _copy_tensors(module, device, index == 0), calls)
@@ -104,18 +102,10 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) 
 def _copy_tensors(
     module: nn.Module, device: torch.device, is_first: bool
 ) -> dict[torch.Tensor, torch.Tensor]:
-    parameters = list(module.parameters())
-    if not torch.is_grad_enabled():
-        sources = [parameter.detach() for parameter in parameters]
-    elif is_first:
-        sources = [parameter.view_as(parameter) for parameter in parameters]
-    else:
-        sources = list(parameters)
-    tensors: dict[torch.Tensor, torch.Tensor] = dict(zip(parameters, sources, strict=True))
     if is_first:
-        return tensors
-    tensors |= {buffer: buffer for buffer in module.buffers()}
-    return {own: source.to(device, copy=True) for own, source in tensors.items()}
+        has_grad = torch.is_grad_enabled()
+        return {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()}
+    return {own: own.to(device, copy=True) for own in (*module.parameters(), *module.buffers())}
 
 
 def _uncompiled(hook: Hook) -> Hook:

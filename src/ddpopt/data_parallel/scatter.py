@@ -1,13 +1,16 @@
-"""Divide a batch among devices, and join what the replicas return. Both are differentiable."""
+"""Divide a batch among devices, and join what the replicas return. Both are differentiable.
+
+Tuples, lists, dicts, named tuples and dataclasses are containers, whose tensors are divided and
+joined. Everything else is a leaf.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-from ddpopt.data_parallel.containers import children, rebuild, tensors
 
 # Equal in all replicas, these are returned as they are.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -33,7 +36,7 @@ def scatter(
     Raises:
         ValueError: a tensor has another number of rows than the first, none, or no such dimension.
     """
-    num_rows = _count_rows([*tensors(args, "args"), *tensors(kwargs, "kwargs")], dim)
+    num_rows = _count_rows([*_tensors(args, "args"), *_tensors(kwargs, "kwargs")], dim)
     if num_rows is None:
         used, chunk_size = devices[:1], 1
     else:
@@ -83,7 +86,7 @@ def _divide(value: Any, devices: Sequence[torch.device], chunk_size: int, dim: i
     if not held:
         return [value] * len(devices)
     divided = [_divide(child, devices, chunk_size, dim) for child in held.values()]
-    return [rebuild(value, share) for share in zip(*divided, strict=True)]
+    return [_rebuild(value, share) for share in zip(*divided, strict=True)]
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "output") -> Any:
@@ -105,31 +108,27 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "
         if any(type(output) is not type(first) or output != first for output in outputs):
             raise _differ(outputs, name)
         return first
-    held = [children(output) for output in outputs]
-    if held[0] is None:
+    if children(first) is None:
         raise TypeError(
             f"{name} of the module is a {type(first).__name__}, which cannot be joined; return "
             "tensors, None, or tuples, lists, dicts and dataclasses of them"
         )
-    if any(
-        type(output) is not type(first) or each is None or each.keys() != held[0].keys()
-        for output, each in zip(outputs, held, strict=True)
+    held = [children(output) or {} for output in outputs]
+    if any(type(output) is not type(first) for output in outputs) or any(
+        each.keys() != held[0].keys() for each in held
     ):
         raise _differ(outputs, name)
-    joined = [
-        gather([each[key] for each in held if each is not None], device, dim, name + key)
-        for key in held[0]
-    ]
-    return rebuild(first, joined)
+    joined = [gather([each[key] for each in held], device, dim, name + key) for key in held[0]]
+    return _rebuild(first, joined)
 
 
-def _join(tensors_: Sequence[torch.Tensor], dim: int, name: str) -> torch.Tensor:
-    if all(tensor.dim() == 0 for tensor in tensors_):
-        return torch.stack(list(tensors_))
+def _join(tensors: Sequence[torch.Tensor], dim: int, name: str) -> torch.Tensor:
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return torch.stack(list(tensors))
     try:
-        return torch.cat(list(tensors_), dim)
+        return torch.cat(list(tensors), dim)
     except (RuntimeError, IndexError) as error:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_)
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(
             f"{name} has shapes {shapes} in the replicas, which cannot be concatenated along "
             f"dim {dim}; return tensors that have the batch there"
@@ -145,3 +144,43 @@ def _differ(outputs: Sequence[Any], name: str) -> ValueError:
         f"{name} differs between replicas ({'; '.join(text[:60] for text in texts)}); return the "
         "same structure from each"
     )
+
+
+# ---- containers -------------------------------------------------------------------------------
+
+
+def children(value: Any) -> dict[str, Any] | None:
+    """Return what a container holds, by the text that selects it: `[0]`, `['mask']`, `.mask`.
+
+    None for a leaf. Fields that a dataclass fills in by itself are left out.
+    """
+    if isinstance(value, dict):
+        return {f"[{key!r}]": child for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return {f"[{i}]": child for i, child in enumerate(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f".{field.name}": getattr(value, field.name) for field in _own_fields(value)}
+    return None
+
+
+def _rebuild(value: Any, new: Sequence[Any]) -> Any:
+    """Return a container like `value` with other children, in the order of `children`."""
+    if isinstance(value, dict):
+        return type(value)(zip(value, new, strict=True))
+    if not isinstance(value, list | tuple):
+        names = [field.name for field in _own_fields(value)]
+        return dataclasses.replace(value, **dict(zip(names, new, strict=True)))
+    return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in `value`, each with the expression that leads to it from `name`."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    for selector, child in (children(value) or {}).items():
+        yield from _tensors(child, name + selector)
+
+
+def _own_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(value) if field.init]

@@ -9,21 +9,16 @@ from typing import NamedTuple
 import torch
 
 
-class Autocast(NamedTuple):
-    """Autocast for one type of device."""
-
-    device_type: str
-    dtype: torch.dtype
-    is_enabled: bool
-
-
 class Modes(NamedTuple):
-    """What computes the same in another thread."""
+    """The modes with which another thread computes the same.
+
+    `autocasts` has the type of device, the dtype, and whether autocast is on.
+    """
 
     has_grad: bool
     is_inference: bool
     has_autocast_cache: bool
-    autocasts: tuple[Autocast, ...]
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
 
     @classmethod
     def current(cls, devices: Sequence[torch.device]) -> Modes:
@@ -34,7 +29,7 @@ class Modes(NamedTuple):
             is_inference=torch.is_inference_mode_enabled(),
             has_autocast_cache=torch.is_autocast_cache_enabled(),
             autocasts=tuple(
-                Autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
+                (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
                 for each in types
             ),
         )
@@ -46,15 +41,9 @@ class Modes(NamedTuple):
             if self.is_inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.has_grad))
-            for each in self.autocasts:
-                stack.enter_context(
-                    torch.autocast(
-                        each.device_type,
-                        dtype=each.dtype,
-                        enabled=each.is_enabled,
-                        cache_enabled=self.has_autocast_cache,
-                    )
-                )
+            for device_type, dtype, is_enabled in self.autocasts:
+                autocast = torch.autocast(device_type, dtype, is_enabled, self.has_autocast_cache)
+                stack.enter_context(autocast)
             yield
 
 

@@ -4,6 +4,11 @@
 want to, so that their threads end in the same round. Otherwise each copies its weights, the copies
 are averaged, and each rank adds the difference between the average and its copy: what training
 changed meanwhile is kept, and the mean of all ranks' weights changes by training alone.
+
+[Note: turns] Training has the weights from the first forward with gradients to the end of the
+update, so that no weight changes between a forward and its backward, and no update is lost to an
+average that is added at the same time. Averaging has them while it copies them and while it adds
+the ranks' difference, never while it communicates.
 """
 
 from __future__ import annotations
@@ -14,15 +19,15 @@ import copy
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms._runtime.turns import Turns
-from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.algorithms._runtime.handle import Handle
 from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
 
@@ -30,11 +35,53 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
 _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adds to weights
 
 
-class Averaged(Protocol):
-    """Whose weights are averaged; `num_communications` counts the rounds."""
+class Turns:
+    """A lock that goes to whoever has waited longest.
 
-    weights: FlatWeights
-    num_communications: int
+    A plain lock would starve the thread that averages, since training takes it back right after
+    giving it away. On an accelerator it orders streams as well: the stream of whoever takes it
+    waits for what was queued before it was given. That part was never run on an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()  # the first has the lock
+        self._is_closed = False
+        self._queued = None if device.type == "cpu" else torch.Event(device)
+
+    def take(self) -> bool:
+        """Wait for the lock; False, without it, if it was closed before."""
+        mine = object()
+        with self._changed:
+            self._line.append(mine)
+            try:
+                self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
+            except BaseException:  # KeyboardInterrupt: nobody else gives this place back
+                self._leave(mine)
+                raise
+            if self._is_closed:
+                self._leave(mine)
+                return False
+        if self._queued is not None:
+            self._queued.wait()
+        return True
+
+    def give(self) -> None:
+        """Hand the lock to the next in line."""
+        if self._queued is not None:
+            self._queued.record()
+        with self._changed:
+            self._leave(self._line[0])
+
+    def close(self) -> None:
+        """Turn away all who wait; called when training does not need the lock any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _leave(self, place: object) -> None:
+        self._line.remove(place)
+        self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +108,7 @@ class AveragingLoop:
     it refers to it only while it copies or changes its weights.
     """
 
-    def __init__(self, owner: Averaged, turns: Turns, peers: Peers, interval_s: float) -> None:
+    def __init__(self, owner: Handle, turns: Turns, peers: Peers, interval_s: float) -> None:
         self._owner = weakref.ref(owner)
         self._turns = turns
         self._peers = peers
@@ -153,28 +200,23 @@ class AveragingLoop:
         return bool(wants_stop)
 
     def _make_round(self) -> None:
-        copies = self._copy()
+        with self._turn() as owner:
+            copies = owner.weights.copy()
+            del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
             self._reduce(values, self._peers.data, dist.ReduceOp.SUM)
             values.div_(self._peers.data.size()).sub_(own)
-        self._add(change)
-
-    def _copy(self) -> list[torch.Tensor]:
-        with self._turn():
-            return self._live_owner().weights.copy()
-
-    def _add(self, change: list[torch.Tensor]) -> None:
-        with self._turn():
-            owner = self._live_owner()
+        with self._turn() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
+            del owner
 
     def _reduce(self, values: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """Reduce in place, and be ready to end meanwhile.
 
-        A thread that waits inside of torch cannot be told to, and aborts the interpreter when the
-        process exits; so this one asks.
+        A thread that waits inside torch cannot be told to end, and aborts the interpreter when
+        the process exits. So this one polls.
         """
         if self._is_over.is_set():
             raise _OverError
@@ -188,19 +230,17 @@ class AveragingLoop:
         work.wait()  # raises its error; on an accelerator the stream waits
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[Handle]:
+        """Have the owner, and the lock on its weights, in this block."""
         if not self._turns.take():
             raise _OverError
         try:
-            yield
+            owner = self._owner()
+            if owner is None:
+                raise _OverError
+            yield owner
         finally:
             self._turns.give()
-
-    def _live_owner(self) -> Averaged:
-        owner = self._owner()
-        if owner is None:
-            raise _OverError
-        return owner
 
 
 _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()

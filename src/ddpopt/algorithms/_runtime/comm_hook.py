@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt.errors import AttachError
 
 Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses annotations of other names
@@ -30,37 +31,38 @@ class _CommHook:
         self.group = group
         self.handle: weakref.ref[_Reduces] | None = None
 
+    def live_handle(self) -> _Reduces | None:
+        """Return the handle that is attached, if any."""
+        return None if self.handle is None else self.handle()
+
 
 _registered: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
-    handle = None if state.handle is None else state.handle()
-    return allreduce_hook(state.group, bucket) if handle is None else handle.on_bucket(bucket)
+def _reduce(hook, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
+    handle = hook.live_handle()
+    return allreduce_hook(hook.group, bucket) if handle is None else handle.on_bucket(bucket)
 
 
-def is_foreign(ddp: DistributedDataParallel) -> bool:
-    """Whether `ddp` has a comm hook that is not ours."""
-    return ddp not in _registered and _torch.has_comm_hook(ddp)
-
-
-def is_occupied(ddp: DistributedDataParallel) -> bool:
-    """Whether an algorithm is attached to `ddp`."""
+def check_free(ddp: DistributedDataParallel) -> None:
+    """Raise AttachError if `ddp` has an algorithm, or a comm hook that is not ours."""
     hook = _registered.get(ddp)
-    return hook is not None and hook.handle is not None and hook.handle() is not None
-
-
-def register(ddp: DistributedDataParallel) -> None:
-    """Give `ddp` the hook, if it has not got it."""
-    if ddp not in _registered:
-        hook = _registered[ddp] = _CommHook(ddp.process_group)
-        ddp.register_comm_hook(hook, _reduce)
+    if hook is None and _torch.has_comm_hook(ddp):
+        raise AttachError(
+            "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
+            "module without"
+        )
+    if hook is not None and hook.live_handle() is not None:
+        raise AttachError("this model has an algorithm already; detach it first")
 
 
 def occupy(ddp: DistributedDataParallel, handle: _Reduces) -> None:
     """Have `handle` reduce the buckets of `ddp` from now on."""
+    if ddp not in _registered:
+        hook = _registered[ddp] = _CommHook(ddp.process_group)
+        ddp.register_comm_hook(hook, _reduce)
     _registered[ddp].handle = weakref.ref(handle)
 
 

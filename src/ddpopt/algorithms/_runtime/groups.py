@@ -2,54 +2,21 @@
 
 [Note: hierarchical] With `hierarchical=True` the ranks of a node first average among themselves,
 then the node's first rank, its leader, communicates for it, and tells the others the result.
-Nodes have equal numbers of ranks, and a node's ranks follow each other, as torchrun has it.
+Nodes have equal numbers of ranks, and a node's ranks follow each other, as with torchrun.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import os
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.errors import OptionError
 
-T = TypeVar("T")
-
-
-def ranks_per_node(hierarchical: bool, local_world_size: int | None, num_ranks: int) -> int:
-    """Return how many ranks average before their node communicates; 1 if not hierarchical.
-
-    Raises:
-        OptionError: it is not known, or does not divide `num_ranks`.
-    """
-    if not hierarchical:
-        return 1
-    given = local_world_size if local_world_size is not None else os.environ.get("LOCAL_WORLD_SIZE")
-    if given is None:
-        raise OptionError(
-            "hierarchical=True (the default) needs the number of ranks on each node, and "
-            "LOCAL_WORLD_SIZE is not set; start with torchrun, give local_world_size, or pass "
-            "hierarchical=False"
-        )
-    if not str(given).isdecimal() or not int(given):
-        raise OptionError(
-            f"local_world_size or LOCAL_WORLD_SIZE is {given!r}; it must be a whole number above 0"
-        )
-    size = int(given)
-    if num_ranks % size:
-        raise OptionError(
-            f"{num_ranks} ranks cannot be divided into nodes of {size} (local_world_size or "
-            "LOCAL_WORLD_SIZE); pass hierarchical=False, or equal numbers of ranks on all nodes"
-        )
-    return size
+_next_number = 0  # of the groups that are made next; a name is never used again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,131 +44,68 @@ class Groups:
         if self.node is not None:
             dist.broadcast(values, group=self.node, group_src=0)
 
-
-class Lease(Generic[T]):
-    """Process groups that are one algorithm's until they are released.
-
-    Then they are kept for the next algorithm on the same ranks, since connecting takes long.
-    `lend_to` has them released as well when an owner is collected, if it has said `note_quiet`.
-    """
-
-    def __init__(self, parent: dist.ProcessGroup, key: _Key, value: T) -> None:
-        self._parent = parent
-        self._key = key
-        self._place: _Place | None = None
-        self.value = value
-
-    def lend_to(self, owner: object) -> None:
-        """Release them when `owner` is collected, if nothing was under way then."""
-        weakref.finalize(owner, self._recover).atexit = False
-
-    def note_busy(self) -> None:
-        """Ranks communicate from now on: who stops here may leave others waiting."""
-        self._place = None
-
-    def note_quiet(self, place: _Place) -> None:
-        """All that was communicated up to `place`, which ranks count alike, has ended here."""
-        self._place = place
-
-    def release(self) -> None:
-        """Give them back; all that was communicated has ended on all ranks."""
-        self._give_back(_RELEASED)
-
-    def _recover(self) -> None:
-        if self._place is not None:
-            self._give_back(self._place)
-
-    def _give_back(self, place: _Place) -> None:
-        self._place = None
-        _free.setdefault(self._parent, {})[self._key] = (place, self.value)
+    def end(self) -> None:
+        """Destroy them. All ranks have to be done with them, or some lose their connections."""
+        for group in {self.everyone, self.leaders, self.node} - {None}:
+            dist.destroy_process_group(group)
 
 
-_Key = tuple[str, int]  # a kind, and a number that is equal on all ranks
-_Place = tuple[int, ...]  # where in its run an algorithm was; equal if none waits for another
-_RELEASED: _Place = ()
-_free: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, tuple[_Place, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
-_next_number = 0  # of the groups that are made next; their names must never come again
+def make_groups(parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> Groups:
+    """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
+    ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
+    first = place // ranks_per_node * ranks_per_node
+    name = _new_name(parent)
+
+    def make(kind: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return _make_group(f"{name}{kind}", ranks, parent, device, dist.get_backend(parent))
+
+    leaders: dist.ProcessGroup | None
+    node: dist.ProcessGroup | None = None
+    everyone = leaders = make("", ranks)
+    if ranks_per_node > 1:
+        node = make("-node", ranks[first : first + ranks_per_node])
+        leaders = make("-leaders", ranks[::ranks_per_node]) if place == first else None
+    return Groups(
+        everyone=everyone,
+        leaders=leaders,
+        node=node,
+        num_leaders=len(ranks) // ranks_per_node,
+        index=place // ranks_per_node,
+    )
 
 
-def _lease(parent: dist.ProcessGroup, kind: str, make: Callable[[str], T]) -> Lease[T]:
-    """Return what is free on all ranks at the same place, or what `make` makes with a name.
+def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
+    ranks = dist.get_process_group_ranks(parent)
+    return _make_group(_new_name(parent), ranks, parent, device, "gloo")
 
-    Collective.
-    """
+
+def _new_name(parent: dist.ProcessGroup) -> str:
+    """Return a name that none of the ranks has used before. Collective."""
     global _next_number  # noqa: PLW0603  # names are the process's
-    free = _free.setdefault(parent, {})
-    own = _known(free, kind)
-    if not own:  # models that were dropped are in cycles; collecting is faster than connecting
-        gc.collect()
-        own = _known(free, kind)
-    told = [(0, own)] * parent.size()
-    dist.all_gather_object(told, (_next_number, own), group=parent)
-    common = set.intersection(*(set(known) for _, known in told))
-    if common:
-        number, _ = min(common)
-        _, value = free.pop((kind, number))
-        return Lease(parent, (kind, number), value)
-    number = max(number for number, _ in told)
-    _next_number = number + 1
-    return Lease(parent, (kind, number), make(f"ddpopt-{number}"))
+    numbers = [0] * parent.size()
+    dist.all_gather_object(numbers, _next_number, group=parent)
+    _next_number = max(numbers) + 1
+    return f"ddpopt-{max(numbers)}"
 
 
-def _known(free: dict[_Key, tuple[_Place, Any]], kind: str) -> list[tuple[int, _Place]]:
-    """List the free groups of a kind; of a copy, since what is collected meanwhile may add some."""
-    return [(key[1], place) for key, (place, _) in list(free.items()) if key[0] == kind]
-
-
-def _new_group(name: str, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+def _make_group(
+    name: str,
+    ranks: Sequence[int],
+    parent: dist.ProcessGroup,
+    device: torch.device,
+    backend: str,
+) -> dist.ProcessGroup:
     """Make a group, for which only its ranks have to call this."""
     digest = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     with _torch.naming_groups(f"{name}-{digest}"):
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
-    return group
-
-
-def make_groups(parent: dist.ProcessGroup, device: torch.device, node_size: int) -> Lease[Groups]:
-    """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
-    ranks = dist.get_process_group_ranks(parent)
-    place = dist.get_rank(parent)
-    first = place // node_size * node_size
-    options: dict[str, Any] = {
-        "timeout": _torch.group_timeout(parent, device),
-        "backend": dist.get_backend(parent),
-    }
-
-    def make(name: str) -> Groups:
-        leaders: dist.ProcessGroup | None
-        node: dist.ProcessGroup | None = None
-        everyone = leaders = _new_group(name, ranks, **options)
-        if node_size > 1:
-            members = ranks[first : first + node_size], ranks[::node_size]
-            node = _new_group(f"{name}-node", members[0], **options)
-            is_leader = place == first
-            leaders = _new_group(f"{name}-leaders", members[1], **options) if is_leader else None
-        return Groups(
-            everyone=everyone,
-            leaders=leaders,
-            node=node,
-            num_leaders=len(ranks) // node_size,
-            index=place // node_size,
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=_torch.group_timeout(parent, device),
+            backend=backend,
+            use_local_synchronization=True,
         )
-
-    return _lease(parent, f"nodes of {node_size}", make)
-
-
-def make_agreement_group(
-    parent: dist.ProcessGroup, device: torch.device
-) -> Lease[dist.ProcessGroup]:
-    """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
-    ranks = dist.get_process_group_ranks(parent)
-    timeout = _torch.group_timeout(parent, device)
-
-    def make(name: str) -> dist.ProcessGroup:
-        return _new_group(name, ranks, timeout=timeout, backend="gloo")
-
-    return _lease(parent, "agreement", make)
+    return group
 
 
 def mean(values: torch.Tensor, group: dist.ProcessGroup) -> None:

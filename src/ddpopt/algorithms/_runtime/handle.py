@@ -1,4 +1,4 @@
-"""`Handle`: what all algorithms share at work on a model, and `Algorithm`, what describes one.
+"""`Handle`: an algorithm at work on a model; what all algorithms share.
 
 [Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
 of `no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
@@ -9,13 +9,11 @@ with the next step's forward, so that all ranks communicate equally often.
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.algorithms._runtime import comm_hook
 from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.groups import Lease, make_groups, mean
+from ddpopt.algorithms._runtime.groups import make_groups, mean
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.consensus import Fact, agree, naming_peers
 from ddpopt.reducer import Parameter
 
-T = TypeVar("T")
+_COUNTERS = ("num_steps", "num_communications")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,27 +52,46 @@ class Training:
         return next(iter(self.parameters)).device
 
 
+class AnyAlgorithm(Protocol):
+    """What a handle has to know of its algorithm: part of `Algorithm` in `api.py`."""
+
+    @property
+    def name(self) -> str:
+        """Its class's name."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its values, as plain data."""
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Return how many ranks average before their node communicates."""
+
+
+def find_problem(check: Callable[..., None], *arguments: Any) -> Exception | None:
+    """Return what a check on this rank raises, for `agree` to raise it on all ranks."""
+    try:
+        check(*arguments)
+    except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
+        return problem
+    return None
+
+
 class Handle:
     """An algorithm at work on a model, from `attach` to `detach`.
 
     The methods that are marked as collective have to be called by all ranks, in the same step.
 
     Attributes:
-        num_steps: Steps so far; see [Note: steps] in `algorithms/attachment.py`.
+        num_steps: Steps so far; see [Note: steps] in `algorithms/_runtime/handle.py`.
         num_communications: How often ranks exchanged weights, or reduced gradients.
     """
 
-    is_quiet_between_steps = True  # nothing is communicated in the background there
-
-    def __init__(
-        self, training: Training, algorithm: Algorithm[Any], *, ranks_per_node: int = 1
-    ) -> None:
+    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
         self.algorithm = algorithm
         self.training = training
         self.weights = FlatWeights(training.parameters)
-        self._leases: list[Lease[Any]] = []
-        self._has_failed = False
-        self.groups = self.hold(make_groups(training.group, training.device, ranks_per_node))
+        ranks_per_node = algorithm.ranks_per_node(training.group.size())
+        self.groups = make_groups(training.group, training.device, ranks_per_node)
         self.num_steps = 0
         self.num_communications = 0
         self._is_attached = True
@@ -82,11 +99,14 @@ class Handle:
         self._is_open = False  # a step has begun and not ended
         self._has_run_backward = False
         self._is_updating = False  # before_update was called in this step
-        self._updated: set[int] = set()
-        self._removable = [
-            training.ddp.register_forward_pre_hook(_before_forward(self)),
-            *_watch_optimizers(self),
-        ]
+        self._updated: set[torch.optim.Optimizer] = set()
+        on_forward = _torch.uncompiled(lambda *_: self.on_forward())
+        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
+        for optimizer in training.optimizers:
+            self._removable += [
+                optimizer.register_step_pre_hook(_weakly(self.on_update)),
+                optimizer.register_step_post_hook(_weakly(self.on_updated)),
+            ]
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -116,19 +136,22 @@ class Handle:
         """Run when `paused` ends."""
 
     def close(self) -> None:
-        """End what runs in the background; the last call that a handle gets."""
+        """End what runs in the background."""
+
+    def end_groups(self) -> None:
+        """Destroy the process groups, once no rank communicates on them any more."""
+        self.groups.end()
 
     def own_state(self) -> dict[str, Any]:
         """Return what `state_dict` keeps beyond the counters: tensors and plain data."""
         return {}
 
-    def find_problem_of(self, state: dict[str, Any]) -> Exception | None:
-        """Say why `load_own_state` would not take `state`."""
-        return None
+    def check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise OptionError if `load_own_state` cannot take `state`."""
 
     def facts_of(self, state: dict[str, Any]) -> list[Fact]:
         """List what of `state` has to be equal on all ranks."""
-        return [Fact(name, str(state[name])) for name in ("num_steps", "num_communications")]
+        return [Fact(name, str(state[name])) for name in _COUNTERS]
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take over what `own_state` returned."""
@@ -160,33 +183,26 @@ class Handle:
             PeerError: a rank did not take part.
         """
         self.check_attached()
-        self._note_busy()
-        with (
-            _noting_failure(self),
-            self.paused(),
-            naming_peers("averaging the weights of all ranks"),
-        ):
+        with self.paused(), naming_peers("averaging the weights of all ranks"):
             flat = self.weights.copy()
             for values in flat:
                 mean(values, self.groups.everyone)
             self.weights.assign(flat)
-        self._note_quiet()
 
     def detach(self, *, average: bool = True) -> None:
-        """End the algorithm and give DDP its own allreduce back. Collective.
+        """End the algorithm and its process groups, and give DDP its allreduce back. Collective.
 
         Ranks may have different weights now, and would keep the difference: they are averaged
         first. With `average=False` nothing is communicated, as is right when a rank has failed;
-        then this is not collective. The step that is running ends here. Does nothing when called
-        again.
+        then this is not collective, and the process groups stay until DDP's group ends, since
+        other ranks may be waiting on them. The step that is running ends here. Does nothing when
+        called again.
 
         Raises:
             PeerError: a rank did not take part; the model is detached all the same.
         """
         if not self._is_attached:
             return
-        if not average:
-            self.note_failure()  # other ranks may wait for this one
         try:
             if average:
                 self.average()
@@ -196,9 +212,10 @@ class Handle:
                 removable.remove()
             comm_hook.release(self.training.ddp)
             self.close()
-        if average:  # all ranks are here, so that nothing is under way
-            for lease in self._leases:
-                lease.release()
+        if average:
+            with naming_peers("waiting for all ranks to detach"):
+                dist.barrier(self.training.group)  # or a rank might still be receiving the mean
+            self.end_groups()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues this algorithm, of this rank: tensors and plain data.
@@ -210,8 +227,7 @@ class Handle:
         return {
             "algorithm": self.algorithm.name,
             "settings": self.algorithm.settings,
-            "num_steps": self.num_steps,
-            "num_communications": self.num_communications,
+            **{name: getattr(self, name) for name in _COUNTERS},
             **self.own_state(),
         }
 
@@ -225,27 +241,25 @@ class Handle:
         """
         self.check_attached()
         self.settle()
-        problem = self._find_problem(state)
-        self._note_busy()
+        problem = find_problem(self._check_state, state)
         agree(self.groups.everyone, [] if problem else self.facts_of(state), problem)
-        self.num_steps, self.num_communications = state["num_steps"], state["num_communications"]
+        self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
         self.load_own_state(state)
-        self._note_quiet()
 
-    def _find_problem(self, state: dict[str, Any]) -> Exception | None:
-        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
+    def _check_state(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict):
-            return TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
+            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
+        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
         for name, value in expected.items():
             if state.get(name) != value:
-                return OptionError(
+                raise OptionError(
                     f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
-                    "attach the algorithm that the state was saved of"
+                    "attach the algorithm that the state was saved from"
                 )
-        for name in ("num_steps", "num_communications"):
+        for name in _COUNTERS:
             if not isinstance(state.get(name), int) or state[name] < 0:
-                return OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
-        return self.find_problem_of(state)
+                raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
+        self.check_own_state(state)
 
     # ---- how a step goes ---------------------------------------------------------------------
 
@@ -267,25 +281,6 @@ class Handle:
             self._start_update()
             self._end_step()
 
-    def hold(self, lease: Lease[T]) -> T:
-        """Return the process groups of a lease, which `detach` releases.
-
-        So does collecting this handle, if no rank can wait for it on them then.
-        """
-        self._leases.append(lease)
-        lease.lend_to(self)
-        return lease.value
-
-    def note_failure(self) -> None:
-        """Note that a rank did not take part, so that others may wait for this one for ever."""
-        self._has_failed = True
-        self._note_busy()
-
-    def wait(self, future: torch.futures.Future[Any], what: str) -> Any:
-        """Return a future's result, or raise PeerError."""
-        with naming_peers(f"{what} in step {self.num_steps}"):
-            return future.wait()
-
     def on_forward(self) -> None:
         """Count a forward of DDP's, if it begins a step."""
         ddp = self.training.ddp
@@ -300,34 +295,31 @@ class Handle:
         self.settle()
         self._is_open, self._has_run_backward, self._is_updating = True, False, False
         self.num_steps += 1
-        self._note_busy()
         self.begin_step()
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a bucket of DDP's that is complete."""
         self._has_run_backward = True
-        self._note_busy()
         return self.reduce(bucket)
 
-    def on_update(self, *, has_closure: bool) -> None:
-        """Note that an optimizer is about to update the weights."""
-        if has_closure:
+    def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note that an optimizer is about to update the weights; `args` begins with it."""
+        if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
                 "which runs forward in the middle of an update; call forward and backward before"
             )
         self._start_update()
 
-    def on_updated(self, index: int) -> None:
-        """Note that the optimizer with this index has updated the weights."""
-        self._updated.add(index)
-        if len(self._updated) == len(self.training.optimizers):
+    def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        """Note that an optimizer has updated the weights."""
+        self._updated.add(optimizer)
+        if self._updated == set(self.training.optimizers):
             self._end_step()
 
     def _start_update(self) -> None:
         if not self._is_updating:
             self._is_updating = True
-            self._note_busy()
             self.before_update()
 
     def _end_step(self) -> None:
@@ -337,79 +329,15 @@ class Handle:
         self.after_update()
         if is_step:
             self.end_step()
-        self._note_quiet()
-
-    def _note_busy(self) -> None:
-        for lease in self._leases:
-            lease.note_busy()
-
-    def _note_quiet(self) -> None:
-        if self.is_quiet_between_steps and not self._has_failed:
-            for lease in self._leases:
-                lease.note_quiet((self.num_steps, self.num_communications))
 
 
-HandleT = TypeVar("HandleT", bound=Handle)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook of an optimizer, which may outlive the model, and so must not keep a handle."""
+    weak = weakref.WeakMethod(method)
 
+    def call(*arguments: Any) -> None:
+        live = weak()
+        if live is not None:
+            live(*arguments)
 
-class Algorithm(abc.ABC, Generic[HandleT]):
-    """What ranks communicate and when; a frozen dataclass that checks its values when made."""
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """Its class's name, as in logs and states."""
-        return type(self).__name__
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its values, as plain data."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
-
-    @abc.abstractmethod
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there on this rank; nothing is communicated."""
-
-    @abc.abstractmethod
-    def make_handle(self, training: Training) -> HandleT:
-        """Begin; weights and optimizers are equal on all ranks. Collective."""
-
-
-@contextlib.contextmanager
-def _noting_failure(handle: Handle) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        handle.note_failure()
-        raise
-
-
-def _before_forward(handle: Handle) -> Callable[..., None]:
-    def count(_module: torch.nn.Module, _arguments: object) -> None:
-        with _noting_failure(handle):
-            handle.on_forward()
-
-    return _torch.uncompiled(count)
-
-
-def _watch_optimizers(handle: Handle) -> Iterator[Any]:
-    """Hook each optimizer; it may outlive the model, so it keeps no strong reference."""
-    weak = weakref.ref(handle)
-    for index, optimizer in enumerate(handle.training.optimizers):
-
-        def before(_optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            live = weak()
-            if live is not None:
-                closures = (*args[1:], kwargs.get("closure"))  # the first is the optimizer
-                with _noting_failure(live):
-                    live.on_update(has_closure=any(closure is not None for closure in closures))
-
-        def after(*_ignored: object, index: int = index) -> None:
-            live = weak()
-            if live is not None:
-                with _noting_failure(live):
-                    live.on_updated(index)
-
-        yield optimizer.register_step_pre_hook(_torch.uncompiled(before))
-        yield optimizer.register_step_post_hook(_torch.uncompiled(after))
+    return _torch.uncompiled(call)

@@ -5,10 +5,10 @@ value x has the level rint(x * scale), and its code is that level minus the lowe
 [0, 255]. Levels are whole multiples of 1 / scale, so 0 stays 0; x changes by at most half a level,
 (max - min + 1e-7) / 510, beside float32 rounding. Both sides compute the scale from the range that
 is sent. Arithmetic is in float32, whatever the values' type. A chunk with NaN, infinite or too
-large values has a range that shows it (`are_finite`): its values mean nothing, and it is for
-those who send it to raise on all ranks.
-Source: Bagua's MinMaxUInt8 (Gan et al., arXiv 2107.01499), with the clamp that it does not need on
-its own chunks, where symmetric ranges would otherwise wrap around.
+large values has a range that shows it (`are_finite`): its values mean nothing, and the sender has
+to see to it that all ranks raise.
+Source: Bagua's MinMaxUInt8 (Gan et al., arXiv 2107.01499), with a clamp, without which codes of
+symmetric ranges could wrap around.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-
-from ddpopt.errors import OptionError
 
 EPSILON = 1e-7
 NUM_STEPS = 255
@@ -31,40 +29,14 @@ class Compressed(NamedTuple):
     ranges: torch.Tensor
 
 
-def in_chunks(values: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """Return flat values as [num_chunks, chunk_size].
-
-    Raises:
-        OptionError: there are none, or they cannot be divided into chunks of one size.
-    """
-    if num_chunks < 1 or values.numel() == 0 or values.numel() % num_chunks:
-        raise OptionError(
-            f"{values.numel()} values cannot be divided into {num_chunks} equal chunks; give some "
-            "values, padded to a multiple of the number of chunks"
-        )
-    return values.reshape(num_chunks, -1)
-
-
 @torch.no_grad()
 def compress(values: torch.Tensor) -> Compressed:
-    """Return 8-bit codes of `values`, of shape [num_chunks, chunk_size]; see [Note: codes].
-
-    Raises:
-        TypeError: they are not floating point numbers.
-        OptionError: there are none, or they have another number of dimensions.
-    """
-    if not values.is_floating_point():
-        raise TypeError(f"values of {values.dtype} cannot be compressed; give floating point ones")
-    if values.dim() != 2 or values.numel() == 0:
-        raise OptionError(
-            f"values of shape {list(values.shape)} cannot be compressed; give "
-            "[num_chunks, chunk_size] with at least one value in each chunk"
-        )
+    """Return 8-bit codes of floats of shape [num_chunks, chunk_size]; see [Note: codes]."""
     values = values.float()
     ranges = torch.stack([values.amin(dim=1), values.amax(dim=1)], dim=1)
     scale, lowest = _levels(ranges)
-    # No level is above the highest one, since rounding is monotonic; ties at both ends of a
-    # symmetric range are what the clamp is for.
+    # The clamp is for ties at both ends of a symmetric range. No level is above the highest one,
+    # since rounding is monotonic.
     levels = torch.mul(values, scale).round_().sub_(lowest).clamp_(0, NUM_STEPS)
     return Compressed(levels.to(torch.uint8), ranges)
 

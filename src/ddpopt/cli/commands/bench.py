@@ -1,7 +1,7 @@
 """`ddpopt bench`: one's own model under each way to train it, side by side in the same processes.
 
 The ways take turns, A B C A B C, so that the machine's drift falls on all. All models stay compiled
-until the end, since what forgets one forgets all.
+until the end, since Dynamo can only forget all of them at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.bucketing import tuner
 from ddpopt.bucketing.estimate import call_model, find_loss
-from ddpopt.cli.errors import InputError
 from ddpopt.cli.factory import Loaded, find_factory
-from ddpopt.cli.output import Report, Screen, Table
+from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
 
@@ -42,17 +41,14 @@ class Peer(NamedTuple):
     optimize_ddp: bool = True
 
 
+_AUTO = {"split": "backward", "buckets": "auto"}
 PEERS = (
     Peer(_EAGER, "DDP, not compiled", is_compiled=False),
     Peer(_INTREE, "torch.compile as it comes, with PyTorch's own DDPOptimizer"),
     Peer("nosplit", "torch.compile with optimize_ddp = False: one graph", optimize_ddp=False),
     Peer("forward", "ddpopt, split: forward", options={"split": "forward"}),
     Peer("backward", "ddpopt, split: backward", options={"split": "backward"}),
-    Peer(
-        "auto",
-        "ddpopt, split: backward, buckets: auto",
-        options={"split": "backward", "buckets": "auto"},
-    ),
+    Peer("auto", "ddpopt, split: backward, buckets: auto", options=_AUTO),
 )
 
 
@@ -61,42 +57,22 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     peers = _find_peers(args.peers)
     resolve_options(None, {"inner": args.inner})
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
-        outcome = _measure(args, peers, screen)
+        measured = _measure(args, peers, screen)
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank:
         return None
-    title = {
+    data = {
+        "format": "ddpopt bench 1",
         "world_size": world_size,
         "backend": backend,
         "inner": args.inner,
         "steps": args.steps,
         "rounds": args.rounds,
+        **measured,
     }
-    return _report(outcome, title)
-
-
-def _measure(args: argparse.Namespace, peers: Sequence[Peer], screen: Screen) -> _Outcome:
-    entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
-    factory = find_factory(args.factory)
-    with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
-        contest = _Contest()
-        for peer, cap_mb in entrants:
-            contest.admit(peer, cap_mb, args.inner, _uncompiled(factory()))
-            advance()
-        for _ in range(args.rounds):
-            for trainee in contest.trainees:
-                trainee.take_turn(args.steps)
-                advance()
-    return contest.outcome()
-
-
-def _uncompiled(loaded: Loaded) -> Loaded:
-    if _torch.compiled_parts(loaded.model):
-        raise InputError(
-            f"this {type(loaded.model).__name__} is compiled already, at least in part, so that no "
-            "training of it would be eager; have the factory return it uncompiled"
-        )
-    return loaded
+    own = {peer.name for peer in PEERS if peer.options is not None}
+    has_failed = not data["results"] or any(f["peer"] in own for f in data["failures"])
+    return Report(data=data, parts=_parts(data), status=1 if has_failed else 0)
 
 
 def _find_peers(text: str | None) -> list[Peer]:
@@ -106,6 +82,41 @@ def _find_peers(text: str | None) -> list[Peer]:
         if name not in known:
             raise InputError(f"there is no peer {name!r}; there are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names)]
+
+
+# ---- measuring --------------------------------------------------------------------------------
+
+
+def _measure(
+    args: argparse.Namespace, peers: Sequence[Peer], screen: Screen
+) -> dict[str, list[dict[str, Any]]]:
+    """Return `results` and `failures` as `--json` prints them; no model is left."""
+    entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
+    factory = find_factory(args.factory)
+    trainees: list[_Trainee] = []
+    failures = []
+    with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
+        for peer, cap_mb in entrants:
+            trainee, error = _admit(peer, cap_mb, args.inner, _uncompiled(factory()))
+            if error or trainee is None:
+                failures.append({"peer": peer.name, "cap_mb": cap_mb, "error": error})
+            else:
+                trainees.append(trainee)
+            advance()
+        for _ in range(args.rounds):
+            for trainee in trainees:
+                trainee.take_turn(args.steps)
+                advance()
+    return {"results": [_result(trainee, trainees) for trainee in trainees], "failures": failures}
+
+
+def _uncompiled(loaded: Loaded) -> Loaded:
+    if _torch.compiled_parts(loaded.model):
+        raise InputError(
+            f"this {type(loaded.model).__name__} is compiled already, at least in part, so that no "
+            "training of it would be eager; have the factory return it uncompiled"
+        )
+    return loaded
 
 
 class _Trainee:
@@ -186,88 +197,57 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
     return torch.compile(ddp, backend=compile_anew)
 
 
-class _Outcome(NamedTuple):
-    """What was measured, without the models."""
-
-    results: list[dict[str, Any]]
-    failures: list[dict[str, Any]]
-
-
-class _Contest:
-    """Those that are measured, and why others are not."""
-
-    def __init__(self) -> None:
-        self.trainees: list[_Trainee] = []
-        self.failures: list[dict[str, Any]] = []
-
-    def admit(self, peer: Peer, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
-        """Compile and train a model on all ranks; leave it out if that fails on one of them."""
-        trainee, error = None, ""
-        try:
-            trainee = _Trainee(peer, cap_mb, inner, loaded)
-            trainee.warm_up()
-        except Exception as raised:  # one way that cannot train this model does not stop others
-            error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
-        errors = [error] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        first = next(filter(None, errors), "")
-        if first or trainee is None:
-            self.failures.append({"peer": peer.name, "cap_mb": cap_mb, "error": first})
-        else:
-            self.trainees.append(trainee)
-
-    def outcome(self) -> _Outcome:
-        """Return medians over the rounds; a ratio above 1 is faster."""
-        results = [
-            {
-                "peer": trainee.peer.name,
-                "cap_mb": trainee.cap_mb,
-                "step_s": statistics.median(trainee.turns_s),
-                "throughput_of_eager": self._ratio(trainee, _EAGER),
-                "throughput_of_intree": self._ratio(trainee, _INTREE),
-                "tuning": trainee.tuning,
-            }
-            for trainee in self.trainees
-        ]
-        return _Outcome(results, self.failures)
-
-    def _ratio(self, trainee: _Trainee, name: str) -> float | None:
-        for other in self.trainees:
-            if other.peer.name == name and other.cap_mb == trainee.cap_mb:
-                pairs = zip(other.turns_s, trainee.turns_s, strict=True)
-                return statistics.median(other_s / own_s for other_s, own_s in pairs)
-        return None
+def _admit(
+    peer: Peer, cap_mb: float | None, inner: str, loaded: Loaded
+) -> tuple[_Trainee | None, str]:
+    """Compile and train a model; return the error too, if that fails on any rank."""
+    trainee, error = None, ""
+    try:
+        trainee = _Trainee(peer, cap_mb, inner, loaded)
+        trainee.warm_up()
+    except Exception as raised:  # one way that cannot train this model does not stop others
+        error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
+    errors = [error] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return trainee, next(filter(None, errors), "")
 
 
-def _report(outcome: _Outcome, title: Mapping[str, Any]) -> Report:
-    results, failures = outcome
-    own = {peer.name for peer in PEERS if peer.options is not None}
-    has_failed = not results or any(failure["peer"] in own for failure in failures)
+def _result(trainee: _Trainee, trainees: Sequence[_Trainee]) -> dict[str, Any]:
+    """Return medians over the rounds; a throughput above 1 is faster than that peer's."""
+    ratios: dict[str, float | None] = dict.fromkeys((_EAGER, _INTREE))
+    for other in trainees:
+        if other.peer.name in ratios and other.cap_mb == trainee.cap_mb:
+            pairs = zip(other.turns_s, trainee.turns_s, strict=True)
+            ratios[other.peer.name] = statistics.median(theirs / own for theirs, own in pairs)
+    return {
+        "peer": trainee.peer.name,
+        "cap_mb": trainee.cap_mb,
+        "step_s": statistics.median(trainee.turns_s),
+        **{f"throughput_of_{name}": ratio for name, ratio in ratios.items()},
+        "tuning": trainee.tuning,
+    }
+
+
+# ---- showing ----------------------------------------------------------------------------------
+
+
+def _parts(data: Mapping[str, Any]) -> list[str | Table]:
+    results = data["results"]
     parts: list[str | Table] = [
-        f"{title['world_size']} ranks ({title['backend']}), inner compiler {title['inner']}, "
-        f"{title['rounds']} rounds of {title['steps']} steps; throughput as a multiple\n",
+        f"{data['world_size']} ranks ({data['backend']}), inner compiler {data['inner']}, "
+        f"{data['rounds']} rounds of {data['steps']} steps; throughput as a multiple\n",
         Table(
             header=("cap MiB", "peer", "step ms", "of eager", "of intree", ""),
             rows=[_row(result) for result in results],
         ),
     ]
     notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in results if r["tuning"]]
-    notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in failures]
-    return Report(
-        data={
-            "format": "ddpopt bench 1",
-            **title,
-            "results": results,
-            "failures": failures,
-        },
-        parts=[*parts, *(["\n" + "\n".join(notes)] if notes else [])],
-        status=1 if has_failed else 0,
-    )
+    notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in data["failures"]]
+    return [*parts, "\n" + "\n".join(notes)] if notes else parts
 
 
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    ratios: Sequence[float | None]
-    ratios = (result["throughput_of_eager"], result["throughput_of_intree"])
+    ratios: list[float | None] = [result[f"throughput_of_{name}"] for name in (_EAGER, _INTREE)]
     return (
         _cap(result),
         result["peer"],

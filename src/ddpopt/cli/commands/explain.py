@@ -17,9 +17,8 @@ from ddpopt.bucketing.estimate import call_model, find_loss
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 from ddpopt.bucketing.simulate import Simulation, format_bandwidth, simulate
-from ddpopt.cli.errors import InputError, check_can_write, explained
 from ddpopt.cli.factory import Loaded, find_factory
-from ddpopt.cli.output import Report, Screen, Table
+from ddpopt.cli.output import InputError, Report, Screen, Table, check_can_write, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import Explanation, explain
@@ -32,13 +31,13 @@ _MIB = 1024 * 1024
 def run(args: argparse.Namespace, screen: Screen) -> Report:
     """Run some steps on one rank, and explain."""
     options: dict[str, Any] = {"inner": args.inner} | ({"split": args.split} if args.split else {})
-    resolve_options(None, options)  # a bad one is better told before the model is made
+    resolve_options(None, options)  # report a bad one before the model is made
     _check(args)
     loaded = find_factory(args.factory)()
     # Before DDP hangs its hooks on the parameters.
     best = _plan(loaded, args) if args.world_size else None
     with one_rank_group():
-        explanation = _train(loaded, options, args.bucket_cap_mb, best, screen)
+        explanation = _train(loaded, options, args, best, screen)
     parts: list[str | Table] = [str(explanation)]
     data = explanation.to_dict()
     if best is not None:
@@ -63,11 +62,11 @@ def _check(args: argparse.Namespace) -> None:
 def _train(
     loaded: Loaded,
     options: dict[str, Any],
-    cap_mb: float | None,
+    args: argparse.Namespace,
     best: BucketPlan | None,
     screen: Screen,
 ) -> Explanation:
-    cap: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
+    cap: dict[str, Any] = {"bucket_cap_mb": args.bucket_cap_mb} if args.bucket_cap_mb else {}
     with screen.progress("compiling and training", _NUM_STEPS) as advance:
         ddp = DistributedDataParallel(loaded.model, **cap)
         compiled: Any = torch.compile(ddp, backend="ddpopt", options=options)
@@ -80,13 +79,7 @@ def _train(
 
 def _plan(loaded: Loaded, args: argparse.Namespace) -> BucketPlan:
     network = Network(latency_s=LATENCY_US * 1e-6, bytes_per_s=args.bandwidth)
-    return plan(
-        loaded.model,
-        loaded.inputs,
-        network=network,
-        world_size=args.world_size,
-        backend=args.inner,
-    )
+    return plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
 
 
 def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulation]:
@@ -101,23 +94,16 @@ def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulatio
 
 def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) -> list[str | Table]:
     rows = []
-    for name, simulation in simulations.items():
+    for name, simulation in zip(("DDP's", "best"), simulations.values(), strict=True):
         timeline = simulation.timeline
         times = (timeline.iteration_s, timeline.exposed_s, timeline.bound_s)
+        milliseconds = (f"{time_s * 1e3:.1f}" for time_s in times)
         rows.append(
-            (
-                {"ddp": "DDP's", "best": "best"}[name],
-                f"{len(timeline.buckets)}",
-                *(f"{time_s * 1e3:.1f}" for time_s in times),
-                f"{simulation.efficiency:.1%}",
-            )
+            (name, f"{len(timeline.buckets)}", *milliseconds, f"{simulation.efficiency:.1%}")
         )
-    basis = next(iter(simulations.values())).basis
+    header = ("buckets", "number", "iteration ms", "exposed", "bound", "efficiency")
     return [
         f"\n{args.world_size} ranks at {format_bandwidth(args.bandwidth)}, {LATENCY_US:g} us a "
-        f"message ({basis}):\n",
-        Table(
-            header=("buckets", "number", "iteration ms", "exposed", "bound", "efficiency"),
-            rows=rows,
-        ),
+        f"message ({simulations['best'].basis}):\n",
+        Table(header=header, rows=rows),
     ]

@@ -6,12 +6,11 @@ import argparse
 import json
 
 from ddpopt._files import write_text
-from ddpopt.cli.errors import InputError, check_can_write, explained
-from ddpopt.cli.output import Report, Screen, Table
+from ddpopt.cli.output import InputError, Report, Screen, Table, check_can_write, explained
 from ddpopt.inspection.traces import merge_traces, trace_files
 
 
-def run_merge(args: argparse.Namespace, _screen: Screen) -> Report:
+def run(args: argparse.Namespace, _screen: Screen) -> Report:
     """Merge, write, and say by how much each rank's clock was set back."""
     check_can_write(args.output)
     if args.output.resolve() in [path.resolve() for path in trace_files(args.paths)]:
@@ -25,12 +24,9 @@ def run_merge(args: argparse.Namespace, _screen: Screen) -> Report:
         (rank, "unknown" if offset is None else f"{offset * 1e3:.3f}")
         for rank, offset in offsets.items()
     ]
+    num_events = len(merged["traceEvents"])
     return Report(
-        data={
-            "output": str(args.output),
-            "num_events": len(merged["traceEvents"]),
-            "clock_offsets_s": offsets,
-        },
+        data={"output": str(args.output), "num_events": num_events, "clock_offsets_s": offsets},
         parts=[
             Table(header=("rank", "clock ahead by ms"), rows=rows),
             f"written: {args.output}; open it in https://ui.perfetto.dev or chrome://tracing",

@@ -9,8 +9,7 @@ import json
 from ddpopt.bucketing.costs import ALGORITHMS, Network
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.simulate import Stragglers, render, simulate, sweep
-from ddpopt.cli.errors import explained
-from ddpopt.cli.output import Report, Screen
+from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.errors import PlanError
 
