@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _events, _logs, _torch, config
 from ddpopt._events import Label, telling
 from ddpopt.bucketing import rebucket, tuner
-from ddpopt.checks import verify
+from ddpopt.checks import verify, warmup
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import (
     CutRefusedError,
@@ -383,8 +383,8 @@ def _compile_whole(
 def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: state.Nodes) -> None:
     if ddp is not None:
         state.keep(ddp, plan, nodes)
-        if config.disagreement == "error":
-            agreement.tell(ddp)
+        if config.disagreement == "error" and not state.of(ddp).is_copy:
+            agreement.tell(ddp, warmup.facts_of(ddp, state.plans_of(ddp)))
     is_as_asked = plan.fallback is None or plan.fallback.is_expected
     if is_as_asked and plan.instead is None:
         _logs.info("%s", plan)

@@ -167,7 +167,7 @@ def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
 def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
     first, second = ranks.run(_train_with_an_obstacle, where)
     for told in (first, second):
-        assert "on rank 1, the test says so" in told["outcome"]
+        assert "on rank 1: the test says so" in told["outcome"]
         assert told["hash"] is None
         assert told["buckets"][2] == told["buckets"][-1]
 
@@ -208,7 +208,10 @@ def appoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[rendezvous.Ap
             with mock.patch.multiple(
                 rendezvous.dist, get_rank=lambda _, r=rank: r, get_world_size=lambda _: size
             ):
-                made.append(rendezvous.Appointment(mock.Mock(), "name", limit_s))
+                appointment = rendezvous.Appointment(
+                    mock.Mock(), "test", "name", limit_s, absence="was not there"
+                )
+                made.append(appointment)
         return made
 
     return appoint
@@ -218,8 +221,6 @@ def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome(
     appoint: Callable[..., list[rendezvous.Appointment]],
 ) -> None:
     first, *others = appoint(4, limit_s=0.4)
-    for each in (first, *others):
-        each.announce()
     with mock.patch.object(rendezvous.time, "sleep", side_effect=time.sleep) as sleep:
         assert first.keep("") == "ranks 1, 2, 3 did not come within 0 s"
         assert sleep.call_count <= 0.4 / rendezvous._POLL_S + 1
@@ -232,11 +233,9 @@ def test_a_rank_that_cannot_go_on_waits_for_nobody_and_is_not_waited_for(
     appoint: Callable[..., list[rendezvous.Appointment]],
 ) -> None:
     first, second, third = appoint(3, limit_s=60)
-    for each in (first, second, third):
-        each.announce()
     with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
         told = [second.keep("it cannot"), first.keep(""), third.keep("")]
-    assert told == ["on rank 1, it cannot"] * 3
+    assert told == ["on rank 1: it cannot"] * 3
 
 
 def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
@@ -297,7 +296,7 @@ def _train_in_join(rank: int) -> str:
 
 def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
     first, second = ranks.run(_train_in_join)
-    assert "on rank 0, this DDP module's buckets cannot be changed: it is in its join()" in first
+    assert "on rank 0: this DDP module's buckets cannot be changed: it is in its join()" in first
     assert second == "not decided yet"
 
 
@@ -324,9 +323,8 @@ def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ran
 @pytest.mark.usefixtures("one_rank")
 def test_a_store_that_hangs_ends_the_meeting() -> None:
     """With an error, since nobody knows then what the others do."""
-    appointment = rendezvous.Appointment(dist.group.WORLD, "test/tuning", limit_s=0.05)
-    with hanging_store(), pytest.raises(ddpopt.PeerError, match="store has gone"):
-        appointment.keep("")
+    with hanging_store(), pytest.raises(ddpopt.PeerError, match=r"test: .* store has gone"):
+        rendezvous.Appointment(dist.group.WORLD, "test", "test/tuning", 0.05, absence="")
 
 
 def _fail_to_plan(rank: int) -> dict[str, Any]:

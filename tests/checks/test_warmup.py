@@ -175,7 +175,7 @@ def _warm_slowly(rank: int, split: str) -> list[str]:
         inputs = batches(rank, [(8, 64)] * 3)
         with mock.patch.object(_torch, "aot_eager", slow):
             model = torch.compile(ddp, **_options(split, inner))
-            with mock.patch.object(rendezvous.logs, "warning") as warning:
+            with mock.patch.object(rendezvous._logs, "warning") as warning:
                 warmup(model, inputs[0])
         assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
         return [call.args[0] % call.args[1:] for call in warning.call_args_list]

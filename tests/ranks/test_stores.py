@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 import time
 from typing import Any
@@ -10,9 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.ranks import stores
 from ddpopt.ranks.stores import StoreConnection, StoreGoneError
 from tests.support.hanging import LIMIT_S, hanging_store
+
+
+def _hold(holders: list[StoreConnection], store: Any) -> int:
+    return len(holders)
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ddpopt store"]
 
 
 def _group() -> dist.ProcessGroup:
@@ -27,8 +36,24 @@ def test_a_call_returns_what_the_store_does() -> None:
     connection.ask(lambda store: store.set("test/stores", "x"), LIMIT_S)
     assert connection.ask(lambda store: store.get("test/stores"), LIMIT_S) == b"x"
     connection.close()
-    assert stores.ask(_group(), lambda store: store.get("test/stores"), LIMIT_S) == b"x"
-    assert not any(thread.name == "ddpopt store" for thread in threading.enumerate())
+    again = StoreConnection(_group())
+    assert again.ask(lambda store: store.get("test/stores"), LIMIT_S) == b"x"
+    again.close()
+    assert not _threads()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_connection_that_is_dropped_ends_its_thread() -> None:
+    """Also if what it was asked last refers to it, and without keeping the group's own store."""
+    holders = [StoreConnection(_group())]
+    asked = functools.partial(_hold, holders)
+    holders[0].ask(asked, LIMIT_S)
+    del holders, asked
+    gc.collect()
+    end_s = time.monotonic() + LIMIT_S
+    while _threads() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not _threads()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -46,11 +71,14 @@ def test_a_store_that_does_not_answer_is_asked_once() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_fails_in_a_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own words, and as the cause."""
+def test_what_fails_in_a_call_is_told() -> None:
+    """With its own words, and as the cause; it is the last call of that connection."""
+    connection = StoreConnection(_group())
     with pytest.raises(StoreGoneError, match="no such key") as caught:
-        stores.ask(_group(), lambda store: {}["no such key"], LIMIT_S)
+        connection.ask(lambda store: {}["no such key"], LIMIT_S)
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(StoreGoneError, match="no such key"):
+        connection.ask(lambda store: store.check(["x"]), LIMIT_S)
 
 
 class _Only:
@@ -69,4 +97,6 @@ def test_a_store_without_a_second_connection_is_called_itself(
 ) -> None:
     """As stores that are written in Python."""
     monkeypatch.setattr(_torch, "store_of", lambda _: _Only())
-    assert stores.ask(_group(), lambda store: store.get("x"), LIMIT_S) == "X"
+    connection = StoreConnection(_group())
+    assert connection.ask(lambda store: store.get("x"), LIMIT_S) == "X"
+    connection.close()

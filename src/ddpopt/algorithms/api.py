@@ -12,7 +12,8 @@ from ddpopt import _torch
 from ddpopt.algorithms._runtime import comm_hook
 from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.consensus import Fact, agree, naming_peers
+from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.faults import communicating
 from ddpopt.split import state
 
 
@@ -55,8 +56,10 @@ def attach(
     parameters = _torch.trainable_parameters(ddp)
     training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
     problem = _find_problem(training, algorithm)
-    agree(training.group, [] if problem else _facts(training, algorithm), problem)
-    with naming_peers("making weights and optimizers equal on all ranks"):
+    word = Word([] if problem else _facts(training, algorithm), problem)
+    remedy = "build model, optimizer and algorithm alike on all ranks"
+    agree(training.group, word, AttachError, remedy)
+    with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
     comm_hook.register(ddp)
     handle = algorithm.make_handle(training)

@@ -21,7 +21,8 @@ from ddpopt.algorithms._runtime.handle import Algorithm, Handle, Training
 from ddpopt.algorithms._runtime.turns import Turns
 from ddpopt.algorithms._runtime.values import check_count
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.consensus import Fact, naming_peers
+from ddpopt.ranks.agreement import Fact
+from ddpopt.ranks.faults import communicating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ class AsyncModelAverageHandle(Handle):
         self.check_attached()
         self._is_aborted = False
         if not self.is_paused:
-            with self._naming_peers():
+            with self._communicating():
                 self._loop.allow()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,7 +171,7 @@ class AsyncModelAverageHandle(Handle):
     def begin_step(self) -> None:
         """Begin with the rounds after the warm-up."""
         if self.num_steps > self._warmup_steps:
-            with self._naming_peers():
+            with self._communicating():
                 self._loop.run()
         self._take_turn()  # settling a step whose update was skipped gave it away
 
@@ -211,11 +212,11 @@ class AsyncModelAverageHandle(Handle):
 
     def _stop(self) -> None:
         self._give_turn()  # a forward without an update has it, and a round may wait for it
-        with self._naming_peers():
+        with self._communicating():
             self._loop.stop()
 
-    def _naming_peers(self) -> contextlib.AbstractContextManager[None]:
-        return naming_peers(f"averaging weights in the background of step {self.num_steps}")
+    def _communicating(self) -> contextlib.AbstractContextManager[None]:
+        return communicating(f"averaging weights in the background of step {self.num_steps}")
 
 
 def _check_interval(value: object) -> None:

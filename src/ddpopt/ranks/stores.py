@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,31 +22,18 @@ _LONGEST_TEXT = 500
 
 T = TypeVar("T")
 _Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
+_Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], _Answers] | None]  # None is the last
 
 
 class StoreGoneError(RuntimeError):
     """The process group's store fails, or does not answer in time."""
 
 
-def ask(group: dist.ProcessGroup, call: Callable[[Any], T], limit_s: float) -> T:
-    """Return `call(store)`, made on a connection of its own.
-
-    Raises:
-        StoreGoneError: it failed, or has not returned after `limit_s` seconds.
-        TorchDriftError: this release tells no group's store.
-    """
-    connection = StoreConnection(group)
-    try:
-        return connection.ask(call, limit_s)
-    finally:
-        connection.close()
-
-
 class StoreConnection:
     """A connection of its own to a group's store; other calls of the store do not wait for it.
 
-    Calls are made one after the other. The first that fails, or is not answered in time, is the
-    last: whoever asks after it is told so at once.
+    Calls are made one after the other, by a thread that ends with the connection. The first that
+    fails, or is not answered in time, is the last: whoever asks after it is told so at once.
 
     Raises:
         TorchDriftError: this release tells no group's store.
@@ -53,20 +41,20 @@ class StoreConnection:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._problem = ""
-        self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], _Answers] | None] = (
-            queue.SimpleQueue()
-        )
-        store = _torch.store_of(group)
+        self._calls: _Calls = queue.SimpleQueue()
+        held = [_torch.store_of(group)]  # the thread drops it, or it would outlive its group
         self._thread = threading.Thread(
-            target=self._serve, args=(store,), name="ddpopt store", daemon=True
+            target=_serve, args=(held, self._calls), name="ddpopt store", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, self._calls.put, None)
 
     def ask(self, call: Callable[[Any], T], limit_s: float) -> T:
         """Return `call(store)`.
 
         Raises:
-            StoreGoneError: as `ask` of this module, or one before it failed.
+            StoreGoneError: it failed, or has not returned after `limit_s` seconds, or one before it
+                did.
         """
         if self._problem:
             raise StoreGoneError(self._problem)
@@ -76,8 +64,10 @@ class StoreConnection:
             answer, error = answers.get(timeout=limit_s)
         except queue.Empty:
             self._problem = f"no answer within {limit_s:g} s"
+            self._calls.put(None)
             raise StoreGoneError(self._problem) from None
         if error is not None:
+            self._problem = str(error)[:_LONGEST_TEXT] or type(error).__name__
             raise StoreGoneError(self._problem) from error
         return answer  # type: ignore[no-any-return]
 
@@ -87,20 +77,22 @@ class StoreConnection:
         if not self._problem:
             self._thread.join(_CLOSING_S)
 
-    def _serve(self, store: Any) -> None:
-        own = None
-        while not self._problem and (request := self._calls.get()) is not None:
-            call, answers = request
-            try:
-                if own is None:
-                    own = connect_anew(store)
-                answers.put((call(own), None))
-            except Exception as error:  # the asker's to see, whatever it is
-                self._problem = str(error)[:_LONGEST_TEXT] or type(error).__name__
-                answers.put((None, error))
+
+def _serve(held: list[Any], calls: _Calls) -> None:
+    own = None
+    while (request := calls.get()) is not None:
+        call, answers = request
+        try:
+            if held:
+                own = _connect_anew(held.pop())
+            answers.put((call(own), None))
+        except Exception as error:  # the asker's to see, whatever it is
+            answers.put((None, error))
+            return
+        del request, call, answers  # they may hold what holds the connection, which ends then
 
 
-def connect_anew(store: Any) -> Any:
+def _connect_anew(store: Any) -> Any:
     """Return another connection to a store; the store itself if it is one written in Python."""
     try:
         return store.clone()

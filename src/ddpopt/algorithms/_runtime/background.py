@@ -11,7 +11,7 @@ from ddpopt import _torch
 from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.handle import Algorithm, Handle, Training
 from ddpopt.algorithms._runtime.worker import Worker
-from ddpopt.ranks.consensus import naming_peers
+from ddpopt.ranks.faults import communicating
 
 
 class BackgroundHandle(Handle):
@@ -39,7 +39,7 @@ class BackgroundHandle(Handle):
         def run() -> torch.Tensor:
             if self._failure is None:  # on a broken connection each task would wait for long
                 try:
-                    with naming_peers(f"reducing gradients in step {step}"):
+                    with communicating(f"reducing gradients in step {step}"):
                         task()
                 except Exception as error:
                     self._failure = error

@@ -28,7 +28,8 @@ from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.groups import Lease, make_groups, mean
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.consensus import Fact, agree, naming_peers
+from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.faults import communicating
 from ddpopt.reducer import Parameter
 
 T = TypeVar("T")
@@ -164,7 +165,7 @@ class Handle:
         with (
             _noting_failure(self),
             self.paused(),
-            naming_peers("averaging the weights of all ranks"),
+            communicating("averaging the weights of all ranks"),
         ):
             flat = self.weights.copy()
             for values in flat:
@@ -227,7 +228,9 @@ class Handle:
         self.settle()
         problem = self._find_problem(state)
         self._note_busy()
-        agree(self.groups.everyone, [] if problem else self.facts_of(state), problem)
+        word = Word([] if problem else self.facts_of(state), problem)
+        remedy = "load what all ranks saved after the same step"
+        agree(self.groups.everyone, word, AttachError, remedy)
         self.num_steps, self.num_communications = state["num_steps"], state["num_communications"]
         self.load_own_state(state)
         self._note_quiet()
@@ -283,7 +286,7 @@ class Handle:
 
     def wait(self, future: torch.futures.Future[Any], what: str) -> Any:
         """Return a future's result, or raise PeerError."""
-        with naming_peers(f"{what} in step {self.num_steps}"):
+        with communicating(f"{what} in step {self.num_steps}"):
             return future.wait()
 
     def on_forward(self) -> None:
