@@ -24,7 +24,7 @@ from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact, Word, agree, find_difference
-from ddpopt.ranks.stores import StoreConnection
+from ddpopt.ranks.stores import Board
 from ddpopt.split import state
 from tests.support.hanging import hanging_store
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
@@ -281,10 +281,10 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
     """Return how often a step talks to the store; rank 1 may compile nothing."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
-    real, counts = StoreConnection.ask, []
+    real, counts = Board._ask, []
     with (
         config.patch(disagreement="error"),
-        mock.patch.object(StoreConnection, "ask", autospec=True, side_effect=real) as calls,
+        mock.patch.object(Board, "_ask", autospec=True, side_effect=real) as calls,
         mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
     ):
         for x in batches(rank, [(8, 64)] * 5):

@@ -553,7 +553,6 @@ def test_a_hook_that_another_library_wrapped_is_called_once(
     """Also when a group is made anew since."""
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: printed.append(error))
-    monkeypatch.setattr(faults, "_explain_uncaught", faults._Hook())
     monkeypatch.setattr(faults, "_here", faults._Here())
     monkeypatch.setattr(faults, "RollCall", mock.Mock())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -328,7 +328,7 @@ def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
     assert_equal_states(ours, train(expected, inputs))
     (plan, *_) = state.plans_of(ddp)
     told = agreement._told[ddp]
-    return len(plan.sections), told.since_s is None
+    return len(plan.sections), told.board is None
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -147,9 +147,8 @@ def verify(
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
     run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
-    limits = {
-        name_of(dtype): limit for dtype, limit in {**TOLERANCES, **(tolerances or {})}.items()
-    }
+    given = {**TOLERANCES, **(tolerances or {})}
+    limits = {name_of(dtype): limit for dtype, limit in given.items()}
     with same_randomness(run.ddp) as restore, torch.enable_grad():
         # Each rank alone: an error here would leave the others in an allreduce.
         with torch.compiler.set_stance("force_eager"):
@@ -234,14 +233,14 @@ class _Report(NamedTuple):
     errors: Errors
     precision: Precision
     is_apart: bool
-    tolerances: dict[torch.dtype, float]
+    tolerances: dict[str, float]
 
 
 def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
     """Return the same result on all ranks, by the tolerances of the first."""
     reports = gather(ddp.process_group, own, "comparing a step with an eager one")
     errors = [report.errors for report in reports]
-    limits = {name_of(dtype): limit for dtype, limit in reports[0].tolerances.items()}
+    limits = reports[0].tolerances
     dtype = max((report.precision.dtype for report in reports), key=list(limits).index)
     is_tf32 = any(report.precision.is_tf32 for report in reports) and dtype == "float32"
     worst = [max([*e.gradients.values(), *e.buffers.values(), e.loss]) for e in errors]

@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, config
 from ddpopt.errors import DisagreementError, PeerError, TorchDriftError
 from ddpopt.ranks import faults
-from ddpopt.ranks.rendezvous import Board, name_ranks, next_key
+from ddpopt.ranks.rendezvous import name_ranks
+from ddpopt.ranks.stores import Board, next_key
 
 _LIMIT_S = 60.0  # after which ranks that have told nothing are not waited for
 _STORE_S = 10.0  # for one exchange with the store

@@ -16,8 +16,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -135,23 +134,18 @@ def introduce() -> None:
     except Exception as error:  # whatever it is, training matters more
         _logs.info("broken connections will not be traced to a rank: %s", error)
         return
-    _explain_uncaught.install()
+    _explain_uncaught()
 
 
-class _Hook:
-    """A `sys.excepthook` that adds a line to what the one before it prints."""
+def _explain_uncaught() -> None:
+    """Have `sys.excepthook` print a line more; who has wrapped it since still calls this one."""
+    if _here.is_explaining:
+        return
+    _here.is_explaining = True
+    previous = sys.excepthook
 
-    previous: Callable[..., Any] | None = None
-
-    def install(self) -> None:
-        """Be called, from the first time on: who has wrapped it since still calls it."""
-        if self.previous is None:
-            self.previous, sys.excepthook = sys.excepthook, self
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        (self.previous or sys.__excepthook__)(kind, error, trace)
+    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
         roll_call = _here.roll_call
         if isinstance(error, PeerError) or roll_call is None:
             return
@@ -161,14 +155,16 @@ class _Hook:
         else:
             _tell_error(error)
 
+    sys.excepthook = explain
+
 
 class _Here:
     """The ranks that this process is one of, None while it is alone."""
 
     roll_call: RollCall | None = None
+    is_explaining = False
 
 
-_explain_uncaught = _Hook()
 _here = _Here()
 
 

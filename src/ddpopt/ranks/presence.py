@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.errors import PeerError
-from ddpopt.ranks.rendezvous import Board
+from ddpopt.ranks.stores import Board
 
 _STORE_S = 2.0  # for one exchange with the store
 _ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
@@ -139,11 +139,12 @@ class RollCall:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[Board]:
+        board = None
         try:
             with contextlib.closing(self._open(_STORE_S)) as board:
                 yield board
         except PeerError as error:
-            self.problem = str(error.__cause__ or error)
+            self.problem = str(error) if board is None else board.problem
 
     def _open(self, limit_s: float) -> Board:
         group = self._group()
@@ -252,9 +253,8 @@ def _state_of(pid: int) -> str:
 def _own_address(store_place: tuple[str, int] | None) -> str:
     """Return the address by which this machine talks to the store's, else its name's."""
     with contextlib.suppress(OSError):
-        if store_place is None:
-            return socket.gethostbyname(socket.gethostname())
-        family, _, _, _, place = socket.getaddrinfo(*store_place, type=socket.SOCK_DGRAM)[0]
+        known = store_place or (socket.gethostname(), 9)
+        family, _, _, _, place = socket.getaddrinfo(*known, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])

@@ -13,19 +13,17 @@ come, one that cannot go on, or one that waited too long.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
 from ddpopt import _logs
 from ddpopt.errors import PeerError
-from ddpopt.ranks.stores import StoreConnection, StoreGoneError
+from ddpopt.ranks.stores import Board, next_key
 
 _POLL_S = 0.05
 _REPORT_S = 30.0
@@ -36,17 +34,6 @@ _RANKS_SHOWN = 8
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
 _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
 
-T = TypeVar("T")
-
-_num_made: collections.Counter[str] = collections.Counter()
-
-
-def next_key(group: dist.ProcessGroup, name: str) -> str:
-    """Return a key that no board had, equal on all ranks if they ask equally often for a name."""
-    own = f"{group.group_name}/{name}"
-    _num_made[own] += 1
-    return f"ddpopt/{name}/{_num_made[own]}"
-
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 3`, or `ranks 0, 3 and 5 more`, of which at most 8 are shown."""
@@ -54,70 +41,6 @@ def name_ranks(ranks: Iterable[int]) -> str:
     shown = ", ".join(map(str, all_ranks[:_RANKS_SHOWN]))
     more = f" and {len(all_ranks) - _RANKS_SHOWN} more" if len(all_ranks) > _RANKS_SHOWN else ""
     return f"rank{'s' if len(all_ranks) > 1 else ''} {shown}{more}"
-
-
-class Board:
-    """What the ranks of a group told under `key`; errors begin with `title`.
-
-    Each call raises PeerError if the store has gone, or has not answered after `limit_s` seconds.
-
-    Raises:
-        TorchDriftError: this release tells no group's store.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.title, self.limit_s = title, limit_s
-        self._key = key
-        self._connection = StoreConnection(group)
-
-    def put(self, name: str, text: str) -> None:
-        """Write a text under a name, over what is there."""
-        self._ask(lambda store: store.set(f"{self._key}/{name}", text))
-
-    def put_first(self, name: str, text: str) -> str:
-        """Write a text unless there is one; return the one that there is then."""
-        key = f"{self._key}/{name}"
-        first: bytes = self._ask(lambda store: store.compare_set(key, "", text))
-        return first.decode()
-
-    def count(self, name: str) -> int:
-        """Add 1 to a count, and return it."""
-        count: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
-        return count
-
-    def get(self, *names: str) -> list[str]:
-        """Return the texts under these names, "" where there is none."""
-        keys = [f"{self._key}/{name}" for name in names]
-
-        def read(store: Any) -> list[str]:
-            if store.check(keys):
-                return [value.decode() for value in store.multi_get(keys)]
-            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
-
-        return self._ask(read)
-
-    def tell(self, word: str) -> None:
-        """Write this rank's word, over the one before."""
-        self.put(str(self.rank), word)
-
-    def words(self) -> list[str]:
-        """Return each rank's word, "" of those that told none."""
-        return self.get(*map(str, range(self.size)))
-
-    def close(self) -> None:
-        """Give the connection up."""
-        self._connection.close()
-
-    def _ask(self, call: Callable[[Any], T]) -> T:
-        try:
-            return self._connection.ask(call, self.limit_s)
-        except StoreGoneError as error:
-            raise PeerError(
-                f"{self.title}: the process group's store has gone ({error}); the process that "
-                "holds it, mostly rank 0's, has ended or hangs: look at its log and start all "
-                "ranks again"
-            ) from error
 
 
 # ---- as long as somebody works ----------------------------------------------------------------
