@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _logs, _torch
 from ddpopt.bucketing import tuner
 from ddpopt.checks.dry_run import DryRun, LossFn, Rehearsal, is_compiled_by_us
 from ddpopt.checks.numerics import name_of
-from ddpopt.errors import OptionError
+from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact
 from ddpopt.split import state
@@ -77,13 +77,15 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[Plan]) -> list[Fact]:
     since the Reducer has the same buckets on all ranks and launches them in the same order. But
     where a graph has collectives of its own, cuts say which of DDP's come between them.
     """
-    reduced = _torch.reducer_parameters(ddp).items()
+    try:
+        reduced, caps = _torch.reducer_parameters(ddp), _torch.reducer_caps(ddp)
+    except TorchDriftError as error:
+        _logs.info("ranks do not compare what they compile: %s", error)
+        return []
+    parameters = [f"{p.name} {name_of(t.dtype)}{list(t.shape)}" for t, p in reduced.items()]
     return [
-        *(
-            Fact(f"parameter {place}", f"{p.name} {name_of(t.dtype)}{list(t.shape)}")
-            for place, (t, p) in enumerate(reduced)
-        ),
-        Fact("bucket limits in bytes", str(list(_torch.reducer_caps(ddp)))),
+        *(Fact(f"parameter {place}", text) for place, text in enumerate(parameters)),
+        Fact("bucket limits in bytes", str(list(caps))),
         Fact("find_unused_parameters", str(ddp.find_unused_parameters)),
         Fact("static_graph", str(ddp.static_graph)),
         Fact(
