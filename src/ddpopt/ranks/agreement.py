@@ -119,18 +119,12 @@ def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str:
 
 @dataclass(slots=True)
 class _Told:
-    """What this rank told of one DDP module; `board` is there until all is compared."""
+    """What this rank told of one DDP module; it has a board until all is compared."""
 
     key: str
     digest: str
     since_s: float
     board: Board | None = None
-
-    def end(self) -> None:
-        """Compare no more."""
-        if self.board is not None:
-            self.board.close()
-            self.board = None
 
 
 _told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakKeyDictionary()
@@ -146,7 +140,7 @@ def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
     """
     said = gather(ddp.process_group, tuple(facts), _TITLE)
     told = _note(ddp, json.dumps(facts)) or _told[ddp]
-    told.end()
+    told.board = None
     _act_on(ddp, said)
 
 
@@ -166,7 +160,7 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
         if board.count("num_told") == board.size:
             board.put("due", str(due))
     except (PeerError, TorchDriftError) as error:
-        told.end()
+        told.board = None
         _logs.info("ranks do not compare what they compile: %s", error)
 
 
@@ -188,14 +182,14 @@ def before_forward(ddp: DistributedDataParallel) -> None:
             return
         said = _read(told.board) if due else []
     except PeerError as error:
-        told.end()
+        told.board = None
         _logs.info("ranks do not compare what they compile: %s", error)
         return
     if due:
-        told.end()
+        told.board = None
         _act_on(ddp, said)
     elif time.monotonic() - told.since_s > _LIMIT_S:
-        told.end()
+        told.board = None
         _logs.info(
             "some rank has compiled nothing for this DDP module within %.0f s, so ranks do not "
             "compare what they compile",

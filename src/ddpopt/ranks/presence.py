@@ -31,7 +31,7 @@ from ddpopt.ranks.stores import Board
 
 _STORE_S = 2.0  # for one exchange with the store
 _ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
-_FIRST_POLL_S, _POLL_S = 0.02, 0.5
+_POLL_S = 0.1
 _MEET_S = 600.0  # in which ranks come to tell who they are
 _LONGEST_TEXT = 500
 _BACKLOG = 4096  # nobody accepts, so each rank that asks takes a place for good
@@ -172,7 +172,6 @@ class RollCall:
 
     def _meet(self) -> None:
         end_s = time.monotonic() + _MEET_S
-        poll_s = _FIRST_POLL_S
         with contextlib.suppress(Exception), contextlib.closing(self._open(_MEET_S)) as board:
             told = None
             while told != self.own:  # it may be told by another thread meanwhile
@@ -180,9 +179,8 @@ class RollCall:
                 board.tell(json.dumps(told))
             while len(self.known) < self.size and time.monotonic() < end_s:
                 self._greet(_read_cards(board, set(range(self.size)) - self.known.keys()))
-                if self._is_closed.wait(poll_s):
+                if self._is_closed.wait(_POLL_S):
                     return
-                poll_s = min(2 * poll_s, _POLL_S)
 
 
 def _read_cards(board: Board, ranks: Iterable[int]) -> list[Card]:
@@ -202,11 +200,10 @@ def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, soc
     """
     address = _own_address(store_place)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(_BACKLOG)
+    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     if hasattr(os, "register_at_fork"):  # a data loader's workers outlive a killed rank
         os.register_at_fork(after_in_child=listener.close)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
     card = Card(
         rank=rank,
         host=socket.gethostname(),
@@ -214,7 +211,7 @@ def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, soc
         pid=os.getpid(),
         address=address,
         port=listener.getsockname()[1],
-        has_store=rank == 0 and store_place is not None and not _has_agent(),
+        has_store=rank == 0 and store_place is not None and not is_agents,
     )
     return card, listener
 
@@ -259,11 +256,6 @@ def _own_address(store_place: tuple[str, int] | None) -> str:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
     return "127.0.0.1"
-
-
-def _has_agent() -> bool:
-    """Whether torchrun's agent holds the store, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _machine() -> str:
