@@ -152,6 +152,23 @@ def test_one_that_cannot_go_on_answers_for_all() -> None:
     assert told == ["on rank 1: it cannot"] * 3
 
 
+def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
+    """Who comes after it does not wait again."""
+    first, *others = _appoint(4, limit_s=0.4)
+    with mock.patch.object(rendezvous.time, "sleep", side_effect=time.sleep) as sleep:
+        assert first.keep("") == "ranks 1, 2, 3 did not come within 0 s"
+        assert sleep.call_count <= 0.4 / rendezvous._POLL_S + 1
+        sleep.reset_mock()
+        assert {each.keep("") for each in others} == {"ranks 1, 2, 3 did not come within 0 s"}
+        sleep.assert_not_called()
+
+
+def test_a_store_that_does_not_answer_ends_an_appointment() -> None:
+    """With an error, since nobody knows then what the others do."""
+    with hanging_store(), pytest.raises(PeerError, match=r"^looking: .* store has gone"):
+        _appoint(1, limit_s=0.05)
+
+
 def test_ranks_are_named_in_few_words() -> None:
     """Eight of them at most."""
     assert name_ranks([3]) == "rank 3"
