@@ -364,10 +364,11 @@ def test_a_fact_may_have_a_remedy_of_its_own() -> None:
 def _agree(rank: int, what: str) -> str:
     """Return the error of two ranks, of which the second differs or has a problem."""
     is_other = rank == 1
+    ddp = DistributedDataParallel(MLP(1))
     problem = KeyError("no disk") if what == "problem" and is_other else None
     own = Word([Fact("lr", "0.2" if is_other else "0.1")], problem)
     with pytest.raises((ddpopt.AttachError, KeyError)) as caught:
-        agree(dist.group.WORLD, own, ddpopt.AttachError, "set it alike", title="nothing changes: ")
+        agree(ddp, own, ddpopt.AttachError, "set it alike", title="nothing changes: ")
     return f"{caught.type.__name__}: {caught.value}"
 
 

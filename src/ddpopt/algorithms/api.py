@@ -58,7 +58,7 @@ def attach(
     problem = _find_problem(training, algorithm)
     word = Word([] if problem else _facts(training, algorithm), problem)
     remedy = "build model, optimizer and algorithm alike on all ranks"
-    agree(training.group, word, AttachError, remedy)
+    agree(ddp, word, AttachError, remedy)
     with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
     comm_hook.register(ddp)

@@ -94,7 +94,7 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """
     problem = find_problem(ddp, plan)
     agreement.agree(
-        ddp.process_group,
+        ddp,
         Word([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
         PlanError,
         "make the plan on one rank and broadcast its to_json()",

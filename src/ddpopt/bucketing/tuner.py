@@ -365,7 +365,7 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     group = ddp.process_group
     device = next(iter(_torch.reducer_parameters(ddp))).device
     cost = calibrate(group, device)
-    gathered = gather(group, measured, "looking for better buckets")
+    gathered = gather(ddp, measured, "looking for better buckets")
     decision: list[_Decision] = [_Decision("planning raised an error")]
     if dist.get_rank(group) == 0:
         try:

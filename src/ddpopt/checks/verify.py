@@ -238,7 +238,7 @@ class _Report(NamedTuple):
 
 def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
     """Return the same result on all ranks, by the tolerances of the first."""
-    reports = gather(ddp.process_group, own, "comparing a step with an eager one")
+    reports = gather(ddp, own, "comparing a step with an eager one")
     errors = [report.errors for report in reports]
     limits = reports[0].tolerances
     dtype = max((report.precision.dtype for report in reports), key=list(limits).index)

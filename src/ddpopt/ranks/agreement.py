@@ -61,21 +61,32 @@ class Word(NamedTuple):
     problem: Exception | None = None
 
 
-def gather(group: dist.ProcessGroup, own: T, what: str) -> list[T]:
-    """Return what each rank gives. Collective.
+def gather(
+    ddp: DistributedDataParallel, own: T, what: str, group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Return what each rank gives, by a group (default: DDP's) and on DDP's device. Collective.
 
     Raises:
         PeerError: a rank did not make this call; it begins with `what`.
     """
     faults.introduce_if_asked()
+    group = group or ddp.process_group
     given = [own] * dist.get_world_size(group)
-    with faults.communicating(what):
+    device = next(ddp.parameters()).device  # NCCL sends objects by the current one
+    index = None if device.type == "cpu" else device.index
+    with faults.communicating(what), torch.accelerator.device_index(index):
         dist.all_gather_object(given, own, group=group)
     return given
 
 
 def agree(
-    group: dist.ProcessGroup, own: Word, error: type[Exception], remedy: str, *, title: str = ""
+    ddp: DistributedDataParallel,
+    own: Word,
+    error: type[Exception],
+    remedy: str,
+    *,
+    title: str = "",
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Raise on all ranks unless all have equal facts and none has a problem. Collective.
 
@@ -84,7 +95,7 @@ def agree(
             that differ, the first difference and a remedy. The message begins with `title`.
         PeerError: a rank did not make this call.
     """
-    words = gather(group, own, "comparing settings with the other ranks")
+    words = gather(ddp, own, "comparing settings with the other ranks", group)
     for rank, word in enumerate(words):
         if word.problem is not None:
             raise type(word.problem)(f"{title}on rank {rank}: {word.problem}")
@@ -138,7 +149,7 @@ def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
         DisagreementError: they differ, and `config.disagreement` is "error"; on all ranks.
         PeerError: a rank did not make this call.
     """
-    said = gather(ddp.process_group, tuple(facts), _TITLE)
+    said = gather(ddp, tuple(facts), _TITLE)
     told = _note(ddp, json.dumps(facts)) or _told[ddp]
     told.board = None
     _act_on(ddp, said)

@@ -230,7 +230,7 @@ class Handle:
         self._note_busy()
         word = Word([] if problem else self.facts_of(state), problem)
         remedy = "load what all ranks saved after the same step"
-        agree(self.groups.everyone, word, AttachError, remedy)
+        agree(self.training.ddp, word, AttachError, remedy, group=self.groups.everyone)
         self.num_steps, self.num_communications = state["num_steps"], state["num_communications"]
         self.load_own_state(state)
         self._note_quiet()
