@@ -371,6 +371,6 @@ def test_the_choice_is_logged_once(ranks: Ranks) -> None:
 
 def _count_log_lines(rank: int) -> int:
     lines: list[str] = []
-    with mock.patch.object(tuning.logs, "info", lambda text, *args: lines.append(text % args)):
+    with mock.patch.object(tuning._logs, "info", lambda text, *args: lines.append(text % args)):
         outcome = _train(rank, "backward", SLOW, {})["outcome"]
     return lines.count(outcome)
