@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _events, _logs, _torch, config
 from ddpopt._events import Observer, Turn, ask_at_first, ignore
 from ddpopt.bucketing import tuner
-from ddpopt.checks import verify
+from ddpopt.checks import verify, warmup
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
@@ -65,8 +65,8 @@ def backend(
             compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
         else:
             compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
-    if ddp is not None and config.disagreement == "error":
-        agreement.tell(ddp)
+    if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
+        agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
     return compiled
 
 

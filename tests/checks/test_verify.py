@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch, config
+from ddpopt.bucketing.batch import tensors_of
 from ddpopt.checks.numerics import relative_error
 from ddpopt.checks.verify import verify
 from ddpopt.errors import VerificationError
@@ -524,7 +525,7 @@ class Linked(Odd):
 
 def _loss_of(output: Any) -> torch.Tensor:
     output = output() if callable(output) else output
-    return sum(t.square().mean() for t in ddpopt.checks.dry_run.tensors_of(output))
+    return sum(t.square().mean() for t in tensors_of(output))
 
 
 def _steps(ddp: DistributedDataParallel, model: Any, inputs: Any) -> dict[str, torch.Tensor]:

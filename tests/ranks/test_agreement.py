@@ -19,9 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch, config
+from ddpopt.checks import warmup as warming
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError
 from ddpopt.ranks import agreement
+from ddpopt.ranks.agreement import Fact, Word, agree, find_difference
+from ddpopt.ranks.stores import Board
 from ddpopt.split import state
 from tests.support.hanging import hanging_store
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
@@ -165,7 +168,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
     ddp = DistributedDataParallel(Named(names), bucket_cap_mb=cap_mb)
     model = torch.compile(ddp, **_options())
     own_version = mock.patch.object(
-        agreement, "_own_version", return_value="0.0" if what == "version" and is_other else "9.9"
+        warming, "_own_version", return_value="0.0" if what == "version" and is_other else "9.9"
     )
     num_steps = 0
     with (
@@ -206,7 +209,7 @@ def test_all_ranks_hear_of_a_difference_in_the_same_step(
     error, num_steps, warnings = first
     assert (num_steps, len(warnings)) == ((1, 0) if disagreement == "error" else (4, 1))
     said = error or warnings[0]
-    assert f"rank 1 from rank 0: {difference}" in said
+    assert f"rank 1 differs from rank 0: {difference}" in said
     assert "DistributedDataParallel(Named)" in said
 
 
@@ -265,7 +268,7 @@ def test_a_graph_with_collectives_of_its_own_is_cut_alike_on_all_ranks(
     first, second = ranks.run(_fall_back_alone, split)
     assert first == second
     assert re.search(
-        r"rank 1 from rank 0: where graphs with collectives of their own are cut is "
+        r"rank 1 differs from rank 0: where graphs with collectives of their own are cut is "
         rf"\['\d collectives, whole'\] instead of \['\d collectives, {split} cut at \d+, \d+'\]; ",
         first,
     ), first
@@ -278,10 +281,10 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
     """Return how often a step talks to the store; rank 1 may compile nothing."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
-    real, counts = _torch.store_of, []
+    real, counts = Board._ask, []
     with (
         config.patch(disagreement="error"),
-        mock.patch.object(_torch, "store_of", side_effect=real) as calls,
+        mock.patch.object(Board, "_ask", autospec=True, side_effect=real) as calls,
         mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
     ):
         for x in batches(rank, [(8, 64)] * 5):
@@ -293,13 +296,15 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
 def test_steps_without_a_compile_do_not_talk(ranks: Ranks) -> None:
     """The first step tells, the second compares, and that is all."""
     for counts in ranks.run(_count_store_calls, False):
-        assert counts == [1, *[2] * 4]
+        assert 0 < counts[0] < counts[1]
+        assert counts[2:] == [counts[1]] * 3
 
 
 def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
     """The others stop asking when the limit is over, and train on meanwhile."""
     compiled, uncompiled = ranks.run(_count_store_calls, True)
-    assert compiled[1:] == [compiled[1]] * 4
+    assert 0 < compiled[0] < compiled[1]
+    assert compiled[2:] == [compiled[1]] * 3
     assert uncompiled == [0] * 5
 
 
@@ -329,16 +334,55 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
     assert not store_of.called
 
 
+def _said(**facts: str) -> list[Fact]:
+    return [Fact(name, value) for name, value in facts.items()]
+
+
 def test_the_first_difference_is_named_with_its_ranks() -> None:
-    """Parameters come before limits, those before releases; many ranks are cut short."""
-    base = {"parameters": [["a", "x"]], "torch": "1"}
-    other = {"parameters": [["a", "x"], ["b", "y"]], "torch": "2"}
-    assert agreement.find_difference([base, base | {"torch": "2"}]).startswith(
-        "rank 1 from rank 0: torch is 2 instead of 1; "
+    """By the order of facts, whatever ranks have more of them; many ranks are cut short."""
+    base, other = _said(a="x", torch="1"), _said(a="x", b="y", torch="2")
+    assert find_difference([base, base], "do it") == ""
+    assert find_difference([base, _said(a="x", torch="2")], "do it") == (
+        "rank 1 differs from rank 0: torch is 2 instead of 1; do it"
     )
-    assert agreement.find_difference([base, base, other]).startswith(
-        "rank 2 from rank 0: 2 parameters instead of 1; "
+    assert find_difference([other, base, base], "do it") == (
+        "ranks 1, 2 differ from rank 0: b is missing; do it"
     )
-    said = agreement.find_difference([base, *[other] * 12])
-    assert re.match(r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more from rank 0: ", said)
-    assert issubclass(DisagreementError, ddpopt.DDPOptError)
+    assert find_difference([base, _said(a="x", torch="1", b="y")], "do it") == (
+        "rank 1 differs from rank 0: b is missing on rank 0; do it"
+    )
+    said = find_difference([base, *[other] * 12], "do it")
+    assert said.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more differ from rank 0: torch is 2")
+
+
+def test_a_fact_may_have_a_remedy_of_its_own() -> None:
+    """It is told in place of the caller's."""
+    said = [[Fact("a", value, "mend a")] for value in "xy"]
+    assert find_difference(said, "do it").endswith("; mend a")
+
+
+def _agree(rank: int, what: str) -> str:
+    """Return the error of two ranks, of which the second differs or has a problem."""
+    is_other = rank == 1
+    ddp = DistributedDataParallel(MLP(1))
+    problem = KeyError("no disk") if what == "problem" and is_other else None
+    own = Word([Fact("lr", "0.2" if is_other else "0.1")], problem)
+    with pytest.raises((ddpopt.AttachError, KeyError)) as caught:
+        agree(ddp, own, ddpopt.AttachError, "set it alike", title="nothing changes: ")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        (
+            "fact",
+            "AttachError: nothing changes: rank 1 differs from rank 0: lr is 0.2 instead of 0.1; "
+            "set it alike",
+        ),
+        ("problem", "KeyError: \"nothing changes: on rank 1: 'no disk'\""),
+    ],
+)
+def test_all_ranks_raise_one_error(ranks: Ranks, what: str, error: str) -> None:
+    """A problem comes before a difference, and keeps its class."""
+    assert ranks.run(_agree, what) == [error, error]

@@ -32,9 +32,7 @@ from ddpopt.checks.warmup import warmup
 from ddpopt.errors import PeerError
 from ddpopt.ranks import faults
 from ddpopt.ranks.faults import naming_peers
-from ddpopt.ranks.presence import Identity, Presence
-from ddpopt.ranks.rollcall import Word
-from ddpopt.ranks.stores import StoreGoneError
+from ddpopt.ranks.presence import Card, Presence
 from ddpopt.split import state
 from tests.support.models import MLP, batches
 from tests.support.ranks import OwnRanks
@@ -304,43 +302,32 @@ class _RollCall:
         unknown: tuple[int, ...] = (),
         compiling: tuple[int, ...] = (),
     ) -> None:
-        self.compiling, self.told = compiling, ""
+        self.problem, self.told = "no answer" if words is None else "", ""
         self.known = {
-            rank: Identity(
-                rank=rank,
-                host=f"node{rank}",
-                machine=str(rank),
-                pid=100 + rank,
-                address="",
-                port=rank,
-                has_store=False,
-            )
+            rank: Card(rank, f"node{rank}", str(rank), 100 + rank, "", rank, has_store=False)
             for rank in range(4)
             if rank not in unknown
         }
         self.own = self.known[0]
-        self._words, self._presences = words, presences
+        told = {rank: text.partition(" ") for rank, text in (words or {}).items()}
+        self._cards = {
+            rank: card._replace(
+                word=told.get(rank, ("", "", ""))[0],
+                text=told.get(rank, ("", "", ""))[2],
+                doing="compiles" if rank in compiling else "",
+            )
+            for rank, card in self.known.items()
+        }
+        self._presences = presences
 
-    def tell_and_hear(self, kind: str) -> dict[int, Word]:
-        return self.hear()
-
-    def tell(self, kind: str, text: str) -> None:
+    def tell(self, word: str, text: str = "") -> None:
         self.told = text
 
-    def noted(self, ranks: list[int]) -> dict[int, str]:
-        return {rank: "compiles" for rank in ranks if rank in self.compiling}
+    def hear(self) -> dict[int, Card]:
+        return {} if self.problem else self._cards
 
-    def hear(self) -> dict[int, Word]:
-        if self._words is None:
-            raise StoreGoneError("no answer")
-        told = {rank: text.partition(" ") for rank, text in self._words.items()}
-        return {rank: Word(rank, rank, kind, text) for rank, (kind, _, text) in told.items()}
-
-    def silent(self, words: Mapping[int, Word]) -> list[int]:
-        return sorted(self.known.keys() - words.keys() - {0})
-
-    def presence_without(self, words: Mapping[int, Word]) -> Mapping[int, Presence]:
-        return {r: self._presences.get(r, Presence.HERE) for r in self.silent(words)}
+    def presence_of(self, ranks: list[int]) -> Mapping[int, Presence]:
+        return {rank: self._presences.get(rank, Presence.HERE) for rank in ranks}
 
 
 def _judge(
@@ -566,7 +553,6 @@ def test_a_hook_that_another_library_wrapped_is_called_once(
     """Also when a group is made anew since."""
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: printed.append(error))
-    monkeypatch.setattr(faults, "_explain_uncaught", faults._Hook())
     monkeypatch.setattr(faults, "_here", faults._Here())
     monkeypatch.setattr(faults, "RollCall", mock.Mock())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

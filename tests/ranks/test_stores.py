@@ -1,7 +1,9 @@
-"""Calls of a store that does not answer, or fails."""
+"""A board in a store that answers, does not answer, or fails."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 import time
 from typing import Any
@@ -10,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.ranks import stores
-from ddpopt.ranks.stores import StoreConnection, StoreGoneError
+from ddpopt.errors import PeerError
+from ddpopt.ranks.stores import Board, next_key
 from tests.support.hanging import LIMIT_S, hanging_store
 
 
@@ -20,37 +22,80 @@ def _group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def _board(limit_s: float = LIMIT_S) -> Board:
+    return Board(_group(), "testing", "test/board", limit_s)
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ddpopt store"]
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_a_call_returns_what_the_store_does() -> None:
-    """One connection makes several; another sees what was set."""
-    connection = StoreConnection(_group())
-    connection.ask(lambda store: store.set("test/stores", "x"), LIMIT_S)
-    assert connection.ask(lambda store: store.get("test/stores"), LIMIT_S) == b"x"
-    connection.close()
-    assert stores.ask(_group(), lambda store: store.get("test/stores"), LIMIT_S) == b"x"
-    assert not any(thread.name == "ddpopt store" for thread in threading.enumerate())
+def test_what_is_put_on_a_board_is_there() -> None:
+    """Of one that is made again under the same key too."""
+    board = _board()
+    assert board.words() == [""]
+    board.tell("here")
+    board.put("note", "x")
+    assert board.get("note", "other") == ["x", ""]
+    assert [board.count("number") for _ in range(2)] == [1, 2]
+    assert [board.put_first("answer", text) for text in ("yes", "no", "")] == ["yes"] * 3
+    board.close()
+    again = _board()
+    assert again.words() == ["here"]
+    again.close()
+    assert not _threads()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_no_two_boards_have_a_key() -> None:
+    """Whatever their name."""
+    keys = [next_key(_group(), name) for name in ("a", "a", "b")]
+    assert len(set(keys)) == 3
+
+
+def _hold(holders: list[Board], store: Any) -> int:
+    return len(holders)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_board_that_is_dropped_ends_its_thread() -> None:
+    """Also if what it was asked last refers to it."""
+    holders = [_board()]
+    asked = functools.partial(_hold, holders)
+    assert holders[0]._ask(asked) == 1
+    del holders, asked
+    gc.collect()
+    end_s = time.monotonic() + LIMIT_S
+    while _threads() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not _threads()
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_store_that_does_not_answer_is_asked_once() -> None:
     """Whoever asks after the limit is told at once."""
     with hanging_store() as store:
-        connection = StoreConnection(_group())
+        board = _board(0.05)
         began_s = time.monotonic()
-        for limit_s in (0.05, LIMIT_S):
-            with pytest.raises(StoreGoneError, match=r"no answer within 0\.05 s"):
-                connection.ask(lambda store: store.check(["x"]), limit_s)
-        connection.close()
+        for _ in range(2):
+            with pytest.raises(PeerError, match=r"^testing: .* gone \(no answer within 0\.05 s\)"):
+                board.words()
+            board.limit_s = LIMIT_S
+        board.close()
         assert time.monotonic() - began_s < LIMIT_S
         assert store.num_calls == 1
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_fails_in_a_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own words, and as the cause."""
-    with pytest.raises(StoreGoneError, match="no such key") as caught:
-        stores.ask(_group(), lambda store: {}["no such key"], LIMIT_S)
+def test_what_fails_in_a_call_is_told() -> None:
+    """With its own words, and as the cause; it is the last call of that board."""
+    board = _board()
+    with pytest.raises(PeerError, match="no such key") as caught:
+        board._ask(lambda store: {}["no such key"])
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(PeerError, match="no such key"):
+        board.words()
 
 
 class _Only:
@@ -59,8 +104,11 @@ class _Only:
     def clone(self) -> Any:
         raise RuntimeError('Tried to call pure virtual function "Store::clone"')
 
-    def get(self, key: str) -> str:
-        return key.upper()
+    def check(self, keys: list[str]) -> bool:
+        return keys == ["test/board/x"]
+
+    def get(self, key: str) -> bytes:
+        return key.upper().encode()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -69,4 +117,6 @@ def test_a_store_without_a_second_connection_is_called_itself(
 ) -> None:
     """As stores that are written in Python."""
     monkeypatch.setattr(_torch, "store_of", lambda _: _Only())
-    assert stores.ask(_group(), lambda store: store.get("x"), LIMIT_S) == "X"
+    board = _board()
+    assert board.get("y", "x") == ["", "TEST/BOARD/X"]
+    board.close()

@@ -216,7 +216,7 @@ def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
     assert_equal_states(ours, train(expected, inputs))
     (plan, *_) = state.of(ddp).plans
     told = agreement._told[ddp]
-    return len(plan.sections), told.since_s is None
+    return len(plan.sections), told.board is None
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -245,4 +245,4 @@ def _disagree(rank: int) -> str:
 def test_one_of_eight_ranks_with_other_buckets_is_named_on_all(eight_ranks: Ranks) -> None:
     said = eight_ranks.run(_disagree)
     assert len(set(said)) == 1
-    assert "rank 5 from rank 0: bucket limits in bytes" in said[0]
+    assert "rank 5 differs from rank 0: bucket limits in bytes" in said[0]

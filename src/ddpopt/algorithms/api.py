@@ -21,7 +21,8 @@ from ddpopt.algorithms._runtime import comm_hook
 from ddpopt.algorithms._runtime.handle import Handle, Training, find_problem
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.consensus import Fact, agree, naming_peers
+from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.faults import communicating
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 
@@ -149,8 +150,10 @@ def attach(
     parameters = _torch.trainable_parameters(ddp)
     training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
     problem = find_problem(_check, training, algorithm)
-    agree(training.group, [] if problem else _facts(training, algorithm), problem)
-    with naming_peers("making weights and optimizers equal on all ranks"):
+    word = Word([] if problem else _facts(training, algorithm), problem)
+    remedy = "build model, optimizer and algorithm alike on all ranks"
+    agree(ddp, word, AttachError, remedy)
+    with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
     handle = algorithm.make_handle(training)
     comm_hook.occupy(ddp, handle)

@@ -21,7 +21,8 @@ from ddpopt.algorithms._runtime.groups import make_agreement_group
 from ddpopt.algorithms._runtime.handle import Handle, Training
 from ddpopt.algorithms.api import Algorithm, check_count
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.consensus import Fact, naming_peers
+from ddpopt.ranks.agreement import Fact
+from ddpopt.ranks.faults import communicating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class AsyncModelAverageHandle(Handle):
         self.check_attached()
         self._is_aborted = False
         if not self.is_paused:
-            with self._naming_peers():
+            with self._communicating():
                 self._loop.allow()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class AsyncModelAverageHandle(Handle):
     def begin_step(self) -> None:
         """Begin with the rounds after the warm-up."""
         if self.num_steps > self._warmup_steps:
-            with self._naming_peers():
+            with self._communicating():
                 self._loop.run()
         self.before_update()  # settling a step whose update was skipped gave the weights away
 
@@ -184,7 +185,7 @@ class AsyncModelAverageHandle(Handle):
     def begin_pause(self) -> None:
         """Stop the rounds."""
         self.after_update()  # a forward without an update has the weights; a round may want them
-        with self._naming_peers():
+        with self._communicating():
             self._loop.stop()
 
     def end_pause(self) -> None:
@@ -207,8 +208,8 @@ class AsyncModelAverageHandle(Handle):
         """Only the steps of the warm-up have to be equal."""
         return [Fact("steps of the warm-up", str(min(state["num_steps"], self._warmup_steps)))]
 
-    def _naming_peers(self) -> contextlib.AbstractContextManager[None]:
-        return naming_peers(f"averaging weights in the background of step {self.num_steps}")
+    def _communicating(self) -> contextlib.AbstractContextManager[None]:
+        return communicating(f"averaging weights in the background of step {self.num_steps}")
 
 
 def _check_interval(value: object) -> None:

@@ -16,7 +16,7 @@ from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
 from ddpopt.config import check_choice
 from ddpopt.errors import OptionError
-from ddpopt.ranks.consensus import naming_peers
+from ddpopt.ranks.faults import communicating
 
 PEER_SELECTIONS = ("all", "shift_one")
 
@@ -89,7 +89,7 @@ class DecentralizedHandle(BackgroundHandle):
         """Take the averaged weights, if any were sent in this step."""
         if self._averaged is not None:
             averaged, self._averaged = self._averaged, None
-            with naming_peers(f"averaging weights in step {self.num_steps}"):
+            with communicating(f"averaging weights in step {self.num_steps}"):
                 flat = averaged.wait()
             self.weights.assign(flat)
 

@@ -27,7 +27,7 @@ from ddpopt.algorithms._runtime.quantization import (
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
-from ddpopt.ranks.consensus import naming_peers
+from ddpopt.ranks.faults import communicating
 
 BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
 
@@ -109,7 +109,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         is_changed = _torch.trainable_parameters(self.training.ddp).keys() != (
             self.training.parameters.keys()
         )
-        with naming_peers(f"exchanging compressed weights in step {self.num_steps}"):
+        with communicating(f"exchanging compressed weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.average_node(values)
             differences = [] if self.replicas is None else _differences(flat, self.replicas)
@@ -121,7 +121,7 @@ class LowPrecisionDecentralizedHandle(Handle):
             for replica, messages in zip(self.replicas, told, strict=True):
                 _add(replica, messages)
             flat = self.replicas.own
-        with naming_peers(f"telling each node its weights in step {self.num_steps}"):
+        with communicating(f"telling each node its weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.tell_node(values)
         self.weights.assign(flat)
@@ -141,7 +141,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         if self.groups.leaders is None:
             return
         own = self.weights.copy()
-        with naming_peers("sending the neighbours uncompressed weights"):
+        with communicating("sending the neighbours uncompressed weights"):
             pairs = [self._swap(values) for values in own]
         self.replicas = Replicas(own, [left for left, _ in pairs], [right for _, right in pairs])
 

@@ -6,9 +6,8 @@ calls cost. What was measured comes from elsewhere; `scale` brings the two toget
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from ddpopt import _torch
+from ddpopt.bucketing import batch as batches
+from ddpopt.bucketing.batch import Batch, as_batch
 from ddpopt.bucketing.call_costs import call_costs
 from ddpopt.bucketing.costs import Gradient, Profile
 from ddpopt.bucketing.device import Device, measure_device
@@ -191,31 +192,13 @@ def find_loss(output: Any) -> torch.Tensor:
     Raises:
         PlanError: it has neither.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    sums = [t.sum() for t in _tensors_of(output) if t.is_floating_point() and t.requires_grad]
-    if not sums:
+    loss = batches.find_loss(output, torch.sum)
+    if loss is None:
         raise PlanError(
             f"the model's output ({type(output).__name__}) has no floating point tensor that "
             "depends on a parameter; give loss, which makes a scalar of the output"
         )
-    total = sums[0]
-    for other in sums[1:]:
-        total = total + other
-    return total
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif isinstance(value, Mapping):
-        value = list(value.values())
-    for item in value if isinstance(value, list | tuple) else ():
-        yield from _tensors_of(item)
+    return loss
 
 
 def _check_loss(loss: Any) -> torch.Tensor:
@@ -227,17 +210,13 @@ def _check_loss(loss: Any) -> torch.Tensor:
     return loss
 
 
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs), {}
-    raise PlanError(
-        f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
-        "positional arguments or a dict of keyword arguments"
-    )
+def _arguments(example_inputs: Any) -> Batch:
+    if not isinstance(example_inputs, torch.Tensor | Mapping | tuple | list):
+        raise PlanError(
+            f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
+            "positional arguments or a dict of keyword arguments"
+        )
+    return as_batch(example_inputs)
 
 
 def _to_fake(values: Any, device: torch.device | str) -> Any:

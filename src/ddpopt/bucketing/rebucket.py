@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +14,8 @@ from ddpopt._events import Observer, Turn, ignore, observe
 from ddpopt._text import printable
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
+from ddpopt.ranks import agreement
+from ddpopt.ranks.agreement import Fact, Word
 from ddpopt.split import state as records
 from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 
@@ -35,10 +36,11 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     Raises:
         PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
             a backward is running, or DDP is in a mode whose Reducer cannot be replaced.
+        PeerError: a rank did not make this call.
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = records.ddp_of(model)
-    agree(ddp, plan.hash, find_problem(ddp, plan))
+    agree(ddp, plan)
     apply(ddp, plan)
     records.of(ddp).take_new_limits()
     records.of(ddp).forget_code()
@@ -87,25 +89,21 @@ def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     return ""
 
 
-def agree(ddp: DistributedDataParallel, content: str, problem: str) -> None:
-    """Raise on all ranks unless all have the same `content` and none has a problem. Collective.
+def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
+    """Raise on all ranks unless all can apply the same plan. Collective.
 
     Raises:
         PlanError: the first problem, or the ranks that differ from the first one.
+        PeerError: a rank did not make this call.
     """
-    group = ddp.process_group
-    said: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(said, (content, problem), group=group)
-    for rank, (_, other) in enumerate(said):
-        if other:
-            raise PlanError(f"buckets stay as they are: on rank {rank}, {other}")
-    different = [rank for rank, (other, _) in enumerate(said) if other != said[0][0]]
-    if different:
-        raise PlanError(
-            f"buckets stay as they are: ranks {different} have another plan than rank 0 "
-            f"({said[different[0]][0]} instead of {said[0][0]}); make the plan on one rank and "
-            "broadcast its to_json()"
-        )
+    problem = find_problem(ddp, plan)
+    agreement.agree(
+        ddp,
+        Word([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
+        PlanError,
+        "make the plan on one rank and broadcast its to_json()",
+        title="buckets stay as they are: ",
+    )
 
 
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:

@@ -39,6 +39,7 @@ from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import BucketPlan, plan_buckets
 from ddpopt.bucketing.timeline import predict, undisturbed
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
+from ddpopt.ranks.agreement import gather
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
 
@@ -123,8 +124,8 @@ class _Measured:
     between_s: float = 0.0
 
 
-def _name(ddp: DistributedDataParallel) -> str:
-    """Return a name that the search for one DDP module has on all ranks, and no other search.
+def _key_of(ddp: DistributedDataParallel) -> str:
+    """Return a key that the search for one DDP module has on all ranks, and no other search.
 
     It tells in which backward it is asked for, by how many collectives came before.
     """
@@ -142,6 +143,7 @@ class _Tuner(Observer):
         self.best: BucketPlan | None = None
         self._ddp = weakref.ref(ddp)  # the record that holds this must not hold its module
         self._stopwatch: _Stopwatch | None = None
+        self._key = ""
         self._appointment: Appointment | None = None
         self._limit_s = _MEETING_S
 
@@ -177,9 +179,15 @@ class _Tuner(Observer):
         if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
             return
         stopwatch = self._begin_step(ddp)
-        if stopwatch.num_backwards == _DECIDED_AFTER - 1 and self._appointment is not None:
+        if stopwatch.num_backwards == _DECIDED_AFTER - 1 and self._appointment is None:
             try:
-                self._appointment.announce()
+                self._appointment = Appointment(
+                    ddp.process_group,
+                    "looking for better buckets",
+                    self._key,
+                    self._limit_s,
+                    absence="did not look for them in the same steps",
+                )
             except PeerError as error:
                 self.stay(str(error))
                 stopwatch.remove()
@@ -198,14 +206,14 @@ class _Tuner(Observer):
 
     def _begin_step(self, ddp: DistributedDataParallel) -> _Stopwatch:
         if self._stopwatch is None:
-            self._stopwatch = _Stopwatch(ddp, self._make_appointment)
+            self._stopwatch = _Stopwatch(ddp, self._note_key)
         self._stopwatch.begin_step()
         return self._stopwatch
 
-    def _make_appointment(self) -> None:
+    def _note_key(self) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        self._appointment = Appointment(ddp.process_group, _name(ddp), self._limit_s)
+        self._key = _key_of(ddp)
 
     def _finish(self, ddp: DistributedDataParallel, stopwatch: _Stopwatch) -> None:
         assert self._appointment is not None
@@ -382,8 +390,7 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     group = ddp.process_group
     device = next(iter(_torch.reducer_parameters(ddp))).device
     cost = calibrate(group, device)
-    gathered: list[_Measured] = [measured] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, measured, group=group)
+    gathered = gather(ddp, measured, "looking for better buckets")
     decision: list[_Decision] = [_Decision("planning raised an error")]
     if dist.get_rank(group) == 0:
         try:
@@ -396,7 +403,7 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     if plan is None or not is_better:
         return f"buckets stay DDP's own: {reason}", plan
     try:
-        rebucket.agree(ddp, plan.hash, rebucket.find_problem(ddp, plan))
+        rebucket.agree(ddp, plan)
     except PlanError as error:
         return str(error), plan
     rebucket.apply(ddp, plan)
@@ -412,7 +419,7 @@ def choose(
     """Decide from what all ranks measured."""
     for rank, measured in enumerate(gathered):
         if measured.problem:
-            return _Decision(f"on rank {rank}, {measured.problem}")
+            return _Decision(f"on rank {rank}: {measured.problem}")
         if measured.arrival != gathered[0].arrival or measured.sizes != gathered[0].sizes:
             return _Decision(f"rank {rank} has others than rank 0")
     profile = profile_of(ddp, gathered, cost)

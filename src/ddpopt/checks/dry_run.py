@@ -1,16 +1,16 @@
 """Steps on a copy of a compiled DDP model: the same code, another Reducer, nothing of the model's.
 
-It copies, calls and restores; `verification.py` and `warming.py` know what the steps are for.
+It copies, calls and restores; `verify.py` and `warmup.py` know what the steps are for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,22 +18,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt.bucketing import batch as batches
 from ddpopt.bucketing import tuner
+from ddpopt.bucketing.batch import Batch, as_batch, tensors_of
 from ddpopt.checks.copying import copy_model, deep_copy
 from ddpopt.errors import DDPOptError, OptionError
-from ddpopt.split import state as records
+from ddpopt.ranks.rendezvous import meeting
+from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 
 LossFn = Callable[[Any], torch.Tensor]
-Stage = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Gives what is done in a `with` block a name, and ends it on all ranks or on none."""
-
-
-class Batch(NamedTuple):
-    """The arguments of one forward."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -43,6 +37,64 @@ class Outcome(NamedTuple):
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
     dtypes: frozenset[torch.dtype]
+
+
+class LocalStep(NamedTuple):
+    """The copy that a step was run on, and whether the step drew random numbers."""
+
+    rehearsal: Rehearsal
+    has_drawn: bool
+
+
+class DryRun:
+    """A model, a batch and a loss, to be tried in stages that end on all ranks or on none.
+
+    `stage` gives what is done in a `with` block a name; errors and warnings begin with `name`.
+
+    Raises:
+        OptionError: `silence_s` is no number of seconds above 0.
+        TypeError: there is no DistributedDataParallel in the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        loss_fn: LossFn | None,
+        name: str,
+        silence_s: float,
+    ) -> None:
+        self.model, self.ddp = model, state.ddp_of(model)
+        self.batch, self.loss_fn = as_batch(batch), loss_fn or default_loss
+        if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
+            raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
+        self.stage = functools.partial(meeting, self.ddp.process_group, name, silence_s=silence_s)
+
+    def step_locally(self, *, is_apart: bool = False) -> LocalStep:
+        """Run a step of a copy that communicates nothing: copying, forward and backward as stages.
+
+        A forward may communicate by itself, so none begins while another rank may find that it
+        cannot.
+
+        Raises:
+            OptionError: as `rehearse` and `copy_batch`; or the copy used the model's own
+                parameters, which are as they were.
+        """
+        with self.stage("copying"):
+            rehearsal, batch = rehearse(self.model, is_apart=is_apart), copy_batch(self.batch)
+        _torch.keep_local(rehearsal.ddp)
+        before = _randomness(self.ddp)
+        with (
+            torch.enable_grad(),
+            same_randomness(self.ddp),
+            rehearsal.drawing(),
+            _shielded(self.ddp, rehearsal),
+        ):
+            with self.stage("forward"):
+                loss, _ = rehearsal.forward(batch, self.loss_fn)
+            with self.stage("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+            return LocalStep(rehearsal, has_drawn=_randomness(self.ddp) != before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +141,10 @@ class Rehearsal:
         loss, dtypes = self.forward(copy_batch(batch), loss_fn)
         loss.backward()  # type: ignore[no-untyped-call]
         own = self.ddp.module
+        trained = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
         return Outcome(
             loss.detach().clone(),
-            {n: _detached(p.grad) for n, p in own.named_parameters() if p.requires_grad},
+            {n: None if grad is None else grad.detach().clone() for n, grad in trained.items()},
             {name: buffer.detach().clone() for name, buffer in own.named_buffers()},
             dtypes,
         )
@@ -103,7 +156,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     Raises:
         OptionError: the model cannot be copied, or DDP is in a mode that cannot be rehearsed.
     """
-    original = records.ddp_of(model)
+    original = state.ddp_of(model)
     mode = find_mode(original, KEEPING_FROM_REHEARSAL)
     if mode is not None:
         raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
@@ -116,8 +169,8 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
             f"the module in DistributedDataParallel cannot be copied ({error}); it has to be a "
             "module that copy.deepcopy takes"
         ) from error
-    record, own = records.of(original), records.of(ddp)
-    own.become_copy_of(record)
+    own = state.of(ddp)
+    own.become_copy_of(state.of(original))
     tuner.share(original, ddp)
     buffers = {name: buffer.detach().clone() for name, buffer in ddp.named_buffers()}
     return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers, is_apart=is_apart)
@@ -137,26 +190,6 @@ def copy_batch(batch: Batch) -> Batch:
             "of generators, no files or locks"
         ) from error
     return copied
-
-
-def run_locally(
-    model: torch.nn.Module,
-    rehearsal: Rehearsal,
-    batch: Batch,
-    loss_fn: LossFn,
-    stage: Stage,
-) -> None:
-    """Run a step of a model's copy that communicates nothing, forward and backward as stages.
-
-    Raises:
-        OptionError: the copy used the model's own parameters; they are as they were.
-    """
-    _torch.keep_local(rehearsal.ddp)
-    with _shielded(records.ddp_of(model), rehearsal):
-        with stage("forward"):
-            loss, _ = rehearsal.forward(batch, loss_fn)
-        with stage("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -191,14 +224,6 @@ def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[No
                 buffer.detach().copy_(initial)  # batch norm's writes change no version
 
 
-def take_after(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
-    """Note for a model what compiling its copy made or began: code, the search for buckets."""
-    ddp, copied = records.ddp_of(model), records.of(rehearsal.ddp)
-    records.of(ddp).code += copied.code
-    if tuner.of(rehearsal.ddp) is not None and tuner.of(ddp) is None:
-        tuner.start(ddp, "forward" if copied.is_trial else "backward")
-
-
 def is_compiled_by_us(model: torch.nn.Module) -> bool:
     """Whether the model, a module in it or an attribute of one is compiled with our backend.
 
@@ -208,35 +233,19 @@ def is_compiled_by_us(model: torch.nn.Module) -> bool:
     return any(_torch.backend_of(part) is ours for part in _torch.compiled_parts(model))
 
 
-def as_batch(batch: Any) -> Batch:
-    """Return a tensor, a tuple of positional or a mapping of keyword arguments as a Batch."""
-    if isinstance(batch, Batch):
-        return batch
-    if isinstance(batch, Mapping):
-        return Batch((), batch)
-    return Batch(tuple(batch), {}) if isinstance(batch, tuple | list) else Batch((batch,), {})
-
-
 def default_loss(output: Any) -> torch.Tensor:
     """Return the output's `loss` (attribute or key), or a scalar that depends on all of it.
 
     No gradient of the second kind vanishes for outputs that are normalized: each element has a
     target of its own. Where a module returns its loss, there is nothing else to depend on.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        scalar: torch.Tensor = loss
-        return scalar
-    found = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
-    if not found:
+    loss = batches.find_loss(output, _distance)
+    if loss is None:
         raise OptionError(
             f"the model's output ({_describe(output)}) has no floating point tensor that depends "
             "on a parameter; give loss_fn, which makes a scalar of the output"
         )
-    total = _distance(found[0])
-    for tensor in found[1:]:
-        total = total + _distance(tensor)
-    return total
+    return loss
 
 
 def _distance(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,31 +255,10 @@ def _distance(tensor: torch.Tensor) -> torch.Tensor:
     return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested sequences, mappings and objects with attributes, each once."""
-    seen: dict[int, Any] = {}  # objects may refer to each other
-
-    def walk(item: Any) -> Iterator[torch.Tensor]:
-        if id(item) in seen:
-            return
-        seen[id(item)] = item
-        parts: Iterable[Any] = ()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, Mapping):
-            parts = item.values()
-        elif isinstance(item, list | tuple):
-            parts = item
-        elif hasattr(item, "__dict__") and not isinstance(item, _WITHOUT_VALUES):
-            parts = vars(item).values()
-        for part in parts:
-            yield from walk(part)
-
-    return walk(value)
-
-
-# Their attributes are code, or state that is no output.
-_WITHOUT_VALUES = (torch.nn.Module, type, types.FunctionType, types.ModuleType)
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 @contextlib.contextmanager
@@ -282,11 +270,11 @@ def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """
     numpy: Any = sys.modules.get("numpy")
     on_devices = _states_on_devices(model)
-    state, pythons = torch.get_rng_state(), random.getstate()
+    before, pythons = torch.get_rng_state(), random.getstate()
     numpys = numpy.random.get_state() if numpy else None
 
     def restore() -> None:
-        torch.set_rng_state(state)
+        torch.set_rng_state(before)
         random.setstate(pythons)
         if numpy:
             numpy.random.set_state(numpys)
@@ -299,22 +287,12 @@ def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
         restore()
 
 
-def randomness(model: torch.nn.Module) -> bytes:
+def _randomness(model: torch.nn.Module) -> bytes:
     """Return torch's random number state, to see whether a step drew numbers."""
     states = [torch.get_rng_state(), *_states_on_devices(model).values()]
-    return b"".join(bytes(state.tolist()) for state in states)
+    return b"".join(bytes(each.tolist()) for each in states)
 
 
 def _states_on_devices(model: torch.nn.Module) -> dict[torch.device, torch.Tensor]:
     devices = {p.device: None for p in model.parameters() if p.device.type != "cpu"}
     return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
-
-
-def _detached(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

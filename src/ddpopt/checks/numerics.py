@@ -44,10 +44,9 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def precision_of(
-    ddp: DistributedDataParallel, steps: list[Outcome], device: torch.device
-) -> Precision:
+def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> Precision:
     """Return the coarsest dtype in which a step computes, as far as it can be seen."""
+    device = next(ddp.parameters()).device
     seen = {parameter.dtype for parameter in ddp.parameters()}.union(*(s.dtypes for s in steps))
     if torch.is_autocast_enabled(device.type):
         seen.add(torch.get_autocast_dtype(device.type))

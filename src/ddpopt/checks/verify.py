@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
-from ddpopt._events import Observer
+from ddpopt._events import Observer, Turn, ignore
+from ddpopt.bucketing.batch import Batch
 from ddpopt.checks.dry_run import (
-    Batch,
+    DryRun,
     LossFn,
     Outcome,
-    Stage,
-    as_batch,
-    copy_batch,
-    default_loss,
     is_compiled_by_us,
-    randomness,
     rehearse,
-    run_locally,
     same_randomness,
 )
-from ddpopt.checks.numerics import TF32_TOLERANCE, TOLERANCES, compare_steps, name_of, precision_of
-from ddpopt.checks.warmup import SILENCE_S, compile_ahead, stages
+from ddpopt.checks.numerics import (
+    TF32_TOLERANCE,
+    TOLERANCES,
+    Errors,
+    Precision,
+    compare_steps,
+    name_of,
+    precision_of,
+)
+from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import (
     DisagreementError,
     OptionError,
@@ -39,12 +39,13 @@ from ddpopt.errors import (
     TorchDriftError,
     VerificationError,
 )
+from ddpopt.ranks.agreement import gather
 from ddpopt.split import state
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5
 
-_T = TypeVar("_T")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,30 +146,38 @@ def verify(
             all parameters are frozen, or the loss is no scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
-    ddp = state.ddp_of(ddp_model)
-    own_batch, own_loss = as_batch(batch), loss_fn or default_loss
-    stage = stages(ddp, "verify", silence_s)
-    with same_randomness(ddp) as restore, torch.enable_grad():
+    run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
+    given = {**TOLERANCES, **(tolerances or {})}
+    limits = {name_of(dtype): limit for dtype, limit in given.items()}
+    with same_randomness(run.ddp) as restore, torch.enable_grad():
         # Each rank alone: an error here would leave the others in an allreduce.
-        find_out = functools.partial(
-            _draws_otherwise, ddp_model, _draws(ddp_model, own_batch, own_loss, stage)
-        )
-        first = compile_ahead(ddp_model, own_batch, own_loss, stage, find_out)
+        with torch.compiler.set_stance("force_eager"):
+            has_drawn = run.step_locally().has_drawn
+        with run.stage("copying"):
+            is_apart = _draws_otherwise(ddp_model, has_drawn)
+        first = compile_ahead(run, is_apart=is_apart)
         first.reset()
 
-        def run(stance: str) -> list[Outcome]:
+        def steps(stance: str) -> list[Outcome]:
+            outcomes = []
             rehearsal = rehearse(first.model)
             with torch.compiler.set_stance(stance), first.drawing():
-                return [
-                    (restore(), rehearsal.step(own_batch, own_loss))[1] for _ in range(_NUM_STEPS)
-                ]
+                for _ in range(_NUM_STEPS):
+                    restore()
+                    outcomes.append(rehearsal.step(run.batch, run.loss_fn))
+            return outcomes
 
-        eager = _attempt(stage, lambda: run("force_eager"))
-        judge = functools.partial(_judge, ddp, stage, eager, first.is_apart, tolerances or {})
-        verdict = judge(lambda: run("default"))
+        eager = _attempt(run, lambda: steps("force_eager"))
+        precision = precision_of(run.ddp, eager)
+
+        def judge(stance: str) -> Verification:
+            errors = _attempt(run, lambda: compare_steps(steps(stance), eager))
+            return _gather(run.ddp, _Report(errors, precision, is_apart, limits))
+
+        verdict = judge("default")
         if verdict.passed:
             return verdict
-        again = judge(lambda: run("force_eager"))
+        again = judge("force_eager")
     if again.passed:
         return verdict
     note = (
@@ -178,74 +187,132 @@ def verify(
     return dataclasses.replace(verdict, is_repeatable=False, note=note)
 
 
+def _draws_otherwise(model: torch.nn.Module, has_drawn: bool) -> bool:
+    """Whether compiled code would draw other random numbers than an eager step that drew some."""
+    if has_drawn and not is_compiled_by_us(model):
+        raise OptionError(
+            "a step draws random numbers, and what compiles it with backend='ddpopt' is not found "
+            "in the model, to compile it with eager's; compile a module instead of a function, or "
+            "verify the model in eval mode"
+        )
+    options = [
+        _torch.compile_options(part).get("options") or {} for part in _torch.compiled_parts(model)
+    ]
+    return has_drawn and any(given.get("inner", "inductor") == "inductor" for given in options)
+
+
+class _BrokenOffError(PeerError):
+    """A rank was lost while ranks communicated; what is left of that may answer another call."""
+
+
+def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
+    """Return what `compute` returns, which communicates; an error of one rank is one of all.
+
+    A rank with an error waits for the others before it goes on: they may wait for it in an
+    allreduce, which its next one, of another step, would answer.
+    """
+    results: list[T] = []
+    problem = None
+    try:
+        with run.stage("steps"):
+            try:
+                results.append(compute())
+            except Exception as error:
+                problem = error
+    except PeerError as error:
+        raise _BrokenOffError(str(error)) from error
+    with run.stage("steps"):
+        if problem is not None:
+            raise problem
+    return results[0]
+
+
+class _Report(NamedTuple):
+    """One rank's errors, and how they are to be judged: tolerances by dtype, fine to coarse."""
+
+    errors: Errors
+    precision: Precision
+    is_apart: bool
+    tolerances: dict[str, float]
+
+
+def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
+    """Return the same result on all ranks, by the tolerances of the first."""
+    reports = gather(ddp, own, "comparing a step with an eager one")
+    errors = [report.errors for report in reports]
+    limits = reports[0].tolerances
+    dtype = max((report.precision.dtype for report in reports), key=list(limits).index)
+    is_tf32 = any(report.precision.is_tf32 for report in reports) and dtype == "float32"
+    worst = [max([*e.gradients.values(), *e.buffers.values(), e.loss]) for e in errors]
+    note = (
+        "random numbers were drawn as eager draws them, so training's code is compiled anew"
+        if any(report.is_apart for report in reports)
+        else ""
+    )
+    return Verification(
+        gradients=_largest([each.gradients for each in errors]),
+        buffers=_largest([each.buffers for each in errors]),
+        loss=max(each.loss for each in errors),
+        tolerance=max(limits[dtype], TF32_TOLERANCE) if is_tf32 else limits[dtype],
+        dtype="float32 (TF32)" if is_tf32 else dtype,
+        num_ranks=len(reports),
+        worst_rank=worst.index(max(worst)),
+        note=note,
+    )
+
+
+def _largest(named: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for errors in named for name in errors)
+    return {name: max(errors.get(name, math.inf) for errors in named) for name in names}
+
+
+# ---- by itself --------------------------------------------------------------------------------
+
+
 def observe(ddp: DistributedDataParallel) -> Observer | None:
     """Return who verifies a module at its first training forward, if `config.verify` is set."""
     return _FirstStep() if config.verify and not state.is_copy(ddp) else None
 
 
 class _FirstStep(Observer):
+    """Verifies a model, or says why it does not, and is ignored from then on."""
+
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        before_forward(ddp)
+        if not _trains(ddp):
+            return
+        try:
+            calling = _torch.calling_model(ddp)
+            model = ddp if calling is None else calling  # what torch.compile makes has a length
+            is_ours = is_compiled_by_us(model)
+        except TorchDriftError as error:
+            ignore(ddp, Turn.VERIFY)
+            _warn(ddp, str(error), "use such a release")
+            return
+        if is_ours:
+            _verify_once(ddp, model)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        after_forward(ddp, is_around=is_ours)
+        """Verify what did not show before that it is compiled by us."""
+        if not _trains(ddp):
+            return
+        if is_ours:  # around the DDP module, and nothing that could be called
+            ignore(ddp, Turn.VERIFY)
+            _warn(
+                ddp,
+                "it is compiled with a function around it",
+                "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
+            )
+        elif state.of(ddp).plans:
+            _verify_once(ddp, ddp)
 
 
-def before_forward(ddp: DistributedDataParallel) -> None:
-    """Verify a model before its first training forward, for `config.verify`.
-
-    Raises:
-        VerificationError: it failed; on all ranks.
-    """
-    if not _is_due(ddp):
-        return
-    try:
-        calling = _torch.calling_model(ddp)
-        model = ddp if calling is None else calling  # what torch.compile makes has a length
-        is_ours = is_compiled_by_us(model)
-    except TorchDriftError as error:
-        _verified.add(ddp)
-        _warn(ddp, str(error), "use such a release")
-        return
-    if is_ours:
-        _verify_once(ddp, model)
-
-
-def after_forward(ddp: DistributedDataParallel, is_around: bool) -> None:
-    """Verify after its first forward what did not show before it that it is compiled by us.
-
-    Where that `is_around` the DDP module and is none that can be called, say that it is not
-    verified.
-    """
-    if not _is_due(ddp):
-        return
-    if is_around:
-        _verified.add(ddp)
-        _warn(
-            ddp,
-            "it is compiled with a function around it",
-            "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
-        )
-    elif state.of(ddp).plans:
-        _verify_once(ddp, ddp)
-
-
-_verified: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
-def _is_due(ddp: DistributedDataParallel) -> bool:
-    """Whether this forward trains a model of the user's for which nothing was said yet."""
-    return (
-        ddp not in _verified
-        and not state.of(ddp).is_copy
-        and torch.is_grad_enabled()
-        and any(parameter.requires_grad for parameter in ddp.parameters())
-    )
+def _trains(ddp: DistributedDataParallel) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in ddp.parameters())
 
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
     """Raise where compiled code is wrong. What else goes wrong must not end training."""
-    _verified.add(ddp)
+    ignore(ddp, Turn.VERIFY)
     try:
         outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))
     except (_BrokenOffError, DisagreementError):
@@ -274,116 +341,3 @@ def _warn(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
         reason,
         remedy,
     )
-
-
-class _BrokenOffError(PeerError):
-    """A rank was lost while ranks communicated; what is left of that may answer another call."""
-
-
-def _attempt(stage: Stage, compute: Callable[[], _T]) -> _T:
-    """Return what `compute` returns, which communicates; an error of one rank is one of all.
-
-    A rank with an error waits for the others before it goes on: they may wait for it in an
-    allreduce, which its next one, of another step, would answer.
-    """
-    results: list[_T] = []
-    problem = None
-    try:
-        with stage("steps"):
-            try:
-                results.append(compute())
-            except Exception as error:
-                problem = error
-    except PeerError as error:
-        raise _BrokenOffError(str(error)) from error
-    with stage("steps"):
-        if problem is not None:
-            raise problem
-    return results[0]
-
-
-def _draws(model: torch.nn.Module, batch: Batch, loss_fn: LossFn, stage: Stage) -> bool:
-    """Run a step eagerly, and return whether it draws random numbers."""
-    with stage("copying"):
-        rehearsal, own_batch = rehearse(model), copy_batch(batch)
-    with same_randomness(model), torch.compiler.set_stance("force_eager"):
-        before = randomness(model)
-        run_locally(model, rehearsal, own_batch, loss_fn, stage)
-        return randomness(model) != before
-
-
-def _draws_otherwise(model: torch.nn.Module, has_drawn: bool) -> bool:
-    """Whether compiled code would draw other random numbers than an eager step that drew some."""
-    if has_drawn and not is_compiled_by_us(model):
-        raise OptionError(
-            "a step draws random numbers, and what compiles it with backend='ddpopt' is not found "
-            "in the model, to compile it with eager's; compile a module instead of a function, or "
-            "verify the model in eval mode"
-        )
-    options = [
-        _torch.compile_options(part).get("options") or {} for part in _torch.compiled_parts(model)
-    ]
-    return has_drawn and any(given.get("inner", "inductor") == "inductor" for given in options)
-
-
-class _Report(NamedTuple):
-    """One rank's errors by kind and name, and how they are to be judged.
-
-    `tolerances` are by the dtype's name, from fine to coarse.
-    """
-
-    gradients: dict[str, float]
-    buffers: dict[str, float]
-    loss: float
-    dtype: str
-    is_tf32: bool
-    is_apart: bool
-    tolerances: dict[str, float]
-
-
-def _judge(
-    ddp: DistributedDataParallel,
-    stage: Stage,
-    eager: list[Outcome],
-    is_apart: bool,
-    tolerances: Mapping[torch.dtype, float],
-    run: Callable[[], list[Outcome]],
-) -> Verification:
-    """Run steps and compare them with eager ones; equal on all ranks."""
-    device = next(ddp.parameters()).device
-    limits = {name_of(dtype): limit for dtype, limit in {**TOLERANCES, **tolerances}.items()}
-    precision = precision_of(ddp, eager, device)
-    errors = _attempt(stage, lambda: compare_steps(run(), eager))
-    own = _Report(*errors, *precision, is_apart=is_apart, tolerances=limits)
-    return _gather(ddp.process_group, own)
-
-
-def _gather(group: dist.ProcessGroup, own: _Report) -> Verification:
-    """Return the same result on all ranks, by the tolerances of the first."""
-    reports = [own] * dist.get_world_size(group)
-    dist.all_gather_object(reports, own, group=group)
-    limits = reports[0].tolerances
-    order = list(limits)
-    dtype = max((report.dtype for report in reports), key=order.index)
-    is_tf32 = any(report.is_tf32 for report in reports) and dtype == "float32"
-    worst = [max([*r.gradients.values(), *r.buffers.values(), r.loss]) for r in reports]
-    note = (
-        "random numbers were drawn as eager draws them, so training's code is compiled anew"
-        if any(report.is_apart for report in reports)
-        else ""
-    )
-    return Verification(
-        gradients=_largest([report.gradients for report in reports]),
-        buffers=_largest([report.buffers for report in reports]),
-        loss=max(report.loss for report in reports),
-        tolerance=max(limits[dtype], TF32_TOLERANCE) if is_tf32 else limits[dtype],
-        dtype="float32 (TF32)" if is_tf32 else dtype,
-        num_ranks=len(reports),
-        worst_rank=worst.index(max(worst)),
-        note=note,
-    )
-
-
-def _largest(named: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for errors in named for name in errors)
-    return {name: max(errors.get(name, math.inf) for errors in named) for name in names}

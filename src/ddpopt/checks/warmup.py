@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.checks.dry_run import (
-    Batch,
-    LossFn,
-    Rehearsal,
-    Stage,
-    as_batch,
-    copy_batch,
-    default_loss,
-    is_compiled_by_us,
-    rehearse,
-    run_locally,
-    same_randomness,
-    take_after,
-)
-from ddpopt.errors import OptionError
+from ddpopt import _logs, _torch
+from ddpopt.bucketing import tuner
+from ddpopt.checks.dry_run import DryRun, LossFn, Rehearsal, is_compiled_by_us
+from ddpopt.checks.numerics import name_of
+from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.ranks import agreement
-from ddpopt.ranks.rendezvous import Meeting
+from ddpopt.ranks.agreement import Fact
 from ddpopt.split import state
+from ddpopt.split.plan import SplitPlan
 
 SILENCE_S = 60.0
 
@@ -65,49 +55,70 @@ def warmup(
             all parameters are frozen, or the loss is no scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
-    loss_fn = loss_fn or default_loss
-    stage = stages(state.ddp_of(ddp_model), "warmup", silence_s)
-    compile_ahead(ddp_model, as_batch(batch), loss_fn, stage)
+    compile_ahead(DryRun(ddp_model, batch, loss_fn, "warmup", silence_s))
 
 
-def stages(ddp: DistributedDataParallel, name: str, silence_s: float) -> Stage:
-    """Return what ends a block on all ranks, or on none, for a caller that is called `name`."""
-    if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
-        raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
-
-    @contextlib.contextmanager
-    def stage(phase: str) -> Iterator[None]:
-        with Meeting(ddp.process_group, name, silence_s) as meeting:
-            meeting.enter(phase)
-            yield
-
-    return stage
-
-
-def compile_ahead(
-    model: torch.nn.Module,
-    batch: Batch,
-    loss_fn: LossFn,
-    stage: Stage,
-    find_out: Callable[[], bool] = lambda: False,
-) -> Rehearsal:
-    """As `warmup`; return the copy. `find_out` says whether it is compiled apart, see `rehearse`.
-
-    A forward may communicate by itself, so none begins while another rank may find that it cannot.
-    """
-    ddp = state.ddp_of(model)
-    with torch.enable_grad():
-        with stage("copying"):
-            rehearsal, own_batch = rehearse(model, is_apart=find_out()), copy_batch(batch)
-        with same_randomness(ddp), rehearsal.drawing():
-            run_locally(model, rehearsal, own_batch, loss_fn, stage)
-        with stage("comparing"):
-            _check_compiled(model, rehearsal)
-            if not rehearsal.is_apart:
-                take_after(model, rehearsal)
-            agreement.tell(ddp, state.of(rehearsal.ddp).plans)
-    agreement.settle(ddp)
+def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
+    """As `warmup`; return the copy, which may be compiled apart (see `rehearse`)."""
+    rehearsal = run.step_locally(is_apart=is_apart).rehearsal
+    with run.stage("comparing"):
+        _check_compiled(run.model, rehearsal)
+        if not is_apart:
+            _take_after(run.ddp, rehearsal.ddp)
+        facts = facts_of(run.ddp, state.of(rehearsal.ddp).plans)
+    agreement.compare(run.ddp, facts)
     return rehearsal
+
+
+def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[Fact]:
+    """Return what has to be equal on all ranks, from the most to the least telling.
+
+    What else each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ,
+    since the Reducer has the same buckets on all ranks and launches them in the same order. But
+    where a graph has collectives of its own, cuts say which of DDP's come between them.
+    """
+    try:
+        reduced, caps = _torch.reducer_parameters(ddp), _torch.reducer_caps(ddp)
+    except TorchDriftError as error:
+        _logs.info("ranks do not compare what they compile: %s", error)
+        return []
+    parameters = [f"{p.name} {name_of(t.dtype)}{list(t.shape)}" for t, p in reduced.items()]
+    return [
+        *(Fact(f"parameter {place}", text) for place, text in enumerate(parameters)),
+        Fact("bucket limits in bytes", str(list(caps))),
+        Fact("find_unused_parameters", str(ddp.find_unused_parameters)),
+        Fact("static_graph", str(ddp.static_graph)),
+        Fact(
+            "where graphs with collectives of their own are cut",
+            str(sorted({_cuts_of(plan) for plan in plans if plan.num_collectives})),
+            "DDP's collectives come between others of the model there, so that ranks wait for each "
+            "other: compile with the same options on all ranks, all with options={'enabled': "
+            "False} if some must",
+        ),
+        Fact("torch", torch.__version__),
+        Fact("ddpopt", _own_version()),
+    ]
+
+
+def _cuts_of(plan: SplitPlan) -> str:
+    where = ", ".join(str(section.start) for section in plan.sections[1:])
+    cuts = f"{plan.split} cut at {where}" if where else "whole"
+    return f"{plan.num_collectives} collectives, {cuts}"
+
+
+def _own_version() -> str:
+    try:
+        return version("ddpopt")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _take_after(ddp: DistributedDataParallel, copied: DistributedDataParallel) -> None:
+    """Note for a module what compiling its copy made or began: code, the search for buckets."""
+    copys = state.of(copied)
+    state.of(ddp).code += copys.code
+    if tuner.of(copied) is not None and tuner.of(ddp) is None:
+        tuner.start(ddp, "forward" if copys.is_trial else "backward")
 
 
 def _check_compiled(model: torch.nn.Module, rehearsal: Rehearsal) -> None:

@@ -16,17 +16,14 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ddpopt import _logs, config
 from ddpopt.errors import PeerError
-from ddpopt.ranks.presence import Presence
-from ddpopt.ranks.rollcall import RollCall, Word
-from ddpopt.ranks.stores import StoreGoneError
+from ddpopt.ranks.presence import Card, Presence, RollCall
 
 _SETTLE_S = 3.0  # in which a fault shows itself, and words of other ranks arrive
 _POLL_S = 0.1
@@ -45,11 +42,11 @@ class _Finding(NamedTuple):
     """A sentence, and the ranks of which it is certain that they are at fault."""
 
     text: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
 
 _UNNAMED = _Finding(
-    "another rank has ended, hangs, or did not come within the process group's timeout", ()
+    "another rank has ended, hangs, or did not come within the process group's timeout"
 )
 
 
@@ -65,46 +62,28 @@ def naming_peers(what: str = "training") -> Iterator[None]:
             `ranks` has the ranks that are known to be at fault.
     """
     introduce()
-    if _here.roll_call is not None:
-        _here.roll_call.withdraw()
+    if _here.roll_call is not None and _here.roll_call.own.word:
+        _here.roll_call.tell("")  # training goes on
     try:
         yield
     except PeerError:
         raise  # it was named where it was raised
     except Exception as error:
         if is_connection_error(error):
-            raise peer_error(what, error) from error
-        tell_error(error)
+            raise _peer_error(what, error) from error
+        _tell_error(error)
         raise
 
 
-def peer_error(what: str, error: BaseException) -> PeerError:
-    """Return an error that names the ranks at fault in torch's `error` of a connection."""
-    finding = _UNNAMED if _here.roll_call is None else _find_fault(_here.roll_call)
-    found = PeerError(
-        f"{what} failed: {finding.text}; look at the other ranks' logs and start all of them "
-        f"again, as torchrun does with --max-restarts ({str(error)[:_LONGEST_TEXT]})"
-    )
-    found.ranks = finding.ranks
-    return found
-
-
-def tell_error(error: BaseException) -> None:
-    """Tell the other ranks that this one raised an error of its own."""
-    if _here.roll_call is not None:
-        _here.roll_call.tell(_RAISED, f"{type(error).__name__}: {error}")
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, is torch's error of a broken connection."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, dist.DistError):
-            return True
-        if type(cause) is RuntimeError and _CONNECTION.search(str(cause)):
-            return True
-        cause = cause.__cause__
-    return False
+@contextlib.contextmanager
+def communicating(what: str) -> Iterator[None]:
+    """As `naming_peers`, for a block that does nothing but communicate."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:  # as torch's are, whatever their text
+        raise _peer_error(what, error) from error
 
 
 @contextlib.contextmanager
@@ -119,6 +98,18 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         roll_call.note("")
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, is torch's error of a broken connection."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError):
+            return True
+        if type(cause) is RuntimeError and _CONNECTION.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def introduce_if_asked() -> None:
@@ -143,23 +134,18 @@ def introduce() -> None:
     except Exception as error:  # whatever it is, training matters more
         _logs.info("broken connections will not be traced to a rank: %s", error)
         return
-    _explain_uncaught.install()
+    _explain_uncaught()
 
 
-class _Hook:
-    """A `sys.excepthook` that adds a line to what the one before it prints."""
+def _explain_uncaught() -> None:
+    """Have `sys.excepthook` print a line more; who has wrapped it since still calls this one."""
+    if _here.is_explaining:
+        return
+    _here.is_explaining = True
+    previous = sys.excepthook
 
-    previous: Callable[..., Any] | None = None
-
-    def install(self) -> None:
-        """Be called, from the first time on: who has wrapped it since still calls it."""
-        if self.previous is None:
-            self.previous, sys.excepthook = sys.excepthook, self
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        (self.previous or sys.__excepthook__)(kind, error, trace)
+    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
         roll_call = _here.roll_call
         if isinstance(error, PeerError) or roll_call is None:
             return
@@ -167,110 +153,116 @@ class _Hook:
             text = _find_fault(roll_call).text
             print(f"[rank{roll_call.own.rank}]: ddpopt: {text}; look there first", file=sys.stderr)
         else:
-            tell_error(error)
+            _tell_error(error)
+
+    sys.excepthook = explain
 
 
 class _Here:
     """The ranks that this process is one of, None while it is alone."""
 
     roll_call: RollCall | None = None
+    is_explaining = False
 
 
-_explain_uncaught = _Hook()
 _here = _Here()
+
+
+def _peer_error(what: str, error: BaseException) -> PeerError:
+    finding = _UNNAMED if _here.roll_call is None else _find_fault(_here.roll_call)
+    found = PeerError(
+        f"{what} failed: {finding.text}; look at the other ranks' logs and start all of them "
+        f"again, as torchrun does with --max-restarts ({str(error)[:_LONGEST_TEXT]})"
+    )
+    found.ranks = finding.ranks
+    return found
+
+
+def _tell_error(error: BaseException) -> None:
+    if _here.roll_call is not None:
+        _here.roll_call.tell(_RAISED, f"{type(error).__name__}: {error}")
 
 
 # ---- who is at fault --------------------------------------------------------------------------
 
+_Cards = Mapping[int, Card]
+
 
 def _find_fault(roll_call: RollCall) -> _Finding:
     """Say which rank is at fault in an error that this rank just got."""
-    words: dict[int, Word] = {}
-    problem = ""  # of the store; it is not asked again
+    roll_call.tell(_LOST)
     end_s = time.monotonic() + _SETTLE_S
-    try:
-        words = roll_call.tell_and_hear(_LOST)
-    except StoreGoneError as error:
-        problem = str(error)
-    while (finding := _judge(roll_call, words)) is None and time.monotonic() < end_s:
+    cards = roll_call.hear()
+    while (finding := _judge(roll_call, cards)) is None and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-        if not problem:
-            try:
-                words = roll_call.hear()
-            except StoreGoneError as error:
-                problem = str(error)
-    if finding is None and not problem:
-        try:
-            finding = _find_compiler(roll_call, words) or _adopt(words)
-        except StoreGoneError as error:
-            problem = str(error)
+        cards = roll_call.hear()
+    if finding is None and not roll_call.problem:
+        finding = _find_compiler(roll_call, cards)
     if finding is None:
-        finding = _blame_store(roll_call, problem) if problem else _doubt(roll_call, words)
+        finding = _blame_store(roll_call) if roll_call.problem else _doubt(roll_call, cards)
     if roll_call.own.has_store:
         _linger(roll_call, finding.ranks)
     return finding
 
 
-def _judge(roll_call: RollCall, words: Mapping[int, Word]) -> _Finding | None:
+def _judge(roll_call: RollCall, cards: _Cards) -> _Finding | None:
     """Name ranks, if it is certain of some that they are at fault."""
-    for word in words.values():
-        if word.kind == _RAISED:
-            text = f"{_names(roll_call, [word.rank])} raised {word.text}"
-            return _Finding(text, (word.rank,))
-    found = roll_call.presence_without(words)
-    if _is_cut_off(roll_call, found):
+    raised = [card for card in cards.values() if card.word == _RAISED]
+    if raised:
+        first = min(raised, key=lambda card: card.turn)
+        return _Finding(f"{first} raised {first.text}", (first.rank,))
+    found = roll_call.presence_of(_silent(roll_call, cards))
+    is_far = all(presence is Presence.UNREACHABLE for presence in found.values())
+    if is_far and 1 < len(found) == roll_call.size - 1:
         return _Finding(
             f"no other rank can be reached from {roll_call.own}: this machine is cut off from the "
-            "others, or theirs are down",
-            (),
+            "others, or theirs are down"
         )
     for presence in (Presence.ENDED, Presence.UNREACHABLE, Presence.STOPPED):
         ranks = tuple(rank for rank, other in found.items() if other is presence)
         if ranks:
             has_store = any(roll_call.known[rank].has_store for rank in ranks)
             more = ", which held the process group's store," if has_store else ""
-            said = presence.value if len(ranks) == 1 else presence.of_several
+            said = presence.value[len(ranks) > 1]
             return _Finding(f"{_names(roll_call, ranks)}{more} {said}", ranks)
     return None
 
 
-def _find_compiler(roll_call: RollCall, words: Mapping[int, Word]) -> _Finding | None:
-    """Name the ranks that still compile, and tell them for what the others gave up."""
-    noted = roll_call.noted(roll_call.silent(words))
-    ranks = tuple(rank for rank, doing in noted.items() if doing == _COMPILES)
-    if not ranks:
-        return None
-    text = (
-        f"{_names(roll_call, ranks)} compiled for longer than the process group's timeout; call "
-        "ddpopt.warmup before the first step, or give init_process_group a longer timeout"
-    )
-    roll_call.tell(_LOST, text)
-    return _Finding(text, ranks)
+def _silent(roll_call: RollCall, cards: _Cards) -> list[int]:
+    """Return the known ranks that told nothing, without this one."""
+    told = {card.rank for card in cards.values() if card.word}
+    return sorted(roll_call.known.keys() - told - {roll_call.own.rank})
 
 
-def _adopt(words: Mapping[int, Word]) -> _Finding | None:
-    """Return what another rank found out, which cannot be seen any more."""
-    return next((_Finding(word.text, ()) for word in words.values() if word.text), None)
+def _find_compiler(roll_call: RollCall, cards: _Cards) -> _Finding | None:
+    """Name the ranks that still compile, and tell them for what the others gave up.
+
+    Or return what another rank told so, which cannot be seen any more.
+    """
+    silent = _silent(roll_call, cards)
+    ranks = tuple(rank for rank in silent if rank in cards and cards[rank].doing == _COMPILES)
+    if ranks:
+        text = (
+            f"{_names(roll_call, ranks)} compiled for longer than the process group's timeout; "
+            "call ddpopt.warmup before the first step, or give init_process_group a longer timeout"
+        )
+        roll_call.tell(_LOST, text)
+        return _Finding(text, ranks)
+    return next((_Finding(card.text) for card in cards.values() if card.text), None)
 
 
-def _blame_store(roll_call: RollCall, problem: str) -> _Finding:
+def _blame_store(roll_call: RollCall) -> _Finding:
     """Say what is known if all ranks answer and the store does not."""
     where = "" if roll_call.place is None else f" at {roll_call.place[0]}:{roll_call.place[1]}"
     return _Finding(
-        f"the process group's store{where} has gone ({problem}): the process that holds it "
-        "(torchrun's, or rank 0's) has ended, or this machine is cut off from its",
-        (),
+        f"the process group's store{where} has gone ({roll_call.problem}): the process that "
+        "holds it (torchrun's, or rank 0's) has ended, or this machine is cut off from its"
     )
 
 
-def _is_cut_off(roll_call: RollCall, found: Mapping[int, Presence]) -> bool:
-    is_far = all(presence is Presence.UNREACHABLE for presence in found.values())
-    return is_far and 1 < len(found) == roll_call.size - 1
-
-
-def _doubt(roll_call: RollCall, words: Mapping[int, Word]) -> _Finding:
+def _doubt(roll_call: RollCall, cards: _Cards) -> _Finding:
     """Say what is known if nobody can be named."""
-    silent = roll_call.silent(words)
+    silent = _silent(roll_call, cards)
     unknown = [rank for rank in range(roll_call.size) if rank not in roll_call.known]
     parts = ["no rank that can be asked has ended, and none told an error of its own"]
     if silent:
@@ -283,7 +275,7 @@ def _doubt(roll_call: RollCall, words: Mapping[int, Word]) -> _Finding:
             f"{_names(roll_call, unknown)} cannot be asked: ddpopt has compiled nothing there, or "
             "no connection to its machine is let through"
         )
-    return _Finding("; ".join(parts), ())
+    return _Finding("; ".join(parts))
 
 
 def _names(roll_call: RollCall, ranks: Sequence[int]) -> str:
@@ -296,9 +288,8 @@ def _names(roll_call: RollCall, ranks: Sequence[int]) -> str:
 def _linger(roll_call: RollCall, lost: Sequence[int]) -> None:
     """Keep the store, which ends with this process, until the others have found out too."""
     end_s = time.monotonic() + _SETTLE_S
-    with contextlib.suppress(StoreGoneError):
-        while time.monotonic() < end_s:
-            heard = roll_call.hear().keys() | set(lost) | {roll_call.own.rank}
-            if len(heard) == roll_call.size:
-                return
-            time.sleep(_POLL_S)
+    while time.monotonic() < end_s and not roll_call.problem:
+        told = {rank for rank, card in roll_call.hear().items() if card.word}
+        if len(told | {*lost, roll_call.own.rank}) == roll_call.size:
+            return
+        time.sleep(_POLL_S)

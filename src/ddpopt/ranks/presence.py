@@ -1,61 +1,63 @@
-"""Who each rank is, and whether its process is still there.
+"""Who each rank is, what it told, and whether its process is still there.
+
+What is made of that is the affair of `faults.py`.
 
 [Note: presence]
 Each rank opens a socket that listens and is never read, and tells its address through the process
 group's store. The kernel answers there for as long as the process lives, whatever its threads do,
-and refuses when it has ended; so nobody beats, and steps cost nothing. Asking is bounded. What is
-made of the answers is the affair of `faults.py`.
+and refuses when it has ended; so nobody beats, and steps cost nothing. Asking is bounded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
-import errno
 import json
 import os
-import selectors
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import torch.distributed as dist
+
+from ddpopt import _torch
+from ddpopt.errors import PeerError
+from ddpopt.ranks.stores import Board
+
+_STORE_S = 2.0  # for one exchange with the store
+_ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
+_POLL_S = 0.1
+_MEET_S = 600.0  # in which ranks come to tell who they are
+_LONGEST_TEXT = 500
 _BACKLOG = 4096  # nobody accepts, so each rank that asks takes a place for good
-_AT_ONCE = 256  # connections that are tried together
-_LISTENS = "0A"  # a socket's state in /proc/net/tcp
+_AT_ONCE = 256  # processes that are asked together
+# torchrun may keep the store, and in it the ranks of an attempt before.
+_KEY = f"ddpopt/faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 class Presence(enum.Enum):
-    """What asking a rank's process found. The value is what is said of the rank."""
+    """What asking a rank's process found; the values are said of one rank and of several."""
 
-    HERE = "is there"
-    STOPPED = "is stopped (by a signal, as SIGSTOP)"
-    ENDED = "has ended"
-    UNREACHABLE = "cannot be reached: its machine is down, or the network to it"
-    UNKNOWN = "cannot be asked"
-
-    @property
-    def of_several(self) -> str:
-        """What is said of several ranks."""
-        return _OF_SEVERAL[self]
+    HERE = ("is there", "are there")
+    STOPPED = ("is stopped (by a signal, as SIGSTOP)", "are stopped (by a signal, as SIGSTOP)")
+    ENDED = ("has ended", "have ended")
+    UNREACHABLE = (
+        "cannot be reached: its machine is down, or the network to it",
+        "cannot be reached: their machines are down, or the network to them",
+    )
+    UNKNOWN = ("cannot be asked", "cannot be asked")
 
 
-_OF_SEVERAL = {
-    Presence.HERE: "are there",
-    Presence.STOPPED: "are stopped (by a signal, as SIGSTOP)",
-    Presence.ENDED: "have ended",
-    Presence.UNREACHABLE: "cannot be reached: their machines are down, or the network to them",
-    Presence.UNKNOWN: "cannot be asked",
-}
+class Card(NamedTuple):
+    """A rank, where its process is, and what it told; `machine` differs for hosts of one name.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """A rank, and where its process is. `machine` differs for hosts of one name.
-
-    `has_store` says that the process holds the process group's store, so that it ends with it.
+    `has_store` says that the process holds the group's store, which ends with it. `doing` is what
+    it does now; `word` is the `turn`-th that any rank told, "" for none.
     """
 
     rank: int
@@ -65,114 +67,177 @@ class Identity:
     address: str
     port: int
     has_store: bool
+    doing: str = ""
+    word: str = ""
+    text: str = ""
+    turn: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(dataclasses.asdict(self))
 
-    @staticmethod
-    def from_json(text: str | bytes) -> Identity:
-        """Read what `to_json` made."""
-        return Identity(**json.loads(text))
+class RollCall:
+    """Tells the other ranks who this process is when it is made, and learns who they are.
 
+    `known` has the card of each rank that has told it and answered, and its own. A thread waits for
+    those who have not told yet, and ends when all have. No call waits for the store for longer than
+    a limit; `problem` says why it did not answer, and then it is not asked before the next word.
 
-class Listener:
-    """The socket that says that this process is there, until `close` or its end."""
+    Raises:
+        OSError: no socket can be opened.
+        TorchDriftError: this release tells no group's store.
+    """
 
-    def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((address, 0))
-        self._socket.listen(_BACKLOG)
-        self.port: int = self._socket.getsockname()[1]
-        if hasattr(os, "register_at_fork"):  # a data loader's workers outlive a killed rank
-            os.register_at_fork(after_in_child=self.close)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # its store ends with it
+        self.size = dist.get_world_size(group)
+        self.place = _torch.place_of_store(_torch.store_of(group))  # host and port, if it has any
+        self.own, self._listener = introduce(dist.get_rank(group), self.place)
+        self.known = {self.own.rank: self.own}
+        self.problem = ""
+        self._cards: list[Card] = []
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._meet, name="ddpopt roll call", daemon=True)
+        self._thread.start()
+
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether these are the ranks of `group`."""
+        return self._group() is group
 
     def close(self) -> None:
         """Be no longer there."""
-        self._socket.close()
+        self._is_closed.set()
+        self._thread.join(_STORE_S)
+        self._listener.close()
+
+    def tell(self, word: str, text: str = "") -> None:
+        """Tell a word over the one before; "" withdraws it."""
+        self.problem = ""
+        with self._exchange() as board:
+            turn = board.count("turns")
+            self.own = self.own._replace(word=word, text=text[:_LONGEST_TEXT], turn=turn)
+            board.tell(json.dumps(self.own))
+
+    def note(self, doing: str) -> None:
+        """Tell what this rank does from now on, "" for nothing of note."""
+        if not self.problem:  # or compiling would be held up each time
+            self.own = self.own._replace(doing=doing)
+            with self._exchange() as board:
+                board.tell(json.dumps(self.own))
+
+    def hear(self) -> dict[int, Card]:
+        """Return the cards of the known ranks as they are now, or when the store answered last."""
+        if not self.problem:
+            with self._exchange() as board:
+                self._cards = _read_cards(board, range(self.size))
+        self._greet(self._cards)  # who came late
+        return {card.rank: card for card in self._cards if self._is_known(card)}
+
+    def presence_of(self, ranks: Iterable[int]) -> dict[int, Presence]:
+        """Ask for the processes of known ranks."""
+        return find_presence(self.own, [self.known[rank] for rank in ranks], _ASK_S)
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[Board]:
+        board = None
+        try:
+            with contextlib.closing(self._open(_STORE_S)) as board:
+                yield board
+        except PeerError as error:
+            self.problem = str(error) if board is None else board.problem
+
+    def _open(self, limit_s: float) -> Board:
+        group = self._group()
+        if group is None:
+            raise PeerError("the process group was destroyed")
+        return Board(group, "naming the rank that broke", _KEY, limit_s)
+
+    def _is_known(self, card: Card) -> bool:
+        """Whether it is of a known rank's process, not of one that was that rank before."""
+        return card.rank in self.known and self.known[card.rank].port == card.port
+
+    def _greet(self, cards: Iterable[Card]) -> None:
+        """Know who answers, since a firewall may in the place of a machine.
+
+        Or whose process on this machine has ended already.
+        """
+        own = self.own
+        new = [card for card in cards if card.rank != own.rank and not self._is_known(card)]
+        found = find_presence(own, new, _ASK_S / 2)
+        for card in new:
+            is_there = found[card.rank] in (Presence.HERE, Presence.STOPPED)
+            is_seen = card.machine == own.machine and _state_of(own.pid)
+            if is_there or (is_seen and _state_of(card.pid) in ("", "Z", "X")):  # Z: not waited for
+                self.known[card.rank] = card
+
+    def _meet(self) -> None:
+        end_s = time.monotonic() + _MEET_S
+        with contextlib.suppress(Exception), contextlib.closing(self._open(_MEET_S)) as board:
+            told = None
+            while told != self.own:  # it may be told by another thread meanwhile
+                told = self.own
+                board.tell(json.dumps(told))
+            while len(self.known) < self.size and time.monotonic() < end_s:
+                self._greet(_read_cards(board, set(range(self.size)) - self.known.keys()))
+                if self._is_closed.wait(_POLL_S):
+                    return
 
 
-def introduction(rank: int, store_place: tuple[str, int] | None) -> tuple[Identity, Listener]:
-    """Begin to be there; `store_place` is the host and port of the group's store, if it has one.
+def _read_cards(board: Board, ranks: Iterable[int]) -> list[Card]:
+    return [Card(*json.loads(text)) for text in board.get(*map(str, ranks)) if text]
+
+
+# ---- processes --------------------------------------------------------------------------------
+
+
+def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, socket.socket]:
+    """Begin to be there, until the socket that is returned is closed or the process ends.
+
+    `store_place` is the host and port of the group's store, if it has one.
 
     Raises:
         OSError: no socket can be opened.
     """
     address = _own_address(store_place)
-    listener = Listener(address)
-    identity = Identity(
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    if hasattr(os, "register_at_fork"):  # a data loader's workers outlive a killed rank
+        os.register_at_fork(after_in_child=listener.close)
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+    card = Card(
         rank=rank,
         host=socket.gethostname(),
         machine=_machine(),
         pid=os.getpid(),
         address=address,
-        port=listener.port,
-        has_store=store_place is not None and listens_here(store_place[1]),
+        port=listener.getsockname()[1],
+        has_store=rank == 0 and store_place is not None and not is_agents,
     )
-    return identity, listener
+    return card, listener
 
 
-def find_presence(
-    own: Identity, others: Iterable[Identity], limit_s: float
-) -> Mapping[int, Presence]:
-    """Return of each rank whether its process is there, after `limit_s` seconds at most."""
-    asked = [other for other in others if _can_be_asked(own, other)]
-    found = {other.rank: Presence.UNKNOWN for other in others}
-    end_s = time.monotonic() + limit_s
-    for start in range(0, len(asked), _AT_ONCE):
-        found |= _connect_to(asked[start : start + _AT_ONCE], end_s)
-    for other in asked:
-        if found[other.rank] is Presence.HERE and other.machine == own.machine:
-            found[other.rank] = _look_at_process(other.pid)
-    return found
+def find_presence(own: Card, others: Collection[Card], limit_s: float) -> dict[int, Presence]:
+    """Return of each rank whether its process is there; each is waited for `limit_s` seconds."""
+    if not others:
+        return {}
+    with ThreadPoolExecutor(min(len(others), _AT_ONCE)) as pool:
+        found = pool.map(lambda other: _ask(own, other, limit_s), others)
+        return {other.rank: presence for other, presence in zip(others, found, strict=True)}
 
 
-def _can_be_asked(own: Identity, other: Identity) -> bool:
-    """Addresses of one machine, as 127.0.0.1, are somebody else's on another."""
+def _ask(own: Card, other: Card, limit_s: float) -> Presence:
+    is_near = other.machine == own.machine
     is_local = other.address.startswith("127.") or other.address in ("::1", own.address)
-    return not is_local or other.machine == own.machine
-
-
-def _connect_to(others: Iterable[Identity], end_s: float) -> dict[int, Presence]:
-    found: dict[int, Presence] = {}
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for other in others:
-            family = socket.AF_INET6 if ":" in other.address else socket.AF_INET
-            connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            connection.setblocking(False)
-            code = connection.connect_ex((other.address, other.port))
-            if code == errno.EINPROGRESS:
-                selector.register(connection, selectors.EVENT_WRITE, other.rank)
-            found[other.rank] = _meaning(code)
-        while selector.get_map() and (left_s := end_s - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                connection = key.fileobj  # type: ignore[assignment]
-                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                found[key.data] = _meaning(code)
-                selector.unregister(connection)
-    return found
-
-
-def _meaning(code: int) -> Presence:
-    if code in (0, errno.EISCONN):
-        return Presence.HERE
-    return Presence.ENDED if code == errno.ECONNREFUSED else Presence.UNREACHABLE
-
-
-def _look_at_process(pid: int) -> Presence:
-    """Tell a stopped process of this machine from a running one; Linux only."""
-    return Presence.STOPPED if _state_of(pid) in ("T", "t") else Presence.HERE
-
-
-def has_gone(own: Identity, other: Identity) -> bool:
-    """Whether a process of this machine is no longer there, by its number; Linux only."""
-    if other.machine != own.machine or not _state_of(own.pid):
-        return False
-    return _state_of(other.pid) in ("", "Z", "X")  # Z: its parent has not asked for it yet
+    if is_local and not is_near:
+        return Presence.UNKNOWN  # the address is somebody else's here
+    try:
+        socket.create_connection((other.address, other.port), limit_s).close()
+    except ConnectionRefusedError:
+        return Presence.ENDED
+    except OSError:
+        return Presence.UNREACHABLE
+    is_stopped = is_near and _state_of(other.pid) in ("T", "t")
+    return Presence.STOPPED if is_stopped else Presence.HERE
 
 
 def _state_of(pid: int) -> str:
@@ -185,32 +250,12 @@ def _state_of(pid: int) -> str:
 def _own_address(store_place: tuple[str, int] | None) -> str:
     """Return the address by which this machine talks to the store's, else its name's."""
     with contextlib.suppress(OSError):
-        if store_place is None:
-            return socket.gethostbyname(socket.gethostname())
-        family, _, _, _, place = socket.getaddrinfo(*store_place, type=socket.SOCK_DGRAM)[0]
+        known = store_place or (socket.gethostname(), 9)
+        family, _, _, _, place = socket.getaddrinfo(*known, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
     return "127.0.0.1"
-
-
-def listens_here(port: int) -> bool:
-    """Whether this process has a socket that listens on `port`; False where Linux cannot tell."""
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-            sockets |= {
-                f"socket:[{row[9]}]"
-                for row in rows
-                if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port
-            }
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}") in sockets:
-                    return True
-    return False
 
 
 def _machine() -> str:

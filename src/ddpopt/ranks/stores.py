@@ -1,106 +1,141 @@
-"""Calls of a process group's store that are waited for no longer than a limit.
+"""What the ranks of a group tell each other through its store, waited for no longer than a limit.
 
 A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits for
 most of its answers for ever; to one that has ended it tries to connect for minutes. So no other
-module calls a store but from a thread. What is said through it is the affair of the callers.
+module calls a store, and this one does from a thread.
 """
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ddpopt import _torch
+from ddpopt.errors import PeerError
 
 _CLOSING_S = 1.0
 _LONGEST_TEXT = 500
 
 T = TypeVar("T")
 _Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
+_Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], _Answers] | None]  # None is the last
+
+_num_made: collections.Counter[str] = collections.Counter()
 
 
-class StoreGoneError(RuntimeError):
-    """The process group's store fails, or does not answer in time."""
+def next_key(group: dist.ProcessGroup, name: str) -> str:
+    """Return a key that no board had, equal on all ranks if they ask equally often for a name."""
+    own = f"{group.group_name}/{name}"
+    _num_made[own] += 1
+    return f"ddpopt/{name}/{_num_made[own]}"
 
 
-def ask(group: dist.ProcessGroup, call: Callable[[Any], T], limit_s: float) -> T:
-    """Return `call(store)`, made on a connection of its own.
+class Board:
+    """What ranks tell under one key: a word of each, and notes that have names.
 
-    Raises:
-        StoreGoneError: it failed, or has not returned after `limit_s` seconds.
-        TorchDriftError: this release tells no group's store.
-    """
-    connection = StoreConnection(group)
-    try:
-        return connection.ask(call, limit_s)
-    finally:
-        connection.close()
-
-
-class StoreConnection:
-    """A connection of its own to a group's store; other calls of the store do not wait for it.
-
-    Calls are made one after the other. The first that fails, or is not answered in time, is the
-    last: whoever asks after it is told so at once.
+    It has a connection of its own to the store, so that other calls do not wait for it, and a
+    thread, which ends with it. Each call raises PeerError, which begins with `title`, if the store
+    fails or has not answered after `limit_s` seconds; `problem` says so then, and no further call
+    is made.
 
     Raises:
         TorchDriftError: this release tells no group's store.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._problem = ""
-        self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], _Answers] | None] = (
-            queue.SimpleQueue()
-        )
-        store = _torch.store_of(group)
+    def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.title, self.limit_s = title, limit_s
+        self.problem = ""
+        self._key = key
+        self._calls: _Calls = queue.SimpleQueue()
+        held = [_torch.store_of(group)]  # the thread drops it, or it would outlive its group
         self._thread = threading.Thread(
-            target=self._serve, args=(store,), name="ddpopt store", daemon=True
+            target=_serve, args=(held, self._calls), name="ddpopt store", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, self._calls.put, None)
 
-    def ask(self, call: Callable[[Any], T], limit_s: float) -> T:
-        """Return `call(store)`.
+    def tell(self, word: str) -> None:
+        """Write this rank's word, over the one before."""
+        self.put(str(self.rank), word)
 
-        Raises:
-            StoreGoneError: as `ask` of this module, or one before it failed.
-        """
-        if self._problem:
-            raise StoreGoneError(self._problem)
-        answers: _Answers = queue.SimpleQueue()
-        self._calls.put((call, answers))
-        try:
-            answer, error = answers.get(timeout=limit_s)
-        except queue.Empty:
-            self._problem = f"no answer within {limit_s:g} s"
-            raise StoreGoneError(self._problem) from None
-        if error is not None:
-            raise StoreGoneError(self._problem) from error
-        return answer  # type: ignore[no-any-return]
+    def words(self) -> list[str]:
+        """Return each rank's word, "" of those that told none."""
+        return self.get(*map(str, range(self.size)))
+
+    def put(self, name: str, text: str) -> None:
+        """Write a note, over the one before."""
+        self._ask(lambda store: store.set(f"{self._key}/{name}", text))
+
+    def put_first(self, name: str, text: str) -> str:
+        """Write a note unless there is one; return the one that there is then."""
+        key = f"{self._key}/{name}"
+        first: bytes = self._ask(lambda store: store.compare_set(key, "", text))
+        return first.decode()
+
+    def get(self, *names: str) -> list[str]:
+        """Return these notes, "" where there is none."""
+        keys = [f"{self._key}/{name}" for name in names]
+
+        def read(store: Any) -> list[str]:
+            if store.check(keys):
+                return [value.decode() for value in store.multi_get(keys)]
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
+        return self._ask(read)
+
+    def count(self, name: str) -> int:
+        """Add 1 to a number, and return it."""
+        number: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
+        return number
 
     def close(self) -> None:
         """Make no further call, and end the thread unless the store keeps it."""
         self._calls.put(None)
-        if not self._problem:
+        if not self.problem:
             self._thread.join(_CLOSING_S)
 
-    def _serve(self, store: Any) -> None:
-        own = None
-        while not self._problem and (request := self._calls.get()) is not None:
-            call, answers = request
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        cause: Exception | None = None
+        if not self.problem:
+            answers: _Answers = queue.SimpleQueue()
+            self._calls.put((call, answers))
             try:
-                if own is None:
-                    own = connect_anew(store)
-                answers.put((call(own), None))
-            except Exception as error:  # the asker's to see, whatever it is
-                self._problem = str(error)[:_LONGEST_TEXT] or type(error).__name__
-                answers.put((None, error))
+                answer, cause = answers.get(timeout=self.limit_s)
+                if cause is None:
+                    return answer  # type: ignore[no-any-return]
+                self.problem = str(cause)[:_LONGEST_TEXT] or type(cause).__name__
+            except queue.Empty:
+                self.problem = f"no answer within {self.limit_s:g} s"
+                self._calls.put(None)
+        raise PeerError(
+            f"{self.title}: the process group's store has gone ({self.problem}); the process that "
+            "holds it, mostly rank 0's, has ended or hangs: look at its log and start all ranks "
+            "again"
+        ) from cause
 
 
-def connect_anew(store: Any) -> Any:
+def _serve(held: list[Any], calls: _Calls) -> None:
+    own = None
+    while (request := calls.get()) is not None:
+        call, answers = request
+        try:
+            if held:
+                own = _connect_anew(held.pop())
+            answers.put((call(own), None))
+        except Exception as error:  # the asker's to see, whatever it is
+            answers.put((None, error))
+            return
+        del request, call, answers  # they may hold the board, which would never end
+
+
+def _connect_anew(store: Any) -> Any:
     """Return another connection to a store; the store itself if it is one written in Python."""
     try:
         return store.clone()

@@ -26,7 +26,8 @@ from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.groups import make_groups, mean
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.consensus import Fact, agree, naming_peers
+from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.faults import communicating
 from ddpopt.reducer import Parameter
 
 _COUNTERS = ("num_steps", "num_communications")
@@ -183,7 +184,7 @@ class Handle:
             PeerError: a rank did not take part.
         """
         self.check_attached()
-        with self.paused(), naming_peers("averaging the weights of all ranks"):
+        with self.paused(), communicating("averaging the weights of all ranks"):
             flat = self.weights.copy()
             for values in flat:
                 mean(values, self.groups.everyone)
@@ -213,7 +214,7 @@ class Handle:
             comm_hook.release(self.training.ddp)
             self.close()
         if average:
-            with naming_peers("waiting for all ranks to detach"):
+            with communicating("waiting for all ranks to detach"):
                 dist.barrier(self.training.group)  # or a rank might still be receiving the mean
             self.end_groups()
 
@@ -242,7 +243,9 @@ class Handle:
         self.check_attached()
         self.settle()
         problem = find_problem(self._check_state, state)
-        agree(self.groups.everyone, [] if problem else self.facts_of(state), problem)
+        word = Word([] if problem else self.facts_of(state), problem)
+        remedy = "load what all ranks saved after the same step"
+        agree(self.training.ddp, word, AttachError, remedy, group=self.groups.everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
         self.load_own_state(state)
 

@@ -17,7 +17,7 @@ import torch
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.handle import AnyAlgorithm, Handle, Training
-from ddpopt.ranks.consensus import naming_peers
+from ddpopt.ranks.faults import communicating
 
 _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
 
@@ -106,7 +106,7 @@ class BackgroundHandle(Handle):
         def run() -> torch.Tensor:
             if self._failure is None:  # on a broken connection each task would wait for long
                 try:
-                    with naming_peers(f"reducing gradients in step {step}"):
+                    with communicating(f"reducing gradients in step {step}"):
                         task()
                 except Exception as error:
                     self._failure = error
