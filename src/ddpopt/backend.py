@@ -23,6 +23,8 @@ from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedMod
 from ddpopt.options import Options, resolve_options
 from ddpopt.ranks import agreement, faults
 from ddpopt.split import driver, recomputation, state
+from ddpopt.split.nodes import graph_name
+from ddpopt.split.plan import frame_of
 from ddpopt.split.runner import warn_if_nothing_compiled
 
 
@@ -41,9 +43,10 @@ def backend(
         OptionError: an option is unknown or has a bad value.
         UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
         SectionCompileError: the inner compiler raised on a section.
+        DDPOptError: a checkpoint's recomputation is compiled otherwise than its forward.
     """
     resolved = resolve_options(mode, options)
-    ddp, detail = None, ""
+    ddp, detail, version = None, "", None
     try:
         ddp = recomputation.compiled_for()
         if ddp is not None:
@@ -53,7 +56,7 @@ def backend(
         if reason is None and ddp is not None and resolved.buckets == "auto":
             tuner.start(ddp, resolved.split)
         if reason in (None, Fallback.NO_DDP):
-            _guard_on_rules(ddp)
+            version = _guard_on_rules(gm, example_inputs, ddp)
     except TorchDriftError as error:
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     except DDPOptError:
@@ -63,6 +66,8 @@ def backend(
     with faults.compiling():
         if ddp is not None and reason is None:
             compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
+            if version is not None:
+                version.is_cut = state.of(ddp).is_cut_in_forward(graph_name(gm))
         else:
             compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
@@ -98,15 +103,19 @@ def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) 
     return Fallback.NO_DDP if ddp is None else None
 
 
-def _guard_on_rules(ddp: DistributedDataParallel | None) -> None:
+def _guard_on_rules(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], ddp: DistributedDataParallel | None
+) -> recomputation.Version:
     """Keep the graph for DDP modules with equal rules (None: for runs without DDP).
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    rules = state.rules_of(ddp)
+    version = recomputation.Version(frame_of(graph_name(gm)), state.rules_of(ddp))
     code = [] if ddp is None else state.of(ddp).code
-    recomputation.note_compiled(rules)
-    _torch.guard_on(lambda: recomputation.may_run(rules), "DDP's bucket rules", code)
+    has_parameters = any(isinstance(value, torch.nn.Parameter) for value in example_inputs)
+    recomputation.note_compiled(version, has_parameters)
+    _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
+    return version
 
 
 # ---- registration -----------------------------------------------------------------------------

@@ -67,7 +67,8 @@ def test_limits_are_those_of_the_compile_until_new_ones_are_taken(one_rank: None
 
 def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank: None) -> None:
     """A backward that is cut finely serves any buckets."""
-    known = state.of(_ddp())
+    ddp = _ddp()
+    known = state.of(ddp)
     rules = known.rules
     known.begin_search(is_trial=False)
     assert known.is_searched
@@ -80,11 +81,11 @@ def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank:
 
 
 def test_all_tables_are_emptied_together(one_rank: None) -> None:
-    """By `torch._dynamo.reset()`; what others keep of a module goes with its state."""
+    """As `torch._dynamo.reset()` does; what others keep of a module goes with its state."""
     ddp = _ddp()
     table = state.new_table()
     before = state.of(ddp)
     table[ddp] = "something"
-    torch._dynamo.reset()
+    state.clear()
     assert ddp not in table
     assert state.of(ddp) is not before

@@ -14,15 +14,38 @@ from typing import NamedTuple
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt.errors import DDPOptError
 from ddpopt.reducer import ReducerRules
 from ddpopt.split import state
 
 
+class Version:
+    """What Dynamo compiled of a frame once, for a DDP module's rules (None: for no DDP).
+
+    `is_cut` says that the forward graph was: then other tensors are saved than in the whole graph.
+    """
+
+    def __init__(self, frame: str, rules: ReducerRules | None) -> None:
+        self.frame = frame
+        self.rules = rules
+        self.is_cut = False
+
+
 class _Forward(NamedTuple):
-    """The forward of a checkpoint: under which DDP module, and the rules of code for it."""
+    """The forward of a checkpoint: under which DDP module, and what may have run in it.
+
+    Of each frame `versions` are those that Dynamo looked at until it found the one that it ran: in
+    the recomputation the guards of the others fail as they did then.
+    """
 
     ddp: weakref.ref[DistributedDataParallel] | None
     rules: set[ReducerRules | None]
+    versions: dict[str, set[Version]]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a forward graph that ran may have been cut."""
+        return any(version.is_cut for found in self.versions.values() for version in found)
 
 
 _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictionary()
@@ -37,28 +60,55 @@ def compiled_for() -> DistributedDataParallel | None:
     return forward.ddp() if forward is not None and forward.ddp is not None else None
 
 
-def may_run(rules: ReducerRules | None) -> bool:
-    """Whether code that was compiled for these rules (None: for no DDP) is the code to run now.
+def may_run(version: Version) -> bool:
+    """Whether this is the code to run now, as far as DDP is concerned.
 
-    Dynamo offers the version first that ran last. So where a recomputation cannot be told from
-    others (reentrant ones, those of other libraries), any version will do. This is a guard, which
-    runs at each call of a compiled function.
+    Dynamo offers the version first that ran last, which need not be the one that ran in the forward
+    of what is recomputed: a dynamic one and one for its very sizes may both serve an input. Where a
+    recomputation cannot be told from others (reentrant ones, those of other libraries), any version
+    will do. This is a guard, which runs at each call of a compiled function.
     """
     active = _torch.active_ddp()
     forward = _current_forward(active)
     if active is None and _torch.is_in_backward():
-        return forward is None or rules in forward.rules
-    return state.rules_of(active) == rules
+        if forward is None:
+            return True
+        found = forward.versions.get(version.frame)
+        if found is None:
+            return version.rules in forward.rules and not forward.is_cut
+        return version in found
+    is_own = state.rules_of(active) == version.rules
+    if is_own and forward is not None:
+        forward.versions.setdefault(version.frame, set()).add(version)
+    return is_own
 
 
-def note_compiled(rules: ReducerRules | None) -> None:
-    """Note that code is compiled for these rules, which what is recomputed now may run too.
+def note_compiled(version: Version, has_parameters: bool) -> None:
+    """Note a version that is being compiled, which what is recomputed now may run too.
 
     Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
+
+    Raises:
+        DDPOptError: a recomputation comes to another frame than its forward, which was cut, and the
+            frame `has_parameters`.
     """
-    forward = _current_forward(_torch.active_ddp())
-    if forward is not None:
-        forward.rules.add(rules)
+    active = _torch.active_ddp()
+    forward = _current_forward(active)
+    if forward is None:
+        return
+    is_new = version.frame not in forward.versions
+    if has_parameters and is_new and forward.is_cut and active is None and _torch.is_in_backward():
+        raise DDPOptError(_OTHER_FRAMES)
+    forward.rules.add(version.rules)
+    forward.versions.setdefault(version.frame, set()).add(version)
+
+
+_OTHER_FRAMES = (
+    "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo has given "
+    "up a function since, as another layer that shares it breaks the graph, and compiles parts of "
+    "it instead. These save other tensors, so gradients would be wrong; leave the layer that breaks "
+    "the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
+)
 
 
 def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
@@ -69,5 +119,5 @@ def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
     is_recomputing = active is None and _torch.is_in_backward()
     if region not in _forwards and not is_recomputing:
         reference = weakref.ref(active) if active is not None else None
-        _forwards[region] = _Forward(reference, {state.rules_of(active)})
+        _forwards[region] = _Forward(reference, {state.rules_of(active)}, {})
     return _forwards.get(region)

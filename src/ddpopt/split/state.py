@@ -59,6 +59,11 @@ class DDPState:
         """The plans in force, in the order in which they were made."""
         return tuple(self._plans.values())
 
+    def is_cut_in_forward(self, graph: str) -> bool:
+        """Whether a graph is compiled in sections of its forward."""
+        plan = self._plans.get(graph)
+        return plan is not None and bool(plan.sections) and plan.split == "forward"
+
     @property
     def nodes(self) -> Mapping[str, Nodes]:
         """The nodes of each graph's sections, by the graph's name."""
@@ -160,7 +165,7 @@ class DDPState:
     @property
     def has_forward_sections(self) -> bool:
         """Whether a graph is cut in forward, which is to be cut anew for other buckets."""
-        return any(plan.sections and plan.split == "forward" for plan in self.plans)
+        return any(map(self.is_cut_in_forward, self._plans))
 
     # ---- Code ---------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ ROUNDED = "equal within rounding"
 AS_UNSPLIT = "as the unsplit compile, which differs from eager"
 REFUSED = "discarded: eager DDP raises"
 REFUSED_UNSPLIT = "discarded: the unsplit compile raises"
+OTHER_FRAMES = "discarded: Dynamo compiles other frames in a recomputation"
 NOT_SPLIT = "not split, for an error"
 DIFFERS = "differs"
 RAISES = "raises"
@@ -53,6 +54,7 @@ OUTCOMES = (
     AS_UNSPLIT,
     REFUSED,
     REFUSED_UNSPLIT,
+    OTHER_FRAMES,
     NOT_SPLIT,
     DIFFERS,
     RAISES,
@@ -77,7 +79,7 @@ class Finding:
     @property
     def is_discarded(self) -> bool:
         """Whether the case says nothing of ddpopt."""
-        return self.outcome in (REFUSED, REFUSED_UNSPLIT)
+        return self.outcome in (REFUSED, REFUSED_UNSPLIT, OTHER_FRAMES)
 
 
 def run_case(ranks: Ranks, case: Case, plant: str = "") -> Finding:
@@ -100,7 +102,7 @@ def worst_of(
     except RankError as error:
         return kind(outcome=STUCK, detail=str(error))
     worst = max(found, key=lambda each: order.index(each.outcome))
-    if worst.outcome in (REFUSED, REFUSED_UNSPLIT, RAISES):
+    if worst.outcome in (REFUSED, REFUSED_UNSPLIT, OTHER_FRAMES, RAISES):
         ranks.stop()  # an error in mid-backward may have left the processes in any state
     return worst
 
@@ -136,7 +138,8 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
     if unsplit.raised_anywhere:
         return Finding(outcome=REFUSED_UNSPLIT, detail=unsplit.error, sections=ours.sections)
     if ours.raised_anywhere:
-        return Finding(outcome=RAISES, detail=ours.error)
+        is_named = anywhere("a checkpoint's recomputation does not run" in ours.error)
+        return Finding(outcome=OTHER_FRAMES if is_named else RAISES, detail=ours.error)
     return _compare(case, ours, eager, unsplit)
 
 
