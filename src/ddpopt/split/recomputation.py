@@ -106,8 +106,8 @@ def note_compiled(version: Version, has_parameters: bool) -> None:
 _OTHER_FRAMES = (
     "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo has given "
     "up a function since, as another layer that shares it breaks the graph, and compiles parts of "
-    "it instead. These save other tensors, so gradients would be wrong; leave the layer that breaks "
-    "the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
+    "it instead. These save other tensors, so gradients would be wrong; leave the layer that "
+    "breaks the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
 )
 
 
