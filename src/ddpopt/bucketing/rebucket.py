@@ -16,12 +16,12 @@ from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact, Word
-from ddpopt.split import state as records
+from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 
 _NAMES_SHOWN = 3
 
-_applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = records.new_table()
+_applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state.new_table()
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
@@ -39,11 +39,11 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
         PeerError: a rank did not make this call.
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
-    ddp = records.ddp_of(model)
+    ddp = state.ddp_of(model)
     agree(ddp, plan)
     apply(ddp, plan)
-    records.of(ddp).take_new_limits()
-    records.of(ddp).forget_code()
+    state.of(ddp).take_new_limits()
+    state.of(ddp).forget_code()
     _forbid_backward(ddp)
 
 
@@ -55,7 +55,7 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
     if mode is not None:
         return f"this DDP module's buckets cannot be changed: {mode.value}"
     # By name: importing its class needs numpy.
-    if any(type(state).__name__ == "PowerSGDState" for state in _torch.hook_states(ddp)):
+    if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
         return (
             "its comm hook is PowerSGD, which keeps errors by bucket; give "
             "DistributedDataParallel the plan's ddp_kwargs() instead"
@@ -111,7 +111,7 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     buckets = [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
-    records.of(ddp).give_buckets(buckets)
+    state.of(ddp).give_buckets(buckets)
     _applied[ddp] = plan
 
 
