@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt._events import Label
+from ddpopt.split.backward.facts import ANY
 from ddpopt.split.backward.gates import Boxed, CompiledSection, GatedGraph, run_first_section
 
 _MIB = 1024 * 1024
@@ -205,9 +206,14 @@ def _empty_graph(num_parameters: int, num_gates: int) -> Step:
     further = [_empty_section(chunk) for chunk in chunks]
     in_first = [total] if num_gates else range(total + 1)
     backward = run_first_section(
-        _empty_section(in_first), [*range(total + 1), total + 1], total + 1, num_gates + 1, _DEVICE
+        _empty_section(in_first),
+        range(total + 2),
+        token_argument=total + 1,
+        num_kept=num_gates + 1,
+        device=_DEVICE,
+        has_descent=False,
     )
-    graph = GatedGraph(functools.partial(_forward, backward), further, _DEVICE)
+    graph = GatedGraph(functools.partial(_forward, backward), further, _DEVICE, has_descent=False)
     return lambda: graph(*arguments)[0]
 
 
@@ -225,6 +231,7 @@ def _empty_section(released: Sequence[int]) -> CompiledSection:
         keeps=(2,),
         drops=(2,),
         releases=tuple(released),
+        descent=(ANY,) * len(released),
         label=Label("empty", 0),
     )
 
@@ -236,7 +243,7 @@ def _forward(backward: Boxed, *arguments: torch.Tensor) -> Sequence[torch.Tensor
 
 def _section_call_us(num_parameters: int, rounds: int) -> float:
     """Return how long `CompiledSection.run` takes by itself."""
-    section, run = _empty_section(range(num_parameters)), [None] * 3
+    section, run = _empty_section(range(num_parameters)), [None, None, None, ANY]
     times = []
     for _ in range(rounds * _STEPS_PER_TURN):
         start = time.thread_time()

@@ -53,6 +53,15 @@ def test_the_table_of_models_needs_no_further_package() -> None:
     assert all(f"\n| {name} |" in text for name in names)
 
 
+def test_what_cutting_costs_is_measured_for_sections_and_for_gates() -> None:
+    """Of both splits beside the unsplit compile, and of gates without a compiler."""
+    sizes = ("--inner", "aot_eager", "--parameters", "12", "--sections", "3", "--rounds", "2")
+    run = _start("-m", "benchmarks.cost.overhead", *sizes)
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    assert all(f"| {arm}" in text for arm in ("backward", "forward", "unsplit again")), text
+
+
 def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     """The plan beside DDP's default and all caps, each with a prediction."""
     options = ("--models", "tiny", "--rates", "1gbit", "--rounds", "1", "--inner", "aot_eager")
