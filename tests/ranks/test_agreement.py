@@ -142,7 +142,7 @@ def _compile_slowly(rank: int) -> str:
 
 
 def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(own_ranks: OwnRanks) -> None:
-    """All ranks end with one error, which names the rank. `test_warming.py` has a warmup."""
+    """All ranks end with one error, which names the rank; checks/test_warmup.py has a warmup."""
     workers = own_ranks()
     try:
         errors = workers.run(_compile_slowly)
