@@ -362,7 +362,7 @@ def test_a_fact_may_have_a_remedy_of_its_own() -> None:
 
 
 def _agree(rank: int, what: str) -> str:
-    """Return the error of two ranks, of which the second differs or has a problem."""
+    """Return the error of two ranks; the second differs or has a problem."""
     is_other = rank == 1
     ddp = DistributedDataParallel(MLP(1))
     problem = KeyError("no disk") if what == "problem" and is_other else None

@@ -72,7 +72,7 @@ def start(ddp: DistributedDataParallel, split: str) -> None:
 
 
 def restart(ddp: DistributedDataParallel, split: str) -> None:
-    """Look for them anew, on all ranks in the same step."""
+    """Look for better buckets once more, on all ranks in the same step."""
     _tuners.pop(ddp, None)
     _in_use.pop(ddp, None)
     start(ddp, split)
