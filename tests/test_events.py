@@ -1,4 +1,4 @@
-"""Who is told of a DDP module's forwards, in which order, and what it costs the others."""
+"""Observers of a DDP module's forwards: which are told, in which order, at what cost to others."""
 
 from __future__ import annotations
 

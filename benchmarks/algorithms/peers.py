@@ -88,7 +88,7 @@ def _plain(ddp: DistributedDataParallel, settings: Settings, options: dict[str, 
 
 
 def _attached(name: str, **defaults: Any) -> Start:
-    """Attach the algorithm of this name, looked up late so that one that is missing fails alone."""
+    """Attach the algorithm of this name, looked up late so that a missing one fails alone."""
 
     def start(
         ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]

@@ -12,7 +12,6 @@ from benchmarks.harness.tables import Spread, spread, table
 
 _MB = 1e6
 _EAGER = "eager"
-ASYNC_GOAL = 0.95
 
 
 class Turn(NamedTuple):

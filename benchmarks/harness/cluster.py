@@ -77,7 +77,7 @@ class Cluster:
         return {"GLOO_SOCKET_IFNAME": interface} if is_there else {}
 
     def set_rate(self, rate: str) -> None:
-        """Shape all links anew, as in `1gbit`; `free` takes the limit away. Connections stay."""
+        """Give all links this rate, as `1gbit`; `free` takes the limit away. Connections stay."""
         for rank, namespace in enumerate(self.namespaces):
             _shape(namespace, _INTERFACE, rate)
             _shape(self.bridge, f"port{rank}", rate)
@@ -214,7 +214,7 @@ def _ending_by_exception() -> Iterator[None]:
         print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
         sys.exit(128 + number)
 
-    # Whoever has one ignored (nohup) wants it so.
+    # A program that ignores one (nohup) wants it so.
     numbers = [n for n in _ENDING_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:

@@ -81,7 +81,7 @@ def _compiled_autograd(inner: str) -> contextlib.AbstractContextManager[object]:
     return context
 
 
-@functools.cache  # compiled autograd compiles anew for a compiler that it does not know
+@functools.cache  # compiled autograd compiles again for a compiler that it does not know
 def _compiler(inner: str) -> Any:
     return torch.compile(backend=inner)
 

@@ -95,7 +95,7 @@ class Worker:
         return tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     def tune(self, num_steps: int) -> str:
-        """Find the best buckets anew while training; return the plan as JSON, with `outcome`."""
+        """Find the best buckets again while training; return the plan as JSON, with `outcome`."""
         if tuning.of(self._ddp) is not None and not tuning.is_searching(self._ddp):
             self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp, "backward")
@@ -152,7 +152,7 @@ class Worker:
         )
 
     def forget_peak(self) -> None:
-        """Begin to watch the memory in use anew; what compilation left behind is given back."""
+        """Watch the memory in use from now on, after giving back what compilation left behind."""
         gc.collect()
         with contextlib.suppress(AttributeError):  # not all C libraries have it
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,8 @@
 """Where forwards of DDP modules and compiled sections tell that they run.
 
 Forwards tell the observers of their module, in one order; a module that nobody observes pays one
-look into a dictionary. Sections tell the listener, who is there inside of `ddpopt.record` alone;
-else a section pays one look at `current`.
+look into a dictionary. Sections tell the listener, which exists only inside of `ddpopt.record`;
+otherwise a section pays one look at `current`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Turn(enum.IntEnum):
-    """Who is told first; a module has one observer of each kind at most."""
+    """The order in which observers are told; a module has at most one of each kind."""
 
     AGREEMENT = enum.auto()
     VERIFY = enum.auto()
@@ -28,7 +28,7 @@ class Turn(enum.IntEnum):
 
 
 class Observer:
-    """Who is told of a DDP module's forwards. It holds the module weakly, if at all."""
+    """Is told of a DDP module's forwards; holds the module weakly, if at all."""
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Run before a forward."""
@@ -38,7 +38,7 @@ class Observer:
 
 
 Interest = Callable[[DistributedDataParallel], Observer | None]
-"""Returns who is to observe a module, asked once when its first forward begins."""
+"""Returns the observer of a module; asked once, when its first forward begins."""
 
 _interests: dict[Turn, Interest] = {}
 _observers: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[Turn, Observer], ...]]
@@ -51,13 +51,13 @@ def ask_at_first(turn: Turn, interest: Interest) -> None:
 
 
 def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> None:
-    """Tell `observer` of a module's forwards, in the place of another one with its turn."""
+    """Tell `observer` of a module's forwards; it replaces one with the same turn."""
     others = [item for item in _observers_of(ddp) if item[0] is not turn]
     _observers[ddp] = tuple(sorted([*others, (turn, observer)], key=lambda item: item[0]))
 
 
 def ignore(ddp: DistributedDataParallel, turn: Turn) -> None:
-    """Tell the observer with this turn no more."""
+    """Remove the observer with this turn."""
     _observers[ddp] = tuple(item for item in _observers_of(ddp) if item[0] is not turn)
 
 
@@ -68,7 +68,7 @@ def before_forward(ddp: DistributedDataParallel) -> None:
 
 
 def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
-    """Tell a module's observers, those that came in this forward too, that it has ended."""
+    """Tell a module's observers, including those added in this forward, that it has ended."""
     for _, observer in _observers_of(ddp):
         observer.after_forward(ddp, is_ours)
 
@@ -83,14 +83,14 @@ def _observers_of(ddp: DistributedDataParallel) -> tuple[tuple[Turn, Observer], 
 
 
 class Label(NamedTuple):
-    """A section as it is told of; a graph that is compiled whole is its section 0."""
+    """A section, as the listener is told of it; a graph that is compiled whole is its section 0."""
 
     graph: str
     section: int
 
 
 class Listener(Protocol):
-    """Who is told of sections."""
+    """Is told of sections."""
 
     def section(self, label: Label, kind: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a section's `kind`, "forward" or "backward", runs."""

@@ -1,13 +1,13 @@
-"""Files in which others may have a hand: what is read is checked, what is written follows no link.
+"""Files that others may tamper with: what is read is checked, what is written follows no link.
 
-What a document means is its reader's affair, as is the exception that users see.
+What a document means is up to its reader, as is the exception that users see.
 
 [Note: files of others]
 In a folder that several users share, such as /tmp, anybody can foresee a name and plant a link
 there that leads to a file of ours. So a file is made under a random name beside its place and then
-moved there, by which it is there whole or not at all; a folder is made anew, for its user alone.
-Whoever owns the folder above may still put another one in its place, so a `PrivateFolder` knows
-its own by more than its name.
+moved there, so that it is there whole or not at all. A folder is always a new one, and is its
+user's alone. Whoever owns the folder above may still put another one in its place, so a
+`PrivateFolder` knows its own by more than its name.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def check_can_write(path: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is no folder for it.
-        FileExistsError: there is something else than a file of that name.
+        FileExistsError: something other than a file has that name.
     """
     folder = Path(path).absolute().parent
     if not folder.is_dir():
@@ -252,7 +252,7 @@ class PrivateFolder:
 
     @classmethod
     def make(cls, parent: Path, name: str) -> PrivateFolder:
-        """Make one; a name that is taken gets a random end, as OSError what else is in the way."""
+        """Make one, with a random end if the name is taken."""
         path = parent / name
         while os.path.lexists(path):
             path = parent / f"{name}-{secrets.token_hex(4)}"
@@ -265,7 +265,7 @@ class PrivateFolder:
         return self.make(self.path, name)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file in it, anew if it is there; a link is not followed."""
+        """Write a file in it, or overwrite one of ours; a link is not followed."""
         self._check_place()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK
         with os.fdopen(os.open(self.path / name, flags, 0o666), "wb") as file:

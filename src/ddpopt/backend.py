@@ -1,8 +1,8 @@
 """The Dynamo backend `ddpopt`: what Dynamo calls, and for which graphs splitting is on.
 
-Which DDP module is active, is there a reason not to split? The rest is `split/driver.py`'s.
-Importing this module, which Dynamo does when it looks the backend up, registers the take-over of
-graphs from the in-tree DDPOptimizer.
+It finds the active DDP module, or a reason not to split; `split/driver.py` does the rest. Importing
+this module, which Dynamo does when it looks the backend up, registers the take-over of graphs from
+the in-tree DDPOptimizer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def backend(
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     except DDPOptError:
         raise
-    except Exception as error:  # a name of torch's is there, but something else than it was
+    except Exception as error:  # a private name is there, but is not what it was
         reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
     with faults.compiling():
         if ddp is not None and reason is None:
@@ -154,7 +154,7 @@ def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
 
 
 class _FirstForward(Observer):
-    """Finds out whether nothing ran compiled of a module a part of which is to be."""
+    """Finds out whether a module with a part to be compiled ran without any compiled code."""
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         ignore(ddp, Turn.COMPILED)

@@ -136,7 +136,7 @@ class Misplaced(NamedTuple):
 def find_misplaced(
     own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[int]]
 ) -> Misplaced | None:
-    """Return the first parameter of `own` that is reduced with others, or at another turn.
+    """Return the first parameter of `own` that is reduced with others than planned, or out of turn.
 
     `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
     how the rest of a bucket is composed changes nothing for a graph that holds `own`.

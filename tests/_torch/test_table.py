@@ -22,7 +22,7 @@ _BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 
 def _goes_past(tree: ast.AST) -> list[str]:
-    """Return what touches a private name other than by its row."""
+    """Return what touches a private name without going through its row."""
     return [ast.unparse(node) for node in ast.walk(tree) if any(map(_is_private, _named(node)))]
 
 
@@ -90,7 +90,7 @@ def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
 def test_a_name_that_is_not_there_is_neither_read_nor_made(
     row: ModuleName | ObjectName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whichever row: TorchDriftError with its name, and the owner stays as it was."""
+    """For every row: TorchDriftError with its name, and the owner stays as it was."""
     if isinstance(row, ModuleName):
         owner: object = types.ModuleType("empty")
         monkeypatch.setitem(sys.modules, row.owner, owner)

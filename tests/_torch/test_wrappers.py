@@ -65,7 +65,7 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
 
 @pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "bucket_bytes_cap_list"])
 def test_an_attribute_that_is_only_written_is_missed_too(one_rank: None, name: str) -> None:
-    """A Reducer is replaced where DDP can be told so, or stays; nothing is made anew."""
+    """A Reducer is replaced where DDP can be told of it, or else stays; no name is created."""
     ddp = DistributedDataParallel(MLP(1))
     before = ddp.reducer
     delattr(ddp, name)

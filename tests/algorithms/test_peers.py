@@ -1,4 +1,4 @@
-"""Who averages with whom: the published table, and what makes a rotation right."""
+"""Which rank averages with which: the published table, and what makes a rotation right."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_the_loss_is_found_in_what_the_model_returns(arrange: Callable[..., Any]
 
 
 def test_the_loss_can_be_given() -> None:
-    """Of two layers that the model returns, the loss is made of the first."""
+    """The model returns the outputs of two layers; the loss is computed from the first."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model.forward = lambda x: {name: layer(x) for name, layer in model.items()}
     profile = estimate(model, torch.ones(2, 4), device=DEVICE, loss=lambda out: out["a"].sum())

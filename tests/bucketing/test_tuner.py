@@ -134,7 +134,7 @@ def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
 
 
 def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Ranks) -> None:
-    """DDP's one bucket needs no cut; the graph that was cut is replaced by one that is whole."""
+    """DDP's one bucket needs no cut; the graph that was cut is compiled again as a whole."""
     told, _ = ranks.run(_train, "forward", FREE, {})
     assert told["graphs"] == 2
     assert told["sections"][0] > 1
@@ -167,7 +167,7 @@ def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> N
 
 
 def _train_apart(rank: int, absent: int) -> dict[str, Any]:
-    """One rank looks for no better buckets, so that it never comes to meet the other."""
+    """One rank does not look for better buckets, so it never comes to meet the other."""
     buckets = "ddp" if rank == absent else "auto"
     with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
         return _train(rank, "backward", SLOW, {"buckets": buckets})

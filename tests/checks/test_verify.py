@@ -161,7 +161,7 @@ def _forgetting(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[...,
 
 
 def _broken_backward(*arguments: Any) -> Callable[..., Any]:
-    """As `_torch.aot_eager`, but that the first gradient of each section is too large."""
+    """As `_torch.aot_eager`, but the first gradient of each section is too large."""
     gm, inputs, edit_forward, cut_backward = arguments
 
     def cut(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:

@@ -223,7 +223,7 @@ def test_a_replica_lists_its_parameters() -> None:
 
 
 def test_batch_norm_keeps_the_statistics_of_the_first_chunk() -> None:
-    """As a module alone that sees only the first chunk; in eval nothing is written."""
+    """As in a module by itself that sees only the first chunk; in eval nothing is written."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     reference = copy.deepcopy(module)
     parallel = DataParallel(module, CPUS, backend="aot_eager")

@@ -131,7 +131,7 @@ def test_save_writes_what_the_name_says(one_rank: None, tmp_path: Path, suffix: 
 def test_save_replaces_a_file_and_follows_no_link(
     one_rank: None, tmp_path: Path, suffix: str
 ) -> None:
-    """A link may have been planted by whoever foresaw the name."""
+    """Anybody who foresaw the name may have planted a link."""
     explanation = _explain()
     path, precious = tmp_path / f"model.{suffix}", tmp_path / "precious"
     path.write_text("an earlier one")

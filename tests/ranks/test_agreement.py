@@ -142,7 +142,7 @@ def _compile_slowly(rank: int) -> str:
 
 
 def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(own_ranks: OwnRanks) -> None:
-    """All ranks end with one error, which names the rank. `test_warming.py` has a warmup."""
+    """All ranks end with one error, which names the rank; checks/test_warmup.py has a warmup."""
     workers = own_ranks()
     try:
         errors = workers.run(_compile_slowly)
@@ -362,7 +362,7 @@ def test_a_fact_may_have_a_remedy_of_its_own() -> None:
 
 
 def _agree(rank: int, what: str) -> str:
-    """Return the error of two ranks, of which the second differs or has a problem."""
+    """Return the error of two ranks; the second differs or has a problem."""
     is_other = rank == 1
     ddp = DistributedDataParallel(MLP(1))
     problem = KeyError("no disk") if what == "problem" and is_other else None

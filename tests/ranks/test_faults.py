@@ -290,7 +290,7 @@ def test_an_uncaught_error_of_its_own_is_told_to_the_others() -> None:
 
 
 class _RollCall:
-    """Four ranks of which some told words and some have ended; as `RollCall` without processes."""
+    """Four ranks: some told words and some have ended; as `RollCall`, without processes."""
 
     size = 4
     place = ("node0", 29500)
@@ -550,7 +550,7 @@ def test_a_store_that_is_gone_before_the_first_compile_holds_nobody_up() -> None
 def test_a_hook_that_another_library_wrapped_is_called_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also when a group is made anew since."""
+    """Also when a group was made again since."""
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: printed.append(error))
     monkeypatch.setattr(faults, "_here", faults._Here())

@@ -1,4 +1,4 @@
-"""Who the ranks are and what they told, by the store; whether their processes are there.
+"""Who the ranks are and what they told, through the store; whether their processes are there.
 
 On this machine, with a store that answers and with one that hangs.
 """
@@ -170,7 +170,7 @@ def test_the_last_word_of_a_rank_counts(roll_call: RollCall) -> None:
 
 
 def test_words_of_a_process_before_are_not_heard(roll_call: RollCall) -> None:
-    """A group that is made anew on the same store finds them there."""
+    """A group that is made again on the same store finds them there."""
     roll_call.tell("raised", "of old")
     assert dist.group.WORLD is not None
     again = RollCall(dist.group.WORLD)

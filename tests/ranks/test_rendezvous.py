@@ -29,7 +29,7 @@ class _Group(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All groups have one store; a rank's meetings have the names that they have on the others."""
+    """All groups share one store; meetings have the same names on all ranks."""
     store, numbers = dist.HashStore(), [itertools.count() for _ in range(4)]
     monkeypatch.setattr(_torch, "store_of", lambda _: store)
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
@@ -131,7 +131,7 @@ def _appoint(size: int, limit_s: float, num_here: int | None = None) -> list[App
 
 
 def test_ranks_that_all_come_go_on() -> None:
-    """Whoever comes last says so."""
+    """The last one to come says so."""
     appointments = _appoint(3, LIMIT_S)
     assert _on_ranks(3, lambda group: appointments[group.rank].keep("")) == [""] * 3
     assert _threads() == 0

@@ -32,7 +32,7 @@ def _threads() -> list[threading.Thread]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_is_put_on_a_board_is_there() -> None:
-    """Of one that is made again under the same key too."""
+    """Also of one that is made again under the same key."""
     board = _board()
     assert board.words() == [""]
     board.tell("here")
@@ -74,7 +74,7 @@ def test_a_board_that_is_dropped_ends_its_thread() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_store_that_does_not_answer_is_asked_once() -> None:
-    """Whoever asks after the limit is told at once."""
+    """A call after the limit fails at once."""
     with hanging_store() as store:
         board = _board(0.05)
         began_s = time.monotonic()
@@ -99,7 +99,7 @@ def test_what_fails_in_a_call_is_told() -> None:
 
 
 class _Only:
-    """A store of the user's own, of which there is one connection only."""
+    """A store of the user's own, with one connection only."""
 
     def clone(self) -> Any:
         raise RuntimeError('Tried to call pure virtual function "Store::clone"')

@@ -151,7 +151,7 @@ def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind
 def test_a_folder_that_was_replaced_by_a_link_is_not_written_to(
     one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By whoever owns the folder above, between two compiles; training goes on."""
+    """By the owner of the folder above, between two compiles; training goes on."""
     dump_dir, precious = tmp_path / "dumps", tmp_path / "precious"
     precious.mkdir()
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)

@@ -1,4 +1,4 @@
-"""Which code runs where a checkpoint runs a compiled region once more."""
+"""Which code runs when a checkpoint recomputes a compiled region."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _step(compiled: slice) -> DistributedDataParallel:
 
 
 def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: None) -> None:
-    """Layers share `nn.Module.__call__`; one that breaks the graph has Dynamo give that up."""
+    """Layers share `nn.Module.__call__`, which Dynamo gives up when one breaks the graph."""
     with pytest.raises(Exception, match="does not run the compiled code of its forward"):
         _step(slice(None))
 

@@ -141,7 +141,7 @@ def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptur
 
 
 def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -> None:
-    """Dynamo would share it; a guard on DDP's rules makes it compile anew."""
+    """Dynamo would share it; a guard on DDP's rules makes it compile again."""
     for cap, sections in ((CAP, 3), (25, 0), (0.0157, 6), (CAP, 3)):
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))

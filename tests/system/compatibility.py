@@ -25,8 +25,8 @@ _RELEASES = """\
 
 The range is `torch>=2.11`, without an upper bound: a release that moved a private name costs
 overlap and a warning, not the run. `make drift TORCH=torch==2.11.0` runs the core of the tests
-on another release; `ddpopt doctor` says what one lacks. The table is of 2026-11-22, by
-`python -m pytest tests/test_<file>.py` for each file, on a busy machine of two cores:
+on another release; `ddpopt doctor` says what one lacks. The table is of 2026-11-22, a run of pytest
+for each file, by the name that the file had on that day, on a busy machine of two cores:
 
 | tests | torch 2.11.0 | torch 2.15.0 |
 |---|---|---|

@@ -113,9 +113,9 @@ def replica(
 ) -> torch.nn.Module:
     """Return a copy of a module's structure with other tensors and hooks, all else shared.
 
-    As `torch.nn.DataParallel` makes one, but that `parameters()` of it works. `tensors` has all
-    parameters; buffers that are not in it stay. `hooks` has what takes the place of each of
-    `forward_hooks`, by the `id` of that.
+    As `torch.nn.DataParallel` makes one, except that its `parameters()` works. `tensors` has all
+    parameters; buffers that are not in it stay. `hooks` has the replacement for each of
+    `forward_hooks`, by the hook's `id`.
     """
     copies = {m: names.REPLICATE.of(m)() for m in module.modules()}
     for original, copied in copies.items():

@@ -38,8 +38,8 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether the Reducer has yet to form its final buckets; see [Note: buckets].
 
     DDP keeps an attribute for that, which copies and pickles of a module hand on, though each has a
-    Reducer of its own. So it is believed of Reducers that were seen before; of others DDP's log is,
-    which tells a step later.
+    Reducer of its own. So it is believed only for Reducers that were seen before; for others DDP's
+    log decides, a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.of(ddp), names.REDUCER.of(ddp)
     if not follows_arrival_order(ddp):
@@ -61,7 +61,7 @@ _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
     """Return the Reducer's final buckets by parameter index, None where DDP does not tell (yet).
 
-    DDP's log has them from the first step on after the one that rebuilt the buckets.
+    DDP's log has them from the step after the one that rebuilt the buckets.
     """
     reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
     if not reported:
@@ -192,7 +192,7 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
-    """Return what comm hooks registered in Python keep, but for None and process groups."""
+    """Return the states of comm hooks registered in Python, except None and process groups."""
     kinds = (type(None), torch.distributed.ProcessGroup)
     return [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
 
@@ -206,7 +206,7 @@ def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
 
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
-    """Return the comm hook of DDP's own in C++, of which only the log keeps the name."""
+    """Return the name of DDP's own comm hook in C++, which only the log keeps."""
     name = str(_log_of(ddp).get("comm_hook", ""))
     kinds = names.BUILTIN_HOOKS.get()
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
@@ -236,8 +236,9 @@ def replace_reducer(
 ) -> None:
     """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
 
-    As DDP's constructor makes it, with the same options and comm hooks. It rebuilds its buckets
-    after its first iteration as any Reducer, by the limits `caps_bytes`, one for each bucket.
+    It is made as DDP's constructor makes it, with the same options and comm hooks. Like any Reducer
+    it rebuilds its buckets after its first iteration, by the limits `caps_bytes`, one for each
+    bucket.
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)

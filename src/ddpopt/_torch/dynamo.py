@@ -174,9 +174,8 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
 def forget_code(code: Sequence[Any]) -> None:
     """Have Dynamo give up code that it will never run again, so that its limits do not count it.
 
-    As it does itself where an object dies that code was compiled for. Dynamo keeps such code in its
-    list, and would count it as compiled for the object that is there now; so it is noted as another
-    one's.
+    Dynamo does so itself when an object dies that code was compiled for. It keeps such code in its
+    list, and would count it for the present object; so the code is noted as another object's.
     """
     try:
         for manager in code:
@@ -190,12 +189,13 @@ def forget_code(code: Sequence[Any]) -> None:
 def checkpointed_region() -> object | None:
     """Return what is the same in a checkpoint's forward and in its recomputation, None outside.
 
-    `torch.utils.checkpoint` without reentrance; nothing tells of other implementations. A release
-    that hides it from us costs nothing but the case of several compiled versions of one region.
+    This works for `torch.utils.checkpoint` without reentrance; other implementations leave no
+    trace. A release that hides it from us costs nothing but the case of several compiled versions
+    of one region.
     """
     try:
         hooks = names.SAVED_TENSOR_HOOKS.get()(True)
-        if hooks is None:  # so it is at nearly all calls, and guards ask at each
+        if hooks is None:  # as at nearly all calls; guards ask at each
             return None
         frame_class = names.CHECKPOINT_FRAME.get()
     except TorchDriftError as error:

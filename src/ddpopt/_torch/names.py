@@ -154,7 +154,7 @@ def settings(values: Mapping[ModuleName, Any]) -> Iterator[None]:
         yield
 
 
-# All look-ups and writes come by here, where tests hide names.
+# All look-ups and writes go through these two, where tests hide names.
 
 
 def _read(row: PrivateName, owner: Any) -> Any:
@@ -162,7 +162,7 @@ def _read(row: PrivateName, owner: Any) -> Any:
 
 
 def _write(row: PrivateName, owner: Any, value: Any) -> None:
-    getattr(owner, row.name)  # raises where it is not there, and would be made anew
+    getattr(owner, row.name)  # raises where it is missing, since writing would create it
     setattr(owner, row.name, value)
 
 

@@ -37,9 +37,9 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
 
     The order in which gradients become ready, and the part of backward that each has to wait for,
     are estimated from the graph (see `estimate`). The times of forward and backward are measured
-    with the model as `torch.compile` makes it; gradients are as before after that, buffers and
-    the random number state too. On several ranks make the plan on one and broadcast `to_json()`:
-    measured times differ.
+    with the model as `torch.compile` makes it; gradients, buffers and the random number state are
+    then as before. On several ranks make the plan on one and broadcast `to_json()`: measured times
+    differ.
 
     Args:
         model: What DDP is to wrap, compiled or not, on its device, in the mode to be trained in.
@@ -73,7 +73,7 @@ def _measure(
     backend: str | Callable[..., Any] | None,
     loss: Callable[[Any], torch.Tensor] | None,
 ) -> tuple[float, float]:
-    """Return the times of forward and backward: medians, after what the first step compiles."""
+    """Return the median times of forward and backward, without the first step, which compiles."""
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}

@@ -28,8 +28,8 @@ def as_batch(batch: Any) -> Batch:
 def find_loss(output: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
     """Return the output's `loss` (attribute or key), if that is a scalar with a gradient.
 
-    Or else the sum of what `of` makes of each floating point tensor that has one; None if there is
-    no such tensor.
+    Otherwise return the sum of what `of` makes of each floating point tensor with a gradient; None
+    if there is no such tensor.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:

@@ -10,7 +10,7 @@ neither written nor read, and its maker is launched with the reader. This is sim
 compiler does, which also fuses values with several readers, and reductions.
 
 A value's memory belongs to the call that made it. Views and operations in place hand on the memory
-of their first input, so that who reads them reads that.
+of their first input, so reading them reads that.
 """
 
 from __future__ import annotations

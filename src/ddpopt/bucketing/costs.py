@@ -87,7 +87,7 @@ class Profile:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def split(self, sizes: Sequence[int]) -> list[tuple[Gradient, ...]]:
-        """Return the gradients of each bucket, of which the k-th holds the next `sizes[k]`."""
+        """Return the gradients of each bucket; the k-th holds the next `sizes[k]`."""
         ends = itertools.accumulate(sizes, initial=0)
         return [self.gradients[start:stop] for start, stop in itertools.pairwise(ends)]
 
@@ -192,11 +192,11 @@ class Network:
         """Return what an allreduce over `world_size` ranks costs.
 
         A ring takes 2 (N - 1) steps of 1 / N of the bytes each (Patarasuk and Yuan, "Bandwidth
-        optimal all-reduce algorithms for clusters of workstations", 2009). Of a tree, as a pair of
-        trees that are pipelined (Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth
-        broadcast, reduction and scan", 2009), 2 ceil(log2 N) steps of latency count, and all bytes
-        go up and down once. The hierarchical form scatters within nodes, goes round the nodes in
-        a ring, and gathers within nodes.
+        optimal all-reduce algorithms for clusters of workstations", 2009). A tree, as a pipelined
+        pair of trees (Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast,
+        reduction and scan", 2009), costs 2 ceil(log2 N) steps of latency, and all bytes go up and
+        down once. The hierarchical form scatters within nodes, goes round the nodes in a ring, and
+        gathers within nodes.
 
         Raises:
             PlanError: `world_size` is below 1.

@@ -39,9 +39,9 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
 
     The buckets are optimal (see [Note: merging]) where computation and allreduces do not slow each
     other down. Where they do, candidates are the optimal buckets for the times at which gradients
-    are ready under the plan before, and those of uniform caps. Of all that are as good as the best
-    by prediction, but for half a per cent, the one whose largest bucket is smallest is taken: it
-    depends least on predictions, and in measurements it is the fastest.
+    are ready under the plan before, and those of uniform caps. Of all that are predicted to be
+    within half a per cent of the best, the one whose largest bucket is smallest is taken: it
+    depends least on predictions, and was the fastest when measured.
     """
     if not cost.interference and cost.contention == 1:
         return merge(profile, [gradient.ready_s for gradient in profile.gradients], cost)
@@ -123,7 +123,7 @@ class _Problem(NamedTuple):
 def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the minimum of `values[first[i]..last[i]]` for each i, infinity of an empty range.
 
-    By minima over all ranges whose length is a power of 2, of which two cover any range.
+    It takes minima over all ranges whose length is a power of 2; two of those cover any range.
     """
     table = [values]
     while 2 ** len(table) <= len(values):

@@ -118,8 +118,8 @@ class BucketPlan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: the text is none, of another version, or was changed by hand; or it is of
-                more than 32 MiB.
+            PlanError: the text is no plan, is of another version, was changed by hand, or is
+                larger than 32 MiB.
         """
         return cls._read(text, "the text")
 
@@ -193,7 +193,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What a file says beside the plan; in those of other versions the rest may look otherwise."""
+    """What a file says beside the plan; in other versions the rest may look different."""
 
     version: int
     hash: str = ""

@@ -28,10 +28,9 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`.
 
     Comm hooks and all options stay; a hook of yours that keeps something by bucket must forget it.
-    A collective call: every rank of DDP's process group must
-    make it with an equal plan, between a step and the next forward. A backward of a forward from
-    before the call raises. Graphs that are compiled with `backend="ddpopt"` are compiled again in
-    the next forward.
+    This is a collective call: every rank of DDP's process group must make it with an equal plan,
+    between a step and the next forward. A backward of a forward from before the call raises. Graphs
+    that are compiled with `backend="ddpopt"` are compiled again in the next forward.
 
     Raises:
         PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
@@ -116,7 +115,7 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
-    """Return the plan that the buckets of `ddp` are of, None if they are DDP's own."""
+    """Return the plan that gave `ddp` its buckets, None if they are DDP's own."""
     return _applied.get(ddp)
 
 
@@ -153,7 +152,7 @@ class _Permission(Observer):
 
 
 def allow_backward(ddp: DistributedDataParallel) -> None:
-    """End what `rebucket` forbade; a forward has begun."""
+    """Allow again what `rebucket` forbade: a forward has begun."""
     for handle in _guards.pop(ddp, ()):
         handle.remove()
     ignore(ddp, Turn.REBUCKET)

@@ -193,7 +193,7 @@ class Cell:
 
     @property
     def best(self) -> str:
-        """The best of the three, the one that asks for least where they are equally good."""
+        """The best of the three; where they are equally good, the one that asks for least."""
         efficiency = {"saved": self.saved, "default": self.default, "replanned": self.replanned}
         enough = max(efficiency.values()) - _SAME
         return next(name for name, value in efficiency.items() if value >= enough)
@@ -273,7 +273,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """Return a rate in the largest unit of which it is 1 or more."""
+    """Return a rate in the largest unit in which it is 1 or more."""
     bits_per_s = bytes_per_s * 8
     fitting = [unit for unit, scale in _BITS_PER_S.items() if bits_per_s >= scale]
     unit = fitting[-1] if fitting else "bit"

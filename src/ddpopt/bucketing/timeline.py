@@ -17,7 +17,7 @@ from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
 
 
 class BucketTimes(NamedTuple):
-    """Of one bucket, in seconds after backward began."""
+    """The times of one bucket, in seconds after backward began."""
 
     num_bytes: int
     ready_s: float
@@ -90,7 +90,7 @@ def ready_times(
 
 
 class _Allreduce(NamedTuple):
-    """One of them, which waits for the gradient at the place `last`."""
+    """An allreduce; it waits for the gradient at the place `last`."""
 
     num_bytes: int
     last: int
@@ -158,7 +158,7 @@ def _run(
 def undisturbed(
     ready_s: Sequence[float], bucket_bytes: Sequence[tuple[int, int]], cost: AllreduceCost
 ) -> list[float]:
-    """Return measured times of gradients as they would be if no allreduce had run beside.
+    """Return measured times of gradients as they would be if no allreduce had run meanwhile.
 
     `bucket_bytes` are the buckets of the measured run: for each the place of its last gradient,
     and its bytes. The inverse of what `predict` does.

@@ -10,8 +10,8 @@ ranks stay. From there on they are at the same place, and use collectives: measu
 gather the times, rank 0 plans and broadcasts, each says whether the plan fits it, and all apply it,
 or none does.
 
-Nobody waits for what is known before. A rank tells one step ahead that it is about to come, so one
-that will not is known; and whoever cannot go on says so at once. A search is named after the
+No rank waits where the answer is known already. Each announces itself one step ahead, so it is
+known which will not come, and a rank that cannot go on says so at once. A search is named after the
 backward in which it began, so ranks whose searches began in different ones do not wait either.
 """
 
@@ -72,7 +72,7 @@ def start(ddp: DistributedDataParallel, split: str) -> None:
 
 
 def restart(ddp: DistributedDataParallel, split: str) -> None:
-    """Look for them anew, on all ranks in the same step."""
+    """Look for better buckets once more, on all ranks in the same step."""
     _tuners.pop(ddp, None)
     _in_use.pop(ddp, None)
     start(ddp, split)
@@ -270,7 +270,7 @@ class _Stopwatch:
     def begin_step(self) -> None:
         """A forward begins, and with it the end of the step before.
 
-        One of frozen parameters alone, as of a GAN's discriminator, is no part of a step.
+        One whose parameters are all frozen, such as a GAN's discriminator's, is no part of a step.
         """
         if not any(parameter.requires_grad for parameter in self._parameters):
             return
@@ -288,7 +288,7 @@ class _Stopwatch:
             self._steps[-1].forward_ended = self._now()
 
     def remove(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         for _, hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -47,7 +47,7 @@ class _CopyingResults(torch.overrides.TorchFunctionMode):
 
 
 def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """As `copy.deepcopy`, but that it takes tensors that are no leaves."""
+    """As `copy.deepcopy`, but it takes tensors that are no leaves too."""
     with _CopyingResults():
         return copy.deepcopy(value, memo)
 

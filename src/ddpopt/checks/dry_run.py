@@ -236,8 +236,8 @@ def is_compiled_by_us(model: torch.nn.Module) -> bool:
 def default_loss(output: Any) -> torch.Tensor:
     """Return the output's `loss` (attribute or key), or a scalar that depends on all of it.
 
-    No gradient of the second kind vanishes for outputs that are normalized: each element has a
-    target of its own. Where a module returns its loss, there is nothing else to depend on.
+    The scalar gives each element a target of its own, so that gradients of normalized outputs do
+    not vanish. Where a module returns its loss, there is nothing else to depend on.
     """
     loss = batches.find_loss(output, _distance)
     if loss is None:
@@ -265,8 +265,8 @@ def _describe(value: object) -> str:
 def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Restore torch's, Python's and numpy's random number state at the end of the block.
 
-    Yields a function that sets it to what it was, so that each step draws the same numbers. Of
-    accelerators those count that the model's parameters are on.
+    Yields a function that sets it to what it was, so that each step draws the same numbers. The
+    accelerators that hold the model's parameters are included.
     """
     numpy: Any = sys.modules.get("numpy")
     on_devices = _states_on_devices(model)

@@ -270,7 +270,7 @@ def _largest(named: list[dict[str, float]]) -> dict[str, float]:
 
 
 def observe(ddp: DistributedDataParallel) -> Observer | None:
-    """Return who verifies a module at its first training forward, if `config.verify` is set."""
+    """Return what verifies a module at its first training forward, if `config.verify` is set."""
     return _FirstStep() if config.verify and not state.is_copy(ddp) else None
 
 
@@ -311,7 +311,7 @@ def _trains(ddp: DistributedDataParallel) -> bool:
 
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Raise where compiled code is wrong. What else goes wrong must not end training."""
+    """Raise where compiled code is wrong; anything else that goes wrong must not end training."""
     ignore(ddp, Turn.VERIFY)
     try:
         outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))

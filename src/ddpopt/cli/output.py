@@ -97,7 +97,7 @@ def check_can_write(path: Path | None) -> None:
     """Find out before long work whether its result can be written to a file.
 
     Raises:
-        InputError: its folder is missing, or there is something else than a file.
+        InputError: its folder is missing, or something other than a file has that name.
     """
     try:
         if path is not None:

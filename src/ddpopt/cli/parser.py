@@ -178,7 +178,7 @@ def _add_backend(command: argparse.ArgumentParser) -> None:
 
 
 def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return `parse` with errors of which argparse shows the message."""
+    """Return `parse`, raising errors whose message argparse shows."""
 
     def parse_argument(text: str) -> _T:
         try:

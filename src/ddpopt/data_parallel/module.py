@@ -179,7 +179,7 @@ class DataParallel(nn.Module):
 def _run_all(jobs: Sequence[Callable[[], Any]], *, in_turn: bool) -> list[Any]:
     """Run the first job in this thread, each other one in a thread that ends with this call.
 
-    That is so in turn as well: graphs are guarded on modes that a thread has.
+    Jobs that run in turn get threads too: graphs are guarded on modes that belong to a thread.
     """
     first, *others = jobs
     with ThreadPoolExecutor(1 if in_turn else max(1, len(others)), "ddpopt-replica") as pool:
@@ -199,7 +199,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
-    """Return a function of which only this DataParallel has the code.
+    """Return a function whose code only this DataParallel has.
 
     Dynamo counts compiles by code, and learns by its name which sizes change.
     """

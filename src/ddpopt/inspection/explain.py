@@ -1,6 +1,6 @@
 """`explain`: what is known of a DDP model's graphs and buckets, as text and as data.
 
-How the data become a page is for page.py.
+page.py makes a page of the data.
 """
 
 from __future__ import annotations

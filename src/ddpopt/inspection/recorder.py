@@ -103,7 +103,7 @@ def recording_of(ddp: DistributedDataParallel) -> Recording | None:
 
 
 def _machine() -> str:
-    """Return what identifies this machine until it is booted anew, its name where that is all."""
+    """Return what identifies this machine until it is rebooted, or its name if there is no more."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
 

@@ -140,7 +140,7 @@ class Recording:
     def median_step(self) -> RecordedStep | None:
         """Return a step of medians, which begins when forward ends; None without steps.
 
-        Of steps like the last: buckets may have changed, and graphs been compiled, in between.
+        Only steps like the last one count: earlier ones may have had other buckets, or compiled.
         """
         if not self.steps:
             return None

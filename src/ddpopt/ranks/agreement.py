@@ -1,4 +1,4 @@
-"""Whether all ranks say the same: by a collective, or found out without waiting for anybody.
+"""Whether all ranks say the same: by one collective, or through the store without waiting.
 
 Facts are the callers'; here the first difference is found and named, on all ranks alike.
 
@@ -177,7 +177,7 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
 
 
 def observe(_ddp: DistributedDataParallel) -> Observer | None:
-    """Return who counts a module's steps, if ranks are to find out by themselves."""
+    """Return what counts a module's steps, if ranks are to find out by themselves."""
     return _Steps() if config.disagreement == "error" else None
 
 

@@ -1,4 +1,4 @@
-"""Names the rank at which training broke, where torch tells of a connection only.
+"""Names the rank at fault when training breaks, where torch only names a connection.
 
 [Note: faults]
 When a rank ends, the others get an error of the transport out of backward or out of DDP's forward.
@@ -39,7 +39,7 @@ _CONNECTION = re.compile(
 
 
 class _Finding(NamedTuple):
-    """A sentence, and the ranks of which it is certain that they are at fault."""
+    """A sentence, and the ranks that are certainly at fault."""
 
     text: str
     ranks: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ def introduce() -> None:
 
 
 def _explain_uncaught() -> None:
-    """Have `sys.excepthook` print a line more; who has wrapped it since still calls this one."""
+    """Have `sys.excepthook` print one more line; set once, since others may wrap it."""
     if _here.is_explaining:
         return
     _here.is_explaining = True
@@ -237,7 +237,7 @@ def _silent(roll_call: RollCall, cards: _Cards) -> list[int]:
 def _find_compiler(roll_call: RollCall, cards: _Cards) -> _Finding | None:
     """Name the ranks that still compile, and tell them for what the others gave up.
 
-    Or return what another rank told so, which cannot be seen any more.
+    Or return what another rank has told, if it can no longer be seen that they compile.
     """
     silent = _silent(roll_call, cards)
     ranks = tuple(rank for rank in silent if rank in cards and cards[rank].doing == _COMPILES)

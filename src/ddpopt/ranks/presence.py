@@ -1,11 +1,12 @@
 """Who each rank is, what it told, and whether its process is still there.
 
-What is made of that is the affair of `faults.py`.
+`faults.py` draws the conclusions.
 
 [Note: presence]
 Each rank opens a socket that listens and is never read, and tells its address through the process
 group's store. The kernel answers there for as long as the process lives, whatever its threads do,
-and refuses when it has ended; so nobody beats, and steps cost nothing. Asking is bounded.
+and refuses when it has ended; so no rank sends heartbeats, and steps cost nothing. Asking is
+bounded.
 """
 
 from __future__ import annotations
@@ -105,13 +106,13 @@ class RollCall:
         return self._group() is group
 
     def close(self) -> None:
-        """Be no longer there."""
+        """Close the socket, and end the thread."""
         self._is_closed.set()
         self._thread.join(_STORE_S)
         self._listener.close()
 
     def tell(self, word: str, text: str = "") -> None:
-        """Tell a word over the one before; "" withdraws it."""
+        """Tell a word in place of the one before; "" withdraws it."""
         self.problem = ""
         with self._exchange() as board:
             turn = board.count("turns")
@@ -157,7 +158,7 @@ class RollCall:
         return card.rank in self.known and self.known[card.rank].port == card.port
 
     def _greet(self, cards: Iterable[Card]) -> None:
-        """Know who answers, since a firewall may in the place of a machine.
+        """Come to know the ranks that answer; of others, a firewall may refuse in their place.
 
         Or whose process on this machine has ended already.
         """
@@ -191,7 +192,7 @@ def _read_cards(board: Board, ranks: Iterable[int]) -> list[Card]:
 
 
 def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, socket.socket]:
-    """Begin to be there, until the socket that is returned is closed or the process ends.
+    """Show other ranks that this process is there, until the returned socket closes or it ends.
 
     `store_place` is the host and port of the group's store, if it has one.
 
@@ -217,7 +218,7 @@ def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, soc
 
 
 def find_presence(own: Card, others: Collection[Card], limit_s: float) -> dict[int, Presence]:
-    """Return of each rank whether its process is there; each is waited for `limit_s` seconds."""
+    """Return for each rank whether its process is there; wait up to `limit_s` seconds for each."""
     if not others:
         return {}
     with ThreadPoolExecutor(min(len(others), _AT_ONCE)) as pool:

@@ -1,13 +1,13 @@
 """Where the ranks of a group find out, by its store, whether all are here and can all go on.
 
 No collective is used, so no time limit of the process group's runs. What ranks do before and after
-is the caller's affair.
+is up to the caller.
 
 [Note: meetings]
 Ranks meet at a *board*: what they told under one name, which is equal on all ranks and is used
 once. In a *meeting* each rank tells in which phase it is, and a thread of it that it lives; it ends
 when all are done, however long one of them works, or with an error if one fails or falls silent. An
-*appointment* has one deadline and one answer, which whoever writes it first gives: the last rank to
+*appointment* has one deadline and one answer, that of the first rank to write it: the last one to
 come, one that cannot go on, or one that waited too long.
 """
 
@@ -36,7 +36,7 @@ _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, or `ranks 0, 3 and 5 more`, of which at most 8 are shown."""
+    """Return `rank 3`, or `ranks 0, 3 and 5 more`, showing at most 8."""
     all_ranks = sorted(ranks)
     shown = ", ".join(map(str, all_ranks[:_RANKS_SHOWN]))
     more = f" and {len(all_ranks) - _RANKS_SHOWN} more" if len(all_ranks) > _RANKS_SHOWN else ""
@@ -113,7 +113,7 @@ def _wait(board: Board) -> None:
 
 
 def _hear(board: Board, heard: dict[int, tuple[str, float]]) -> dict[int, str]:
-    """Return in which phase each rank is that is not done; note new words."""
+    """Return the phase of each rank that is not done; note new words."""
     missing: dict[int, str] = {}
     for rank, word in enumerate(board.words()):
         phase, _, text = word.partition("\n")
@@ -136,7 +136,7 @@ class Appointment:
     """All ranks go on together, or none does; nobody waits longer than `limit_s`.
 
     Making it announces this rank, before the last collective that comes before the appointment; so
-    one that is not announced is not waited for. `absence` is what is said of it then.
+    nobody waits for one that is not announced. `absence` is what is said of it then.
 
     Raises:
         PeerError: the store has gone or does not answer.

@@ -1,7 +1,7 @@
 """What the ranks of a group tell each other through its store, waited for no longer than a limit.
 
-A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits for
-most of its answers for ever; to one that has ended it tries to connect for minutes. So no other
+A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits
+forever for most answers; if the store has ended, torch tries to connect for minutes. So no other
 module calls a store, and this one does from a thread.
 """
 
@@ -62,7 +62,7 @@ class Board:
         weakref.finalize(self, self._calls.put, None)
 
     def tell(self, word: str) -> None:
-        """Write this rank's word, over the one before."""
+        """Write this rank's word, in place of the one before."""
         self.put(str(self.rank), word)
 
     def words(self) -> list[str]:
@@ -70,7 +70,7 @@ class Board:
         return self.get(*map(str, range(self.size)))
 
     def put(self, name: str, text: str) -> None:
-        """Write a note, over the one before."""
+        """Write a note, in place of the one before."""
         self._ask(lambda store: store.set(f"{self._key}/{name}", text))
 
     def put_first(self, name: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""From a whole graph of Dynamo's to what runs in its place: facts, plan, cut, compile, run.
+"""From Dynamo's whole graph to what runs in its place: facts, plan, cut, compile, run.
 
 It holds no algorithm: each step is a module of `forward` or `backward`, the last is `runner.py`.
 `backend.py` says for which graphs it is called.

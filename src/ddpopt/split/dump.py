@@ -124,7 +124,7 @@ def _attempt(write: Callable[[], None]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Folder:
-    """That of one compile. Nobody else can write to it, so its files may be written again."""
+    """The folder of one compile. Nobody else can write to it, so its files may be overwritten."""
 
     place: PrivateFolder
     gm: fx.GraphModule

@@ -73,11 +73,11 @@ class SplitPlan:
     """How one Dynamo graph is compiled.
 
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
-    `buckets` are the Reducer's as predicted, of which parameters of other graphs under the same
-    DDP module are part. `fallback` is None for a graph that is split; `detail` completes the
-    fallback's sentence. Where `is_shared`, the same compiled graph may run for several modules;
-    it is planned for its first module alone. `split` says of which graph the sections are; where
-    that is forward's although backward's was asked for, `instead` says why.
+    `buckets` are the Reducer's as predicted, and include parameters of other graphs under the same
+    DDP module. `fallback` is None for a graph that is split; `detail` completes the fallback's
+    sentence. Where `is_shared`, the same compiled graph may run for several modules; it is planned
+    for its first module alone. `split` says which graph was cut; where that is the forward although
+    the backward was asked for, `instead` says why.
     """
 
     graph: str

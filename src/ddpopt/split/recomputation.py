@@ -1,4 +1,4 @@
-"""Which code may run now: that of the active DDP module, or the code that is to be recomputed.
+"""Which code may run now: that of the active DDP module, or of a forward that is recomputed.
 
 `torch.utils.checkpoint` around a compiled region runs it once more inside of backward, where no
 DDP module is active, and gives the tensors that it saves this time to the nodes of the first time.
@@ -20,9 +20,9 @@ from ddpopt.split import state
 
 
 class Version:
-    """What Dynamo compiled of a frame once, for a DDP module's rules (None: for no DDP).
+    """One compiled version of a frame, for a DDP module's rules (None: for no DDP).
 
-    `is_cut` says that the forward graph was: then other tensors are saved than in the whole graph.
+    `is_cut` says that the forward graph was cut: then it saves other tensors than the whole graph.
     """
 
     def __init__(self, frame: str, rules: ReducerRules | None) -> None:
@@ -34,8 +34,8 @@ class Version:
 class _Forward(NamedTuple):
     """The forward of a checkpoint: under which DDP module, and what may have run in it.
 
-    Of each frame `versions` are those that Dynamo looked at until it found the one that it ran: in
-    the recomputation the guards of the others fail as they did then.
+    `versions` has for each frame those that Dynamo tried until it found the one that it ran: in the
+    recomputation the guards of the others fail as they did then.
     """
 
     ddp: weakref.ref[DistributedDataParallel] | None
@@ -52,7 +52,7 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 
 def compiled_for() -> DistributedDataParallel | None:
-    """Return the DDP module to compile for: the active one, or the one of what is recomputed."""
+    """Return the DDP module to compile for: the active one, or that of the recomputed forward."""
     active, is_in_backward = _torch.active_ddp(), _torch.is_in_backward()
     if active is not None or not is_in_backward:  # both are asked: later is too late to miss one
         return active
@@ -63,10 +63,10 @@ def compiled_for() -> DistributedDataParallel | None:
 def may_run(version: Version) -> bool:
     """Whether this is the code to run now, as far as DDP is concerned.
 
-    Dynamo offers the version first that ran last, which need not be the one that ran in the forward
-    of what is recomputed: a dynamic one and one for its very sizes may both serve an input. Where a
-    recomputation cannot be told from others (reentrant ones, those of other libraries), any version
-    will do. This is a guard, which runs at each call of a compiled function.
+    Dynamo first offers the version that ran last. In a recomputation that need not be the one that
+    ran in the forward: a dynamic version and one for the exact sizes may both serve an input. Where
+    nothing tells which forward is recomputed (reentrant checkpoints, those of other libraries), any
+    version will do. This is a guard, which runs at each call of a compiled function.
     """
     active = _torch.active_ddp()
     forward = _current_forward(active)
@@ -84,7 +84,7 @@ def may_run(version: Version) -> bool:
 
 
 def note_compiled(version: Version, has_parameters: bool) -> None:
-    """Note a version that is being compiled, which what is recomputed now may run too.
+    """Note a version that is being compiled; a recomputation that is under way may run it too.
 
     Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
 

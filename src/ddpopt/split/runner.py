@@ -150,7 +150,7 @@ _checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
-    """Say so, once a module, when Dynamo compiled none of a forward that ran under ddpopt."""
+    """Warn, once a module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
     if ddp in _checked:
         return
     _checked.add(ddp)

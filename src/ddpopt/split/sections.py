@@ -1,4 +1,4 @@
-"""What compiling a section is alike for both splits: its name in errors, and signs of progress."""
+"""What both splits share in compiling a section: its name in errors, and signs of progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What is known of each DDP module: plans in force, the Reducer's buckets, what code may run.
 
-The driver and the runner write it, and whoever changes buckets; all change it through its verbs.
-A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What others know of a
-module, such as the plan of its buckets, is theirs: they keep it in a table of `new_table`.
+The driver, the runner and the modules that change buckets write it, by its methods only.
+A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What other rooms know of
+a module, such as the plan of its buckets, they keep in a `new_table` of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in laun
 
 
 class Settled(Protocol):
-    """What looks no closer at a DDP module whose buckets are known."""
+    """Has stopped looking at a DDP module, because its buckets are known."""
 
     def unsettle(self) -> None:
         """Look again."""
@@ -33,8 +33,8 @@ class Settled(Protocol):
 class DDPState:
     """What is known of one DDP module.
 
-    `is_copy` says that it is one that a check made. `is_searched` says that better buckets are
-    being looked for, so that graphs are cut finely, and `is_trial` that they will be cut anew then.
+    `is_copy` says that a check made it. `is_searched` says that better buckets are being looked
+    for, so that graphs are cut finely, and `is_trial` that they will be cut again afterwards.
     `code` is what Dynamo compiled for it, as `_torch.forget_code` takes it.
     """
 
@@ -164,7 +164,7 @@ class DDPState:
 
     @property
     def has_forward_sections(self) -> bool:
-        """Whether a graph is cut in forward, which is to be cut anew for other buckets."""
+        """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
         return any(map(self.is_cut_in_forward, self._plans))
 
     # ---- Code ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class DDPState:
         self.is_searched = self.is_trial = False
 
     def forget_code(self) -> None:
-        """Have Dynamo forget what it compiled for the module, whose rules are others now."""
+        """Have Dynamo forget what it compiled for the module, whose rules have changed."""
         _torch.forget_code(self.code)
         self.code.clear()
 
@@ -216,7 +216,7 @@ def of(ddp: DistributedDataParallel) -> DDPState:
 
 
 def is_copy(ddp: DistributedDataParallel) -> bool:
-    """Whether a module is one that a check made."""
+    """Whether a check made this module."""
     known = _states.get(ddp)
     return known is not None and known.is_copy
 
@@ -242,7 +242,7 @@ def _number(frame: str) -> int:
 
 
 def note_drift() -> None:
-    """Note that a graph is compiled whose runs will not be told of, for want of private names."""
+    """Note that a compiled graph's runs will not be noticed, since a private name is missing."""
     global has_drifted  # noqa: PLW0603  # a matter of the process: its torch lacks a name
     has_drifted = True
 

@@ -21,7 +21,7 @@ WIDTH = 8
 class Part(nn.Module):
     """What all have in common.
 
-    Its input comes in its dtype: whoever calls it converts. Blocks at which Dynamo ends a graph do
+    Its input comes in its dtype: the caller converts. Blocks at which Dynamo ends a graph do
     everything in `forward`, because each frame around the break is one more graph.
     """
 
@@ -233,7 +233,7 @@ class Parametrized(Part):
 
 
 class Sorted(Part):
-    """Operators with several results, of which some have no gradient."""
+    """Operators with several results, some without a gradient."""
 
     def make(self, earlier: list[nn.Linear]) -> None:
         self.layer = nn.Linear(WIDTH, WIDTH)

@@ -42,7 +42,7 @@ class Tally:
             self.most_sections[max(finding.sections, default=1)] += 1
 
     def merge(self, other: Tally) -> None:
-        """Add what another one counted."""
+        """Add the counts of another tally."""
         self.outcomes += other.outcomes
         self.features += other.features
         self.most_sections += other.most_sections

@@ -204,7 +204,7 @@ def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
 
 
 def _are_same(actual: _Attempt, expected: _Attempt) -> bool:
-    """Whether two trainings are equal in all bits, but for the signs of zeros and NaNs."""
+    """Whether two trainings are equal in all bits, except the signs of zeros and NaNs."""
     ours, theirs = actual.notes, expected.notes
     return (
         ours.texts == theirs.texts

@@ -16,7 +16,7 @@ _Part = TypeVar("_Part", Block, Case)
 
 
 def simplify(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """Return a case that fails, of which nothing can be left out such that it still does."""
+    """Return a case that fails, and no longer fails if anything is left out."""
     simpler = next((candidate for candidate in simpler_cases(case) if fails(candidate)), None)
     while simpler is not None:
         case = simpler

@@ -25,8 +25,6 @@ from ddpopt.split.plan import SplitPlan
 from tests.system.scenarios.rows import SCENARIOS
 from tests.system.scenarios.scenario import Compile, Scenario, Trainer
 
-OPTIMIZERS = ("forward", "backward", "in-tree", "none")  # the first two are ddpopt's splits
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

@@ -40,8 +40,8 @@ class BackwardFacts:
     """A backward graph as the planner sees it; see [Note: calls and repeats].
 
     `reads[i]` maps each call whose value call i uses to their tie; it is empty for a repeat.
-    `gradients` maps an argument of the forward to the calls that its gradient is made of, which
-    are none if it is an input handed through; `argument_reads` maps it to the calls that read its
+    `gradients` maps an argument of the forward to the calls that its gradient is computed from
+    (none if it is an input handed through); `argument_reads` maps it to the calls that read its
     memory. `num_bytes[i]` is the size of what call i returns, `is_ordered[i]` whether call i has
     effects and must keep its place among such calls.
     """

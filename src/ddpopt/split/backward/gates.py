@@ -5,8 +5,8 @@ It compiles nothing and cuts nothing.
 [Note: tokens, gates and runs]
 A *gate* is an autograd node per backward section but the first, which runs in AOTAutograd's own
 node. It takes the arguments of the forward whose gradients its section makes, so that autograd
-knows where they go, and returns nothing but a *token*: a tensor of one element that ties gates in
-a chain, of which AOTAutograd's node is the end.
+knows where they go, and returns nothing but a *token*: a tensor of one element that ties gates in a
+chain that ends in AOTAutograd's node.
 
     forward:    token -> gate 2 -> gate 1 -> compiled forward -> outputs
                            ^          ^            ^
@@ -43,10 +43,10 @@ Run = list[Any]
 class CompiledSection:
     """A section as it is run; the numbers are those of `SectionGraph`.
 
-    `call` takes its values as a list, which it empties. The gradients it makes come in the order
-    of `releases`, and descend from the outputs that are bits of `descent`: from none that has a
-    gradient, and there is none. Where autocast was on in forward, `call` is `without_autocast`:
-    what was to be cast has been. `label` says which section it is.
+    `call` takes its values as a list, which it empties. The gradients that it makes come in the
+    order of `releases`. `descent` has, as bits, the outputs that each descends from; if none of
+    these has a gradient, None is released. Where autocast was on in forward, `call` is
+    `without_autocast`: what was to be cast has been. `label` says which section it is.
     """
 
     call: Boxed

@@ -5,8 +5,8 @@ an order of the calls and to sections.
 
 [Note: stages and cuts]
 The calls that bucket k waits for, and no earlier bucket does, are *stage* k; a call that no bucket
-waits for belongs to the stage in which it stands, or to the last one. Whoever is given a gradient
-may update the parameter (an optimizer in a hook does), so a bucket also waits for the calls that
+waits for belongs to the stage in which it stands, or to the last one. A hook that gets a gradient
+may update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that
 read its parameters. Running the stages in order completes each bucket as soon as that is possible
 without changing any arithmetic. The cut after stage k may move further on, up to the first gradient
 of the next stage, to where the fewest bytes have to be kept for later sections. Everything is
@@ -128,8 +128,8 @@ def _gradient_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) ->
 def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
     """Move gradients that are by-products of an earlier stage's loops into that stage.
 
-    Such as a bias's, a sum over what the weight's gradient is made of: it costs nothing where that
-    is in registers, while a later section would have to read it from memory.
+    A bias's gradient, for example, sums the values from which the weight's is computed. That costs
+    nothing while they are in registers; a later section would have to read them from memory.
     """
     readers: list[list[int]] = [[] for _ in range(facts.num_calls)]
     for call, reads in enumerate(facts.reads):
@@ -208,8 +208,8 @@ def _first_gradient(facts: BackwardFacts, order: Sequence[int], start: int, stop
 def _cut_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, int] | None]:
     """Return what a cut in front of each place of `order` costs, None where it cannot be made.
 
-    Values that would be rounded, as they are not in the whole graph, count before bytes; of the
-    bytes kept alive those count twice that a fusion would never have written.
+    Values that would be rounded here but not in the whole graph count before bytes. Bytes kept
+    alive that a fusion would never have written count twice.
     """
     place = {call: index for index, call in enumerate(order)}
     size = len(order) + 2
@@ -247,8 +247,8 @@ def _releases(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the arguments whose gradients each section releases.
 
-    A bucket's are released together. Any other gradient is when it is there and its argument is
-    not read any more.
+    A bucket's are released together. Any other gradient is released as soon as it is there and its
+    argument is not read any more.
     """
     place = {call: index for index, call in enumerate(order)}
     section_of = {

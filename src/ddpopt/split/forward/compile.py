@@ -87,8 +87,8 @@ class _SectionCompiler(fx.Interpreter):
 
 
 def _apart_from_saved_tensors_hooks() -> contextlib.AbstractContextManager[None]:
-    """Keep what a fake run saves from the hooks of whoever compiles, a checkpoint for example.
+    """Hide what a fake run saves from hooks around the compile, a checkpoint's for example.
 
-    Of nested hooks autograd calls the innermost.
+    Autograd calls only the innermost of nested hooks.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)

@@ -121,7 +121,7 @@ def _uncrossable_spans(
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
-    """Stretches under a global state that cannot be closed and reopened at a cut."""
+    """The stretches under a global state that cannot be closed and reopened at a cut."""
     opened: list[tuple[str, int]] = []
     no_grad_since: int | None = None
     for position, node in enumerate(calls):
