@@ -1,27 +1,33 @@
-# make demo, make test: each creates the environment that it needs in .venv.
+# make demo, make test, make test-all: each creates the environment that it needs in .venv.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
+# A file at a time in each of two processes; what tests have in common is in one file.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 # What is promised to training, whatever the release of torch; pages, benchmarks and docs are not.
-CORE   := torch drift backend options config buckets forward_split gradients sections gates gated \
-          runner overlap exactness training dump agreement verification warming attachment \
-          data_parallel
+CORE   := _torch split ranks checks data_parallel test_backend.py test_options.py test_config.py \
+          test_reducer.py algorithms/test_api.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
-.PHONY: demo test drift lint docs clean
+.PHONY: demo test test-all drift lint docs clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
+# The quick set, five minutes on two cores. CONTRIBUTING.md says which tests are in it.
 test: .venv/installed
-	$(BIN)/python -m pytest tests
+	$(PYTEST) --set quick
+
+# All tests: the quick set, then the others.
+test-all: test
+	$(PYTEST) --set rest
 
 # The core of the tests on another release: `make drift TORCH=torch==2.11.0`. What PyPI has for
 # Linux is the CUDA build, several GB, which runs on CPUs too; so it is no part of CI.
 drift: $(DRIFT)/installed
-	$(DRIFT)/bin/python -m pytest $(CORE:%=tests/test_%.py)
-	$(DRIFT)/bin/python -m pytest tests/test_cli.py -k doctor
+	$(DRIFT)/bin/python -m pytest $(CORE:%=tests/%)
+	$(DRIFT)/bin/python -m pytest tests/system/test_cli.py -k doctor
 	$(DRIFT)/bin/ddpopt doctor
 
 $(DRIFT)/installed: pyproject.toml

@@ -6,7 +6,7 @@ several nodes by torchrun's own flags. `--compare eager` trains an uncompiled tw
 `--algorithm async` (or another) communicates in another way than DDP's allreduce. With
 `torchrun --max-restarts 3` and `--checkpoint run.pt` it survives the loss of a rank.
 """
-# test: skip, it trains for minutes; tests/test_examples.py trains a smaller model
+# test: skip, it trains for minutes; tests/system/test_examples.py trains a smaller model
 
 import argparse
 import copy

@@ -1,4 +1,7 @@
-"""Fixtures: a process group of one in this process, and two, four or eight further processes."""
+"""Fixtures: a process group of one in this process, and two, four or eight further processes.
+
+Also the choice of a set of tests; `tests/support/sets.py` has the rule.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,31 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 import ddpopt.backend
+from tests.support.haste import hurry
+from tests.support.ranks import OwnRanks, Ranks
+from tests.support.sets import ALL, QUICK, REST, SYSTEM, quick_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--set", choices=[ALL, QUICK, REST], default=ALL, help="see CONTRIBUTING.md")
+
+
+def pytest_configure() -> None:
+    hurry()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k, so that a row is the first one whatever is asked for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("--set")
+    if chosen == ALL:
+        return
+    quick = set(quick_of(items))
+    others = [item for item in items if (item in quick) != (chosen == QUICK)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if (item in quick) == (chosen == QUICK)]
+    items.sort(key=lambda item: SYSTEM not in item.path.parents)  # files that take long begin early
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +67,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     """Four processes with a gloo group, for tests of up to four ranks."""
-    workers = Ranks(4)
+    workers = Ranks(4, is_forked=True)
     yield workers
     workers.stop()
 
@@ -50,6 +75,20 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[Ranks]:
     """Eight processes with a gloo group, for tests of up to eight ranks."""
-    workers = Ranks(8)
+    workers = Ranks(8, is_forked=True)
     yield workers
     workers.stop()
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[OwnRanks]:
+    """Makes ranks for one test: it may kill them, or leave them in any state."""
+    made: list[Ranks] = []
+
+    def make(num_ranks: int = 2) -> Ranks:
+        made.append(Ranks(num_ranks, is_forked=True))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.stop()

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
-from models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
 from ddpopt import Fallback
+from ddpopt.split import driver
+from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 
 OPTIONS = {"inner": "aot_eager"}
 CAP = 0.03  # MiB: two of the MLP's six layers
@@ -281,7 +282,7 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     def broken(*_: Any, **__: Any) -> Any:
         raise error("u0")
 
-    monkeypatch.setattr(ddpopt.backend, moved, broken)
+    monkeypatch.setattr(driver, moved, broken)
     eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 2)
     assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))

@@ -79,7 +79,7 @@ def test_the_environment_sets_the_default(text: str, printed: str) -> None:
 def test_a_bad_environment_value_is_an_error_that_names_it() -> None:
     """It says which variable, which value, and what is valid."""
     stderr = _enabled_with("maybe").stderr
-    assert "DDPOPT_ENABLED is 'maybe'; valid values are '0' and '1'" in stderr
+    assert "DDPOPT_ENABLED is 'maybe'; valid values are ['0', '1']" in stderr
 
 
 def test_the_environment_names_the_folder_of_dumps() -> None:

@@ -38,14 +38,14 @@ for _ in range(3):
 
 REFUSE_TO_FORMAT = """
 import sys, torch.fx
-from ddpopt.plans import Plan
+from ddpopt.split.plan import SplitPlan
 
 def refuse(*_, original=torch.fx.GraphModule.print_readable, **options):
     if "ddpopt" in sys._getframe(1).f_code.co_filename:
         raise AssertionError("formatted while logs are off")
     return original(*_, **options)  # AOTAutograd formats its own graphs
 
-Plan.__str__ = torch.fx.GraphModule.print_readable = refuse
+SplitPlan.__str__ = torch.fx.GraphModule.print_readable = refuse
 """
 
 

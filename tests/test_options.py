@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import MLP
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import OptionError, config
 from ddpopt.options import resolve_options
+from tests.support.models import MLP
 
 
 def test_the_most_specific_setting_wins() -> None:

@@ -7,12 +7,19 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from ddpopt import algorithms, config
-from ddpopt.bucket_plan import BucketPlan, PlannedBucket
-from ddpopt.calibration import calibrate
+from ddpopt.bucketing.ahead import plan
+from ddpopt.bucketing.calibrate import calibrate
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.bucketing.device import Device, measure_device
+from ddpopt.bucketing.estimate import estimate
+from ddpopt.bucketing.plan import BucketPlan, PlannedBucket
+from ddpopt.bucketing.rebucket import rebucket
+from ddpopt.bucketing.simulate import Simulation, Stragglers, simulate
+from ddpopt.bucketing.timeline import Timeline
+from ddpopt.checks.verify import Verification, verify
+from ddpopt.checks.warmup import warmup
+from ddpopt.data_parallel.module import DataParallel
 from ddpopt.errors import (
     AttachError,
     DDPOptError,
@@ -29,34 +36,11 @@ from ddpopt.errors import (
     UnsupportedModeError,
     VerificationError,
 )
-from ddpopt.faults import naming_peers
-from ddpopt.inspection.recording import record
-from ddpopt.inspection.report import Explanation, explain
+from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.recorder import record
+from ddpopt.inspection.recording import Recording
 from ddpopt.inspection.traces import merge_traces
-from ddpopt.parallel.data_parallel import DataParallel
-from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
-from ddpopt.planning.device import Device, measure_device
-from ddpopt.planning.timeline import Timeline
-from ddpopt.rebucketing import rebucket
-from ddpopt.recorded import Recording
-from ddpopt.simulator import Simulation, Stragglers, simulate
-from ddpopt.verification import Verification, verify
-from ddpopt.warming import warmup
-
-if TYPE_CHECKING:
-    from ddpopt.estimation import estimate
-    from ddpopt.planning_ahead import plan
-
-# What reads graphs imports networkx, and takes half a second: not for those who only compile.
-_IMPORTED_WHEN_USED = {"estimate": "ddpopt.estimation", "plan": "ddpopt.planning_ahead"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import what is only imported when it is used."""
-    if name not in _IMPORTED_WHEN_USED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
-
+from ddpopt.ranks.faults import naming_peers
 
 __all__ = [
     "AllreduceCost",

@@ -1,68 +1,31 @@
-"""The Dynamo backend `ddpopt`: from a whole graph to a callable that releases bucket after bucket.
+"""The Dynamo backend `ddpopt`: what Dynamo calls, and for which graphs splitting is on.
 
-It holds no algorithm. In order: is splitting on, which DDP module is active, what will its
-Reducer do (`buckets.py`), where to cut (`planning`), cut (`splitting`), compile (`sections.py`).
-Importing this module, which Dynamo does when it looks the backend up, registers the take-over of
-graphs from the in-tree DDPOptimizer.
+It finds the active DDP module, or a reason not to split; `split/driver.py` does the rest. Importing
+this module, which Dynamo does when it looks the backend up, registers the take-over of graphs from
+the in-tree DDPOptimizer.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import (
-    _torch,
-    agreement,
-    config,
-    dump,
-    faults,
-    listening,
-    logs,
-    rebucketing,
-    recomputation,
-    records,
-    tuning,
-    verification,
-)
-from ddpopt.buckets import (
-    Bucket,
-    Parameter,
-    ReducerRules,
-    fine_buckets,
-    known_buckets,
-    predict_buckets,
-)
-from ddpopt.errors import (
-    CutRefusedError,
-    DDPOptError,
-    Fallback,
-    ForwardInstead,
-    SectionCompileError,
-    TorchDriftError,
-    UnsupportedModeError,
-)
-from ddpopt.gated import compile_gated
-from ddpopt.listening import Label, telling
+from ddpopt import _events, _logs, _torch, config
+from ddpopt._events import Observer, Turn, ask_at_first, ignore
+from ddpopt.bucketing import tuner
+from ddpopt.checks import verify, warmup
+from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
-from ddpopt.planning.backward import final_positions, plan_backward
-from ddpopt.planning.planner import order_arrival, plan_sections
-from ddpopt.plans import BackwardCuts, Plan
-from ddpopt.rehearsal import is_compiled_by_us
-from ddpopt.runner import GraphRunner, order_first_arrival, warn_if_nothing_compiled
-from ddpopt.sections import compile_sections
-from ddpopt.splitting.analysis import GraphFacts, read_facts
-from ddpopt.splitting.backward import SectionGraph
-from ddpopt.splitting.backward_analysis import BackwardFacts
-from ddpopt.splitting.forward import copy_for_splitting, split_forward
-from ddpopt.splitting.nodes import call_nodes, count_collectives, describe, graph_name
-from ddpopt.splitting.parameters import find_parameters, frame_module, has_twin
+from ddpopt.ranks import agreement, faults
+from ddpopt.split import driver, recomputation, state
+from ddpopt.split.nodes import graph_name
+from ddpopt.split.plan import frame_of
+from ddpopt.split.runner import warn_if_nothing_compiled
 
 
 def backend(
@@ -80,9 +43,10 @@ def backend(
         OptionError: an option is unknown or has a bad value.
         UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
         SectionCompileError: the inner compiler raised on a section.
+        DDPOptError: a checkpoint's recomputation is compiled otherwise than its forward.
     """
     resolved = resolve_options(mode, options)
-    ddp, detail = None, ""
+    ddp, detail, version = None, "", None
     try:
         ddp = recomputation.compiled_for()
         if ddp is not None:
@@ -90,20 +54,25 @@ def backend(
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
-            tuning.start(ddp, resolved.split)
+            tuner.start(ddp, resolved.split)
         if reason in (None, Fallback.NO_DDP):
-            _guard_on_rules(ddp)
+            version = _guard_on_rules(gm, example_inputs, ddp)
     except TorchDriftError as error:
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     except DDPOptError:
         raise
-    except Exception as error:  # a name of torch's is there, but something else than it was
+    except Exception as error:  # a private name is there, but is not what it was
         reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
     with faults.compiling():
         if ddp is not None and reason is None:
-            return _compile_under_ddp(gm, example_inputs, ddp, resolved)
-        plan = _blank_plan(gm, resolved, reason, detail)
-        return _compile_whole(gm, example_inputs, ddp, resolved, plan)
+            compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
+            if version is not None:
+                version.is_cut = state.of(ddp).is_cut_in_forward(graph_name(gm))
+        else:
+            compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
+    if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
+        agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
+    return compiled
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
@@ -134,299 +103,19 @@ def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) 
     return Fallback.NO_DDP if ddp is None else None
 
 
-def _guard_on_rules(ddp: DistributedDataParallel | None) -> None:
+def _guard_on_rules(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], ddp: DistributedDataParallel | None
+) -> recomputation.Version:
     """Keep the graph for DDP modules with equal rules (None: for runs without DDP).
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    rules = records.rules_of(ddp)
-    code = [] if ddp is None else records.of(ddp).code
-    recomputation.note_compiled(rules)
-    _torch.guard_on(lambda: recomputation.may_run(rules), "DDP's bucket rules", code)
-
-
-# Where a graph releases one bucket or none, no cut of its backward would help.
-_NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Survey:
-    """What is known of a graph under DDP before it is planned.
-
-    `graph` is a copy that may be cut. `arguments` gives the argument that brings each parameter
-    in, `slots` only those that the graph does not write to.
-    `is_shared` and `is_last` say whether modules of one class share the graph, and whether no
-    other graph can follow it in the DDP module's forward.
-    """
-
-    graph: fx.GraphModule
-    blank: Plan
-    reduced: Sequence[Parameter]
-    arguments: Mapping[int, int]
-    slots: Mapping[int, int]
-    facts: GraphFacts
-    later: Sequence[Parameter]
-    earlier: Sequence[Parameter]
-    rules: ReducerRules
-    actual: Sequence[Sequence[int]] | None
-    is_shared: bool
-    is_last: bool
-    is_cut_finely: bool
-
-    def cut_at(self, plan: Plan) -> tuple[Bucket, ...]:
-        """Return the buckets to cut at: the plan's, or finer ones while better are looked for."""
-        if not self.is_cut_finely:
-            return plan.buckets
-        if self.is_shared:
-            return fine_buckets(plan.arrival)
-        return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
-
-    def draft(self, place: Mapping[int, int]) -> Plan:
-        """Return a plan without sections, for gradients that are final at these places."""
-        arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
-        own = tuple(parameter for parameter in arrival if parameter.index in place)
-        if self.actual is not None:
-            buckets = known_buckets(arrival, self.actual, self.rules)
-            turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
-            own = tuple(sorted(own, key=lambda parameter: turn[parameter.index]))
-        else:
-            buckets = predict_buckets(own if self.is_shared else arrival, self.rules)
-        return dataclasses.replace(
-            self.blank, buckets=buckets, arrival=own, is_shared=self.is_shared
-        )
-
-
-def _compile_under_ddp(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    ddp: DistributedDataParallel,
-    options: Options,
-) -> Callable[..., Any]:
-    passing: tuple[type[BaseException], ...] = (
-        SectionCompileError,
-        *_torch.control_flow_exceptions(),
-    )
-    try:
-        _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
-        survey = _survey(gm, example_inputs, ddp, options)
-        plan, nodes, compiled = _split(gm, example_inputs, survey, options, passing)
-    except passing:
-        raise
-    except Exception as error:
-        reason = (
-            Fallback.TORCH_DRIFT if isinstance(error, TorchDriftError) else Fallback.SPLIT_FAILED
-        )
-        plan = _blank_plan(gm, options, reason, detail=f"{type(error).__name__}: {error}")
-        return _compile_whole(gm, example_inputs, ddp, options, plan)
-    dump.dump_plan(gm, plan)
-    if compiled is None:
-        compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
-    _announce(ddp, plan, nodes)
-    slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
-    return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
-
-
-def _survey(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    ddp: DistributedDataParallel,
-    options: Options,
-) -> _Survey:
-    reduced = _torch.reducer_parameters(ddp)
-    graph = copy_for_splitting(gm)
-    trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
-    owners, slots = find_parameters(graph, example_inputs, trained)
-    record, rules = records.of(ddp), records.rules_of(ddp)
-    assert rules is not None
-    used = {index for indices in owners.values() for index in indices}
-    later, earlier = records.arrival_around(ddp, graph_name(gm), used)
-    names = {parameter.index: parameter.name for parameter in reduced.values()}
-    frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
-    is_shared = has_twin(ddp.module, frame)
-    return _Survey(
-        graph=graph,
-        blank=_blank_plan(gm, options, None),
-        reduced=list(reduced.values()),
-        arguments={
-            index: argument
-            for argument, node in enumerate(graph.graph.find_nodes(op="placeholder"))
-            for index in owners.get(node, ())
-        },
-        slots=slots,
-        facts=read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier}),
-        later=later,
-        earlier=earlier,
-        rules=rules,
-        actual=None if is_shared else record.known_buckets,
-        is_shared=is_shared,
-        is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
-        is_cut_finely=record.tuner is not None and not record.tuner.is_done,
-    )
-
-
-class _Split(NamedTuple):
-    """The plan, the nodes of its sections, and the compiled graph: None if it is to be whole."""
-
-    plan: Plan
-    nodes: records.Nodes
-    compiled: Callable[..., Any] | None
-
-
-def _split(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    survey: _Survey,
-    options: Options,
-    passing: tuple[type[BaseException], ...],
-) -> _Split:
-    plan = _plan_forward(survey)
-    if options.split == "backward" and plan.fallback not in _NOTHING_TO_RELEASE:
-        try:
-            return _split_backward(gm, example_inputs, survey, options)
-        except passing:
-            raise
-        except Exception as error:
-            instead, detail = _refusal(error)
-            plan = dataclasses.replace(plan, instead=instead, detail=detail)
-    calls = describe(call_nodes(survey.graph.graph))
-    if plan.fallback is not None:
-        return _Split(plan, (calls,), None)
-    nodes = tuple(calls[s.start : s.stop] for s in plan.sections)
-    stitched = split_forward(survey.graph, plan.sections)
-    _show_forward(gm, stitched)
-    dump.dump_forward(gm, stitched, nodes, plan)
-    compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
-    return _Split(plan, nodes, compiled)
-
-
-def _plan_forward(survey: _Survey) -> Plan:
-    # Backward passes a parameter's first use last.
-    plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
-    outcome = plan_sections(survey.facts, survey.cut_at(plan))
-    if isinstance(outcome, Fallback):
-        return dataclasses.replace(plan, fallback=outcome)
-    return dataclasses.replace(plan, sections=outcome).with_buckets(plan.buckets)
-
-
-def _split_backward(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
-) -> _Split:
-    """Compile a graph whole and its backward in sections.
-
-    Raises:
-        CutRefusedError: the graph's backward cannot be cut, or was not made.
-    """
-    if isinstance(options.aot, ForwardInstead):
-        raise CutRefusedError(options.aot)
-    arguments = survey.arguments
-    if survey.facts.first_use.keys() - arguments.keys():
-        raise CutRefusedError(ForwardInstead.ATTRIBUTES)
-    elsewhere = {parameter.index for parameter in survey.earlier}
-    plans: list[Plan] = []
-    cuts: list[BackwardCuts] = []
-    nodes: records.Nodes = ()  # none unless backward is cut
-
-    def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
-        final = final_positions(facts, arguments, elsewhere)
-        plan = dataclasses.replace(survey.draft(final), split="backward")
-        outcome = plan_backward(facts, survey.cut_at(plan), arguments, final)
-        if isinstance(outcome, Fallback):
-            plans.append(dataclasses.replace(plan, fallback=outcome))
-            return None
-        plan = dataclasses.replace(plan, sections=outcome.sections, num_nodes=len(outcome.order))
-        plans.append(plan.with_buckets(plan.buckets))
-        cuts.append(outcome)
-        return outcome
-
-    def show(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
-        nonlocal nodes
-        nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
-        _show_backward(original, sections)
-        dump.dump_backward(gm, original, cuts[-1], sections, plans[-1])
-
-    compiled = compile_gated(copy_for_splitting(gm), example_inputs, options.aot, plan_cuts, show)
-    return _Split(plans[-1], nodes or (describe(call_nodes(survey.graph.graph)),), compiled)
-
-
-def _refusal(error: Exception) -> tuple[ForwardInstead, str]:
-    """Say why a backward was not cut."""
-    if isinstance(error, CutRefusedError):
-        return error.reason, error.detail
-    drifted = isinstance(error, TorchDriftError)
-    reason = ForwardInstead.TORCH_DRIFT if drifted else ForwardInstead.FAILED
-    return reason, f"{type(error).__name__}: {error}"
-
-
-def _blank_plan(
-    gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
-) -> Plan:
-    return Plan(
-        graph=graph_name(gm),
-        inner=options.inner_name,
-        num_nodes=len(call_nodes(gm.graph)),
-        fallback=fallback,
-        detail=detail,
-        num_collectives=count_collectives(gm),
-    )
-
-
-def _compile_whole(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    ddp: DistributedDataParallel | None,
-    options: Options,
-    plan: Plan,
-) -> Callable[..., Any]:
-    dump.dump_plan(gm, plan)
-    nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
-    compiled = options.inner(gm, list(example_inputs))
-    _announce(ddp, plan, nodes)
-    if plan.fallback is Fallback.TORCH_DRIFT:  # the runner needs the names that moved
-        records.note_drift()
-        return compiled
-    if ddp is None:
-        return compiled
-    return GraphRunner(plan, nodes, telling(compiled, Label(plan.graph, 0)))
-
-
-def _announce(ddp: DistributedDataParallel | None, plan: Plan, nodes: records.Nodes) -> None:
-    if ddp is not None:
-        records.keep(ddp, plan, nodes)
-        if config.disagreement == "error":
-            agreement.tell(ddp)
-    is_as_asked = plan.fallback is None or plan.fallback.is_expected
-    if is_as_asked and plan.instead is None:
-        logs.info("%s", plan)
-    else:
-        logs.warning("%s", plan)
-
-
-# Graphs go to the ddp_graphs log and the structured trace, each only if it is on.
-
-
-def _show_forward(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
-    logs.graph("original graph", _code(original))
-    for node in stitched.graph.find_nodes(op="call_module"):
-        name = str(node.target)
-        _show_section(name, stitched.get_submodule(name))
-    logs.graph("stitched graph", _code(stitched))
-    _torch.trace_structured("optimize_ddp_split_graph", {}, _code(stitched))
-
-
-def _show_backward(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
-    logs.graph("original backward graph", _code(original))
-    for index, section in enumerate(sections):
-        _show_section(f"backward_{index}", section.graph)
-
-
-def _show_section(name: str, section: torch.nn.Module) -> None:
-    logs.graph(f"{name} graph", _code(section))
-    _torch.trace_structured("optimize_ddp_split_child", {"name": name}, _code(section))
-
-
-def _code(gm: torch.nn.Module) -> Callable[[], str]:
-    assert isinstance(gm, fx.GraphModule)
-    return lambda: str(gm.print_readable(print_output=False))
+    version = recomputation.Version(frame_of(graph_name(gm)), state.rules_of(ddp))
+    code = [] if ddp is None else state.of(ddp).code
+    has_parameters = any(isinstance(value, torch.nn.Parameter) for value in example_inputs)
+    recomputation.note_compiled(version, has_parameters)
+    _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
+    return version
 
 
 # ---- registration -----------------------------------------------------------------------------
@@ -437,15 +126,18 @@ def install() -> None:
     try:
         _torch.take_over(lambda candidate: candidate is backend)
     except TorchDriftError as error:
-        logs.warning(
+        _logs.warning(
             "ddpopt gets graphs that the in-tree DDPOptimizer has split already, and compiles "
             "each whole: %s",
             error,
         )
     try:
-        _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
+        _torch.watch_ddp_forward(_events.before_forward, _after_ddp_forward)
     except TorchDriftError as error:
-        logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+        _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+    ask_at_first(Turn.AGREEMENT, agreement.observe)
+    ask_at_first(Turn.VERIFY, verify.observe)
+    ask_at_first(Turn.COMPILED, lambda _: _FirstForward())
 
 
 def uninstall() -> None:
@@ -454,44 +146,28 @@ def uninstall() -> None:
     _torch.unwatch_ddp_forward()
 
 
-def _before_ddp_forward(ddp: DistributedDataParallel) -> None:
-    agreement.before_forward(ddp)
-    if config.verify:
-        verification.before_forward(ddp)
-    rebucketing.allow_backward(ddp)
-    tuning.before_forward(ddp)
-    if listening.current is not None:
-        listening.current.before_forward(ddp)
-
-
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
-    tuning.after_forward(ddp)
-    if listening.current is not None:
-        listening.current.after_forward(ddp)
-    if ran_under is backend or _is_compiled_inside(ddp):
+    is_ours = ran_under is backend
+    _events.after_forward(ddp, is_ours)
+    if is_ours:
         warn_if_nothing_compiled(ddp)
-    if config.verify:
-        verification.after_forward(ddp, is_around=ran_under is backend)
 
 
-_looked_into: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+class _FirstForward(Observer):
+    """Finds out whether a module with a part to be compiled ran without any compiled code."""
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        ignore(ddp, Turn.COMPILED)
+        if not is_ours and not state.is_copy(ddp) and _is_compiled_inside(ddp):
+            warn_if_nothing_compiled(ddp)
 
 
 def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
-    """Whether a part of a module of which nothing ran compiled is to be compiled by us.
-
-    Asked once a module, since it looks at all of them.
-    """
-    if ddp in _looked_into:
-        return False
-    _looked_into.add(ddp)
-    if records.plans_of(ddp) or records.has_drifted or records.of(ddp).is_copy:
-        return False
     try:
         return is_compiled_by_us(ddp)
     except TorchDriftError:
         return False  # only a warning is lost
 
 
-backend.reset = records.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
+backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
 install()

@@ -9,107 +9,90 @@ whatever is set here.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ddpopt.errors import OptionError
 
 BUCKETS = ("ddp", "auto")
 DISAGREEMENTS = ("warning", "error")
-_BOOLEANS = {"0": False, "1": True}
+
+_Value = TypeVar("_Value", bool, str)
+_checks: dict[str, Callable[[object], object]] = {}
 
 
-def _read_boolean(variable: str, default: bool) -> bool:
+def check_boolean(name: str, value: object, error: type[Exception] = OptionError) -> None:
+    """Raise `error` unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise error(f"{name} is {value!r}, a {type(value).__name__}; give True or False")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise OptionError unless `value` is one of `choices`; without choices, unless it is a str."""
+    if choices and value not in choices:
+        raise OptionError(f"{name} is {value!r}; valid values are {list(choices)}")
+    if not isinstance(value, str):
+        raise OptionError(f"{name} is {value!r}, a {type(value).__name__}; give a str")
+
+
+def check_flag(flag: str, value: object) -> None:
+    """Raise OptionError unless there is such a flag and `value` is one that it can have."""
+    if flag not in _checks:
+        raise OptionError(f"ddpopt.config has no flag {flag!r}; its flags are {sorted(_checks)}")
+    _checks[flag](value)
+
+
+def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
+    """Note how a flag is checked, and return its value: the environment's, or the default."""
+
+    def check(value: object) -> None:
+        if isinstance(default, bool):
+            check_boolean(repr(flag), value)
+        else:
+            check_choice(repr(flag), value, choices)
+
+    _checks[flag] = check
+    variable = f"DDPOPT_{flag.upper()}"
     text = os.environ.get(variable)
     if text is None:
         return default
-    if text not in _BOOLEANS:
-        raise OptionError(
-            f"the environment variable {variable} is {text!r}; valid values are '0' and '1'"
-        )
-    return _BOOLEANS[text]
+    if isinstance(default, bool):
+        check_choice(f"the environment variable {variable}", text, ("0", "1"))
+        return text == "1"
+    check(text)
+    return text
 
 
-def check_boolean(flag: str, value: object) -> bool:
-    """Return `value` if it is a bool.
-
-    Raises:
-        OptionError: it is anything else.
-    """
-    if not isinstance(value, bool):
-        raise OptionError(f"{flag!r} is {value!r}, a {type(value).__name__}; give True or False")
-    return value
-
-
-def check_choice(flag: str, value: object, choices: Sequence[str]) -> str:
-    """Return `value` if it is one of `choices`.
-
-    Raises:
-        OptionError: it is anything else.
-    """
-    if not isinstance(value, str) or value not in choices:
-        raise OptionError(f"{flag!r} is {value!r}; valid values are {list(choices)}")
-    return value
-
-
-check_enabled = functools.partial(check_boolean, "enabled")
-check_buckets = functools.partial(check_choice, "buckets", choices=BUCKETS)
-_check_disagreement = functools.partial(check_choice, "disagreement", choices=DISAGREEMENTS)
-
-
-def check_dump_dir(value: object) -> str:
-    """Return `value` if it is a str.
-
-    Raises:
-        OptionError: it is anything else.
-    """
-    if not isinstance(value, str):
-        raise OptionError(
-            f"'dump_dir' is {value!r}, a {type(value).__name__}; give the name of a folder, or '' "
-            "for no dumps"
-        )
-    return value
-
-
-enabled: bool = _read_boolean("DDPOPT_ENABLED", default=True)
+enabled: bool = _declare("enabled", True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
-buckets: str = check_buckets(os.environ.get("DDPOPT_BUCKETS", "ddp"))
+buckets: str = _declare("buckets", "ddp", BUCKETS)
 """Whose buckets DDP reduces: its own (`"ddp"`), or the best that are found in the first iterations
 (`"auto"`). Read when a graph is compiled. Environment: `DDPOPT_BUCKETS`."""
 
-dump_dir: str = check_dump_dir(os.environ.get("DDPOPT_DUMP_DIR", ""))
+dump_dir: str = _declare("dump_dir", "")
 """The folder that each compile's graphs and plan are written to; `""` writes none. Read when a
 graph is compiled. Environment: `DDPOPT_DUMP_DIR`."""
 
-verify: bool = _read_boolean("DDPOPT_VERIFY", default=False)
+verify: bool = _declare("verify", False)
 """Whether each DDP model's first training forward is preceded by `ddpopt.verify`, which raises
 `VerificationError` where it fails; a warning says what cannot be verified. Set it on all ranks
 alike. Environment: `DDPOPT_VERIFY`."""
 
-disagreement: str = _check_disagreement(os.environ.get("DDPOPT_DISAGREEMENT", "warning"))
-"""What follows where ranks compiled for different DDP models: a `"warning"` or an `"error"`
+disagreement: str = _declare("disagreement", "warning", DISAGREEMENTS)
+"""What happens if ranks compiled for different DDP models: a `"warning"` or an `"error"`
 (`DisagreementError`), on every rank. They compare in `ddpopt.warmup`; for an error also after the
 steps that compile, by the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
 
-name_peers: bool = _read_boolean("DDPOPT_NAME_PEERS", default=False)
+name_peers: bool = _declare("name_peers", False)
 """Whether a process opens a socket by which other ranks see that it lives, so that errors of lost
 connections name the rank, without a `ddpopt.naming_peers` block. Read when a graph is compiled.
 Environment: `DDPOPT_NAME_PEERS`."""
 
-_CHECKS: dict[str, Callable[[object], object]] = {
-    "enabled": check_enabled,
-    "buckets": check_buckets,
-    "dump_dir": check_dump_dir,
-    "verify": functools.partial(check_boolean, "verify"),
-    "disagreement": _check_disagreement,
-    "name_peers": functools.partial(check_boolean, "name_peers"),
-}
-
-VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _CHECKS)
+VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _checks)
 """The environment variables that are read here."""
 
 
@@ -122,7 +105,7 @@ def patch(**flags: object) -> Iterator[None]:
     """
     module = sys.modules[__name__]
     for name, value in flags.items():
-        _check_flag(name, value)
+        check_flag(name, value)
     previous = {name: getattr(module, name) for name in flags}
     for name, value in flags.items():
         setattr(module, name, value)
@@ -133,18 +116,12 @@ def patch(**flags: object) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _check_flag(name: str, value: object) -> None:
-    if name not in _CHECKS:
-        raise OptionError(f"ddpopt.config has no flag {name!r}; its flags are {sorted(_CHECKS)}")
-    _CHECKS[name](value)
-
-
 class _ConfigModule(types.ModuleType):
     """A module whose flags are checked when they are assigned."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("__"):
-            _check_flag(name, value)
+            check_flag(name, value)
         super().__setattr__(name, value)
 
 

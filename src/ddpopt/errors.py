@@ -173,6 +173,23 @@ class ForwardInstead(enum.Enum):
     )
 
 
+class DDPMode(enum.Enum):
+    """A mode of a DDP module in which its Reducer, or its allreduce, cannot be replaced."""
+
+    UNUSED_PARAMETERS = (
+        "it looks for unused parameters in each iteration (find_unused_parameters=True), and then "
+        "forms buckets by the order of registration; set static_graph=True if the same parameters "
+        "are used in all iterations"
+    )
+    MIXED_PRECISION = "it has DDP's mixed_precision; use autocast instead"
+    OPTIMIZER_IN_BACKWARD = "an optimizer runs in its backward (apply_optimizer_in_backward)"
+    DELAYED_PARAMETERS = (
+        "it delays the reduction of some parameters (delay_all_reduce_named_params)"
+    )
+    JOIN = "it is in its join() context, in which ranks make different numbers of steps"
+    FROZEN = "all its parameters are frozen now, so it has no gradients"
+
+
 class CutRefusedError(Exception):
     """A backward graph cannot be cut; raised and caught inside of ddpopt."""
 

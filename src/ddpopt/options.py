@@ -46,11 +46,11 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         OptionError: a key is unknown, or a value is not valid; the message lists what is.
     """
     given = dict(options or {})
-    enabled = config.check_enabled(given.pop("enabled", config.enabled))
-    buckets = config.check_buckets(given.pop("buckets", config.buckets))
+    enabled, buckets = (given.pop(flag, getattr(config, flag)) for flag in ("enabled", "buckets"))
+    config.check_flag("enabled", enabled)
+    config.check_flag("buckets", buckets)
     split = given.pop("split", SPLITS[0])
-    if split not in SPLITS:
-        raise OptionError(f"the option 'split' is {split!r}; valid values are {list(SPLITS)}")
+    config.check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
     aot: _torch.AOTCompilerFn | ForwardInstead = ForwardInstead.INNER
     compiler, drift = _run_uncompiled, ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ddpopt.algorithms._runtime.handle import Handle
+from ddpopt.algorithms.api import Algorithm, attach
 from ddpopt.algorithms.async_average import AsyncModelAverage, AsyncModelAverageHandle
-from ddpopt.algorithms.attachment import attach
 from ddpopt.algorithms.byte_grad import ByteGrad
 from ddpopt.algorithms.decentralized import Decentralized
 from ddpopt.algorithms.gradient_allreduce import GradientAllReduce
-from ddpopt.algorithms.handle import Algorithm, Handle
 from ddpopt.algorithms.low_precision import (
     LowPrecisionDecentralized,
     LowPrecisionDecentralizedHandle,

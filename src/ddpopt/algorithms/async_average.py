@@ -1,6 +1,6 @@
 """`AsyncModelAverage`: a thread averages the ranks' weights, while each rank trains at its speed.
 
-Source: asynchronous model average as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: asynchronous model average as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
-from ddpopt.algorithms.agreement import Fact, naming_peers
-from ddpopt.algorithms.averaging_loop import AveragingLoop, Peers
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import make_agreement_group
-from ddpopt.algorithms.handle import Algorithm, Handle, Training
-from ddpopt.algorithms.turns import Turns
-from ddpopt.algorithms.values import check_count
+from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop, Peers, Turns
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.groups import make_agreement_group
+from ddpopt.algorithms._runtime.handle import Handle, Training
+from ddpopt.algorithms.api import Algorithm, check_count
 from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.agreement import Fact
+from ddpopt.ranks.faults import communicating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,8 @@ class AsyncModelAverage(Algorithm["AsyncModelAverageHandle"]):
         _check_interval(self.sync_interval_ms)
         check_count("warmup_steps", self.warmup_steps, 0)
 
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there: DDP must not communicate in its forwards."""
+    def check(self, training: Training) -> None:
+        """Raise OptionError if DDP communicates in its forwards."""
         ddp, reason = training.ddp, ""
         if ddp.find_unused_parameters:
             reason = "find_unused_parameters=True; give find_unused_parameters=False"
@@ -62,15 +63,14 @@ class AsyncModelAverage(Algorithm["AsyncModelAverageHandle"]):
             )
         elif any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
             reason = "SyncBatchNorm, which communicates at each forward; use BatchNorm"
-        if not reason:
-            return None
-        return OptionError(
-            "AsyncModelAverage lets ranks make different numbers of steps, and this DDP module "
-            f"makes them wait for each other: it has {reason}"
-        )
+        if reason:
+            raise OptionError(
+                "AsyncModelAverage lets ranks make different numbers of steps, and this DDP "
+                f"module makes them wait for each other: it has {reason}"
+            )
 
     def make_handle(self, training: Training) -> AsyncModelAverageHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return AsyncModelAverageHandle(training, self)
 
 
@@ -80,11 +80,9 @@ class AsyncModelAverageHandle(Handle):
     Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
     A round that failed is raised as PeerError by the next step's forward and by the methods that
     stop the rounds. Stop them (`paused`, `abort`) to evaluate, and to load or save weights.
-    Ranks need not make equally many steps, but each has to make two: DDP itself has them wait for
-    each other in the second forward, once.
+    Ranks need not make equally many steps, but each has to make at least two: in its second
+    forward, DDP itself waits for all ranks, once.
     """
-
-    is_quiet_between_steps = False
 
     def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
         super().__init__(training, algorithm)
@@ -93,9 +91,9 @@ class AsyncModelAverageHandle(Handle):
         self._turns = Turns(training.device)
         self._has_turn = False  # training has it, whatever its thread
         timeout = _torch.group_timeout(training.group, training.device)
-        agreement = self.hold(make_agreement_group(training.group, training.device))
+        self._agreement = make_agreement_group(training.group, training.device)
         peers = Peers(
-            agreement=agreement,
+            agreement=self._agreement,
             data=self.groups.everyone,
             device=training.device,
             timeout_s=timeout.total_seconds(),
@@ -107,9 +105,9 @@ class AsyncModelAverageHandle(Handle):
     def abort(self) -> None:
         """Make no more rounds: no weight changes by communication after this. Collective.
 
-        Ranks come here after different numbers of steps, and go on with the rounds until all have.
-        A step that is open ends here. Training after it is each rank's own. Does nothing when
-        called again.
+        Ranks may call this after different numbers of steps: the early ones keep making rounds
+        until all have called it. A step that is open ends here. Afterwards each rank trains by
+        itself. Does nothing when called again.
 
         Raises:
             PeerError: a round failed, or a rank did not call this within the group's timeout.
@@ -117,7 +115,7 @@ class AsyncModelAverageHandle(Handle):
         self.check_attached()
         self.settle()
         self._is_aborted = True
-        self._stop()
+        self.begin_pause()
 
     def resume(self) -> None:
         """Make rounds again after `abort`, from the next step on. Collective.
@@ -131,7 +129,7 @@ class AsyncModelAverageHandle(Handle):
         self.check_attached()
         self._is_aborted = False
         if not self.is_paused:
-            with self._naming_peers():
+            with self._communicating():
                 self._loop.allow()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,29 +160,33 @@ class AsyncModelAverageHandle(Handle):
         if _torch.is_in_join(self.training.ddp):
             raise AttachError(
                 "AsyncModelAverage cannot work in DDP's join() context, in which ranks wait for "
-                "each other (and do so after it, as torch has it); leave it out, since ranks may "
+                "each other (and go on to do so after it); leave it out, since ranks may "
                 "make different numbers of steps"
             )
-        self._take_turn()
+        self.before_update()
 
     def begin_step(self) -> None:
         """Begin with the rounds after the warm-up."""
         if self.num_steps > self._warmup_steps:
-            with self._naming_peers():
+            with self._communicating():
                 self._loop.run()
-        self._take_turn()  # settling a step whose update was skipped gave it away
+        self.before_update()  # settling a step whose update was skipped gave the weights away
 
     def before_update(self) -> None:
         """Have the weights, also if no forward came before."""
-        self._take_turn()
+        self._has_turn = self._has_turn or self._turns.take()
 
     def after_update(self) -> None:
         """Let a round change the weights."""
-        self._give_turn()
+        if self._has_turn:
+            self._has_turn = False
+            self._turns.give()
 
     def begin_pause(self) -> None:
         """Stop the rounds."""
-        self._stop()
+        self.after_update()  # a forward without an update has the weights; a round may want them
+        with self._communicating():
+            self._loop.stop()
 
     def end_pause(self) -> None:
         """Let rounds go on, unless aborted."""
@@ -195,27 +197,19 @@ class AsyncModelAverageHandle(Handle):
         """End the thread."""
         self._loop.end()
         self._loop.join()
-        self._give_turn()
+        self.after_update()
+
+    def end_groups(self) -> None:
+        """Destroy the process groups, once no rank communicates on them any more."""
+        super().end_groups()
+        dist.destroy_process_group(self._agreement)
 
     def facts_of(self, state: dict[str, Any]) -> list[Fact]:
         """Only the steps of the warm-up have to be equal."""
         return [Fact("steps of the warm-up", str(min(state["num_steps"], self._warmup_steps)))]
 
-    def _take_turn(self) -> None:
-        self._has_turn = self._has_turn or self._turns.take()
-
-    def _give_turn(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
-            self._turns.give()
-
-    def _stop(self) -> None:
-        self._give_turn()  # a forward without an update has it, and a round may wait for it
-        with self._naming_peers():
-            self._loop.stop()
-
-    def _naming_peers(self) -> contextlib.AbstractContextManager[None]:
-        return naming_peers(f"averaging weights in the background of step {self.num_steps}")
+    def _communicating(self) -> contextlib.AbstractContextManager[None]:
+        return communicating(f"averaging weights in the background of step {self.num_steps}")
 
 
 def _check_interval(value: object) -> None:

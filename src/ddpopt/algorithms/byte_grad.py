@@ -1,35 +1,33 @@
 """`ByteGrad`: gradients are reduced behind backward as DDP does, in one byte an element.
 
-Also what `QAdam` does with momenta.
-Source: ByteGrad as Bagua has it (Gan et al., arXiv 2107.01499).
+`QAdam` reduces momenta the same way.
+Source: ByteGrad as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddpopt.algorithms.background import BackgroundHandle
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.groups import Groups
-from ddpopt.algorithms.handle import Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.quantization import (
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.groups import Groups
+from ddpopt.algorithms._runtime.handle import AnyAlgorithm, Training
+from ddpopt.algorithms._runtime.quantization import (
     are_finite,
     compress,
     decompress,
-    in_chunks,
     pack,
     unpack,
 )
-from ddpopt.algorithms.values import check_boolean
+from ddpopt.algorithms._runtime.worker import BackgroundHandle
+from ddpopt.algorithms.api import HierarchicalAlgorithm
+from ddpopt.config import check_boolean
 from ddpopt.errors import NonFiniteError
 
-# torch < 2.13 has it under its old name only
+# torch < 2.13: only the old name exists
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -39,14 +37,14 @@ class ByteGrad(HierarchicalAlgorithm["ByteGradHandle"]):
 
     A bucket is divided into one chunk for each rank. Each rank receives its chunk from all others
     as codes, averages it in float32, and sends the codes of the mean to all others. So a gradient
-    is rounded twice, and all ranks end with bitwise equal ones. What rounding loses is not made
-    up for in later steps.
+    is rounded twice, and all ranks end with bitwise equal ones. What rounding loses is not carried
+    over to later steps.
 
     Attributes:
         average: Divide by the number of ranks, as DDP does.
         hierarchical: Average within each node first, uncompressed, and compress between nodes;
             with one node nothing is compressed. See [Note: hierarchical] in
-            `algorithms/groups.py`.
+            `algorithms/_runtime/groups.py`.
         local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
 
     Raises:
@@ -58,10 +56,10 @@ class ByteGrad(HierarchicalAlgorithm["ByteGradHandle"]):
 
     def __post_init__(self) -> None:
         HierarchicalAlgorithm.__post_init__(self)
-        check_boolean("average", self.average)
+        check_boolean("average", self.average, TypeError)
 
     def make_handle(self, training: Training) -> ByteGradHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return ByteGradHandle(training, self, average=self.average)
 
 
@@ -69,14 +67,9 @@ class ByteGradHandle(BackgroundHandle):
     """As `BackgroundHandle`."""
 
     def __init__(
-        self,
-        training: Training,
-        algorithm: HierarchicalAlgorithm[Any],
-        *,
-        average: bool = True,
+        self, training: Training, algorithm: AnyAlgorithm, *, average: bool = True
     ) -> None:
-        size = algorithm.ranks_per_node(training)
-        super().__init__(training, algorithm, ranks_per_node=size)
+        super().__init__(training, algorithm)
         self._average = average
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
@@ -116,7 +109,7 @@ def _mean_of_leaders(values: torch.Tensor, groups: Groups) -> torch.Tensor:
     if num_chunks == 1:
         return values if values.isfinite().all() else torch.full_like(values, torch.nan)
     padded = F.pad(values, (0, -num_values % num_chunks))
-    sent = pack(compress(in_chunks(padded, num_chunks)))
+    sent = pack(compress(padded.view(num_chunks, -1)))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=groups.leaders)
     mean = pack(compress(decompress(unpack(received)).mean(dim=0, keepdim=True)))

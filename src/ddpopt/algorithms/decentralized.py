@@ -1,6 +1,6 @@
 """`Decentralized`: ranks average their weights, while forward and backward run.
 
-Source: decentralized SGD as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ddpopt.algorithms.groups import mean, swap
-from ddpopt.algorithms.handle import Handle, Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.peers import rotating_peer
-from ddpopt.algorithms.values import check_choice, check_count
-from ddpopt.algorithms.worker import Worker
+from ddpopt.algorithms._runtime.groups import mean, swap
+from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.worker import BackgroundHandle
+from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
+from ddpopt.config import check_choice
 from ddpopt.errors import OptionError
+from ddpopt.ranks.faults import communicating
 
 PEER_SELECTIONS = ("all", "shift_one")
 
@@ -36,7 +35,7 @@ class Decentralized(HierarchicalAlgorithm["DecentralizedHandle"]):
             ranks' difference at a fraction of the traffic and needs an even number of ranks (of
             nodes, if hierarchical).
         hierarchical: Average within each node first, then between nodes; see
-            [Note: hierarchical] in `algorithms/groups.py`.
+            [Note: hierarchical] in `algorithms/_runtime/groups.py`.
         communication_interval: Steps from one average to the next; the first step has one.
         local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
 
@@ -53,69 +52,69 @@ class Decentralized(HierarchicalAlgorithm["DecentralizedHandle"]):
         check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
         check_count("communication_interval", self.communication_interval, 1)
 
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there."""
-        problem = HierarchicalAlgorithm.find_problem(self, training)
-        if problem is not None or self.peer_selection == "all":
-            return problem
-        size = self.ranks_per_node(training)
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
+        size = self.ranks_per_node(training.group.size())
         num_peers = training.group.size() // size
-        if num_peers % 2:
+        if self.peer_selection == "shift_one" and num_peers % 2:
             kind = f"nodes of {size} ranks" if self.hierarchical else "ranks"
-            return OptionError(
+            raise OptionError(
                 f"peer_selection='shift_one' pairs an even number, and there are {num_peers} "
                 f"{kind} (hierarchical={self.hierarchical}; True is the default); use "
                 "peer_selection='all', or hierarchical=False with an even number of ranks"
             )
-        return None
 
     def make_handle(self, training: Training) -> DecentralizedHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return DecentralizedHandle(training, self)
 
 
-class DecentralizedHandle(Handle):
-    """As `Handle`."""
+class DecentralizedHandle(BackgroundHandle):
+    """As `BackgroundHandle`."""
 
     def __init__(self, training: Training, algorithm: Decentralized) -> None:
-        size = algorithm.ranks_per_node(training)
-        super().__init__(training, algorithm, ranks_per_node=size)
+        super().__init__(training, algorithm)
         self._interval = algorithm.communication_interval
         self._is_all = algorithm.peer_selection == "all"
-        self._worker = Worker(self, training.device)
         self._averaged: torch.futures.Future[Any] | None = None
 
     def begin_step(self) -> None:
         """Send a copy of the weights on its way."""
         if (self.num_steps - 1) % self._interval == 0:
             flat, exchange = self.weights.copy(), self.num_communications
-            self._averaged = self._worker.submit(lambda: self._average(flat, exchange))
+            self._averaged = self.worker.submit(lambda: self._average(flat, exchange))
             self.num_communications += 1
 
     def before_update(self) -> None:
         """Take the averaged weights, if any were sent in this step."""
         if self._averaged is not None:
             averaged, self._averaged = self._averaged, None
-            self.weights.assign(self.wait(averaged, "averaging weights"))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._worker.close()
+            with communicating(f"averaging weights in step {self.num_steps}"):
+                flat = averaged.wait()
+            self.weights.assign(flat)
 
     def _average(self, flat: list[torch.Tensor], exchange: int) -> list[torch.Tensor]:
+        groups = self.groups
+        peer = 0 if self._is_all else rotating_peer(groups.index, groups.num_leaders, exchange)
         for values in flat:
-            self.groups.average_node(values)
-            if self.groups.leaders is not None:
-                self._average_leaders(values, self.groups.leaders, exchange)
-            self.groups.tell_node(values)
+            groups.average_node(values)
+            if groups.leaders is not None and self._is_all:
+                mean(values, groups.leaders)
+            elif groups.leaders is not None:
+                (other,) = swap(values, [peer], groups.leaders)
+                values.add_(other).div_(2)
+            groups.tell_node(values)
         return flat
 
-    def _average_leaders(
-        self, values: torch.Tensor, group: dist.ProcessGroup, exchange: int
-    ) -> None:
-        if self._is_all:
-            mean(values, group)
-            return
-        peer = rotating_peer(self.groups.index, self.groups.num_leaders, exchange)
-        (other,) = swap(values, [peer], group)
-        values.add_(other).div_(2)
+
+def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
+    """Return the rank that `rank` averages with after `num_exchanges` earlier exchanges.
+
+    The lower half of the ranks rotates against the upper half, so that each rank meets another
+    one each time and all of the other half in `num_ranks / 2` exchanges; it is its peer's peer.
+    The rule is Bagua's `shift_one` (arXiv 2107.01499), for an even number of ranks.
+    """
+    half = num_ranks // 2
+    if rank < half:
+        return (num_exchanges + rank) % half + half
+    return (rank - half - num_exchanges) % half

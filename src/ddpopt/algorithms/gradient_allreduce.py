@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddpopt.algorithms.background import BackgroundHandle
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.handle import Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.values import check_boolean
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.worker import BackgroundHandle
+from ddpopt.algorithms.api import HierarchicalAlgorithm
+from ddpopt.config import check_boolean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class GradientAllReduce(HierarchicalAlgorithm["GradientAllReduceHandle"]):
     Attributes:
         average: Divide by the number of ranks, as DDP does.
         hierarchical: Sum within each node first; see [Note: hierarchical] in
-            `algorithms/groups.py`.
+            `algorithms/_runtime/groups.py`.
         local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
 
     Raises:
@@ -35,10 +35,10 @@ class GradientAllReduce(HierarchicalAlgorithm["GradientAllReduceHandle"]):
 
     def __post_init__(self) -> None:
         HierarchicalAlgorithm.__post_init__(self)
-        check_boolean("average", self.average)
+        check_boolean("average", self.average, TypeError)
 
     def make_handle(self, training: Training) -> GradientAllReduceHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return GradientAllReduceHandle(training, self)
 
 
@@ -46,8 +46,7 @@ class GradientAllReduceHandle(BackgroundHandle):
     """As `BackgroundHandle`; its thread has work only if hierarchical."""
 
     def __init__(self, training: Training, algorithm: GradientAllReduce) -> None:
-        size = algorithm.ranks_per_node(training)
-        super().__init__(training, algorithm, ranks_per_node=size)
+        super().__init__(training, algorithm)
         self._average = algorithm.average
 
     def reduce(self, bucket: Bucket) -> GradientFuture:

@@ -1,6 +1,6 @@
 """`LowPrecisionDecentralized`: ranks in a ring exchange their weights' changes in 8 bits.
 
-Source: low-precision decentralized SGD as Bagua has it (Gan et al., arXiv 2107.01499).
+Source: low-precision decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms.agreement import naming_peers
-from ddpopt.algorithms.groups import swap
-from ddpopt.algorithms.handle import Handle, Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.peers import ring_neighbours
-from ddpopt.algorithms.quantization import (
+from ddpopt.algorithms._runtime.groups import swap
+from ddpopt.algorithms._runtime.handle import Handle, Training
+from ddpopt.algorithms._runtime.quantization import (
     RANGE_BYTES,
     Compressed,
     are_finite,
@@ -27,27 +24,28 @@ from ddpopt.algorithms.quantization import (
     pack,
     unpack,
 )
-from ddpopt.algorithms.values import check_count
-from ddpopt.algorithms.weights import FlatWeights
+from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
+from ddpopt.ranks.faults import communicating
 
 BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralizedHandle"]):
-    """Each rank mixes its weights with its two neighbours', told in one byte a weight.
+    """Each rank mixes its weights with its two neighbours', sent in one byte a weight.
 
-    Each rank keeps W, its weights as it last told them, and replicas L and R of its neighbours'
+    Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
     W. After the optimizer has made W into x, it sends both neighbours the codes of
     z = x + L/3 + R/3 - 5/3 W, that is the mean of L, W and R plus its own update, less W. All add
     what the codes stand for, dec(z): the rank itself to W, which becomes its weights, and its
-    neighbours to their replicas. So replicas stay bitwise equal to what they are of. Of two ranks
-    both replicas are of the other one. Three more copies of the weights are kept.
+    neighbours to their replicas. So replicas stay bitwise equal to the W that they copy. With two
+    ranks, both replicas copy the other one. Three more copies of the weights are kept.
 
     Attributes:
         hierarchical: Average within each node first, then mix between nodes; see
-            [Note: hierarchical] in `algorithms/groups.py`.
+            [Note: hierarchical] in `algorithms/_runtime/groups.py`.
         communication_interval: Steps from one exchange to the next; the first step has one.
         local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
 
@@ -62,26 +60,26 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralized
         HierarchicalAlgorithm.__post_init__(self)
         check_count("communication_interval", self.communication_interval, 1)
 
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there."""
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():
             if parameter not in optimized:
-                return AttachError(
+                raise AttachError(
                     f"{described.name} is trainable and in none of the optimizers given to attach, "
                     "so that its updates would not be seen; give all optimizers, or freeze it "
                     "before DDP is made"
                 )
-        return HierarchicalAlgorithm.find_problem(self, training)
+        HierarchicalAlgorithm.check(self, training)
 
     def make_handle(self, training: Training) -> LowPrecisionDecentralizedHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return LowPrecisionDecentralizedHandle(training, self)
 
 
 class Replicas(NamedTuple):
-    """Weights as they were last told, of a rank and of its neighbours: flat, one a bucket."""
+    """Weights as they were last sent, of a rank and its neighbours: flat, one tensor a bucket."""
 
     own: list[torch.Tensor]
     left: list[torch.Tensor]
@@ -96,8 +94,7 @@ class LowPrecisionDecentralizedHandle(Handle):
     """
 
     def __init__(self, training: Training, algorithm: LowPrecisionDecentralized) -> None:
-        size = algorithm.ranks_per_node(training)
-        super().__init__(training, algorithm, ranks_per_node=size)
+        super().__init__(training, algorithm)
         self.weights = FlatWeights(training.parameters, BUCKET_BYTES)
         self.replicas: Replicas | None = None
         if self.groups.leaders is not None:  # all ranks have equal weights now
@@ -112,20 +109,19 @@ class LowPrecisionDecentralizedHandle(Handle):
         is_changed = _torch.trainable_parameters(self.training.ddp).keys() != (
             self.training.parameters.keys()
         )
-        with naming_peers(f"exchanging compressed weights in step {self.num_steps}"):
+        with communicating(f"exchanging compressed weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.average_node(values)
             differences = [] if self.replicas is None else _differences(flat, self.replicas)
-            asked = self._ask_for_problems(differences, is_changed)
+            bad_ranks, work = self._ask_for_problems(differences, is_changed)
             told = self._tell_neighbours(differences)
-            problem = self._find_common_problem(*asked)
-        if problem is not None:
-            raise problem
+            work.wait()
+        self._raise_problem(*bad_ranks.tolist())
         if self.replicas is not None:
             for replica, messages in zip(self.replicas, told, strict=True):
                 _add(replica, messages)
             flat = self.replicas.own
-        with naming_peers(f"telling each node its weights in step {self.num_steps}"):
+        with communicating(f"telling each node its weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.tell_node(values)
         self.weights.assign(flat)
@@ -145,7 +141,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         if self.groups.leaders is None:
             return
         own = self.weights.copy()
-        with naming_peers("sending the neighbours uncompressed weights"):
+        with communicating("sending the neighbours uncompressed weights"):
             pairs = [self._swap(values) for values in own]
         self.replicas = Replicas(own, [left for left, _ in pairs], [right for _, right in pairs])
 
@@ -160,29 +156,23 @@ class LowPrecisionDecentralizedHandle(Handle):
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
         return {"place": self._place, "replicas": copies}
 
-    def find_problem_of(self, state: dict[str, Any]) -> Exception | None:
-        """Say why these are no replicas of this rank's."""
+    def check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise OptionError if these are not replicas of this rank's."""
         if tuple(state.get("place", ())) != self._place:
-            return OptionError(
+            raise OptionError(
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
                 f"the ring, and this rank has {self._place}; load weights and call resync instead"
             )
-        expected = self.replicas and [_shapes(replica) for replica in self.replicas]
-        try:
-            replicas = state["replicas"]
-            actual = replicas and [_shapes(replica) for replica in replicas]
-        except (KeyError, TypeError, AttributeError) as error:
-            return OptionError(f"the state has no replicas as state_dict returns them ({error!r})")
-        if actual != expected:
-            return OptionError(
-                f"the state's replicas have shapes {actual}, and this model's have {expected}; "
+        found, expected = _shapes(state.get("replicas")), _shapes(self.replicas)
+        if found != expected:
+            raise OptionError(
+                f"the state's replicas have shapes {found}, and this model's have {expected}; "
                 "load the state of this model"
             )
-        return None
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Take over the replicas."""
-        for replica, saved in zip(self.replicas or (), state["replicas"] or (), strict=True):
+        for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
             for values, copied in zip(replica, saved, strict=True):
                 values.copy_(copied)
 
@@ -211,7 +201,10 @@ class LowPrecisionDecentralizedHandle(Handle):
     def _ask_for_problems(
         self, differences: Sequence[Compressed], is_changed: bool
     ) -> tuple[torch.Tensor, Any]:
-        """Begin to find out whether any rank must not go on; returns what is asked, and a work."""
+        """Begin to find the ranks that must not go on; return the arguments of `_raise_problem`.
+
+        They are right when the work that is returned beside them is done.
+        """
         fine = torch.tensor(True, device=self.training.device)
         for difference in differences:
             fine &= are_finite(difference.ranges)
@@ -220,21 +213,19 @@ class LowPrecisionDecentralizedHandle(Handle):
         work = dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self.groups.everyone, async_op=True)
         return ranks, work
 
-    def _find_common_problem(self, ranks: torch.Tensor, work: Any) -> Exception | None:
-        work.wait()
-        non_finite, changed = ranks.tolist()  # each a rank + 1, or 0
+    def _raise_problem(self, non_finite: int, changed: int) -> None:
+        """Raise on all ranks what is wrong on one of them; the arguments are a rank + 1, or 0."""
         if changed:
-            return AttachError(
+            raise AttachError(
                 f"on rank {changed - 1} other parameters are trainable than were when the "
-                "algorithm was attached; detach it, make DDP anew and attach it again"
+                "algorithm was attached; detach it, then wrap the model in DDP and attach it again"
             )
         if non_finite:
-            return NonFiniteError(
+            raise NonFiniteError(
                 f"on rank {non_finite - 1}, or another one of its node, weights in step "
                 f"{self.num_steps} are NaN, infinite or too large for 8-bit codes; no rank has "
                 "mixed its weights; load a checkpoint and look for the cause as without compression"
             )
-        return None
 
 
 @torch.no_grad()
@@ -255,5 +246,14 @@ def _add(replica: Sequence[torch.Tensor], differences: Sequence[Compressed]) -> 
         values.add_(decompress(difference).view(-1))
 
 
-def _shapes(replica: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, list[int]]]:
-    return [(values.dtype, list(values.shape)) for values in replica]
+def _shapes(replicas: Any) -> Any:
+    """Return the types and shapes of replicas, or of what a state has in their place."""
+    try:
+        return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
+    except (TypeError, AttributeError):
+        return f"of a {type(replicas).__name__} without tensors"
+
+
+def ring_neighbours(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return the ranks to the left and to the right; of two ranks, both are the other one."""
+    return (rank - 1) % num_ranks, (rank + 1) % num_ranks

@@ -1,7 +1,7 @@
 """`QAdam`: Adam whose momenta are averaged in one byte an element, after a warm-up.
 
-Source: QAdam as Bagua has it (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
-2102.02888). Other than Bagua's: the gradient of the last step of the warm-up is used, the bias
+Source: QAdam as in Bagua (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
+2102.02888). Unlike in Bagua, the gradient of the last step of the warm-up is used, the bias
 correction of the variance ends with it, weight decay does not, each group has its own betas, and
 updates are bounded as Adam's are.
 """
@@ -16,11 +16,10 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.adam import adam
 
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
 from ddpopt.algorithms.byte_grad import ByteGradHandle
-from ddpopt.algorithms.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms.handle import Training
-from ddpopt.algorithms.hierarchical import HierarchicalAlgorithm
-from ddpopt.algorithms.values import check_count
 from ddpopt.errors import OptionError
 
 
@@ -66,14 +65,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
         self._start()
-        defaults = {
-            "lr": lr,
-            "warmup_steps": warmup_steps,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        rates = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas}
+        super().__init__(params, {**rates, "eps": eps, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -135,11 +128,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 self._start_state(parameter)
-            warm = {p for p in parameters if self.is_warm(p, group)}
-            self._update_by_adam([p for p in parameters if p not in warm], group)
-            for parameter in parameters:
-                if parameter in warm:
-                    self._update(parameter, group)
+            warm = [p for p in parameters if self.is_warm(p, group)]
+            self._update_by_adam([p for p in parameters if not self.is_warm(p, group)], group)
+            for parameter in warm:
+                self._update(parameter, group)
         self._with_momentum.clear()
         return loss
 
@@ -212,7 +204,7 @@ class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
 
     Attributes:
         hierarchical: After the warm-up, average within each node first, uncompressed, and
-            compress between nodes; see [Note: hierarchical] in `algorithms/groups.py`.
+            compress between nodes; see [Note: hierarchical] in `algorithms/_runtime/groups.py`.
         local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
 
     Raises:
@@ -220,24 +212,24 @@ class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
         TypeError: a value has another type.
     """
 
-    def find_problem(self, training: Training) -> Exception | None:
-        """Say why this cannot be attached there."""
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
         for optimizer in training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
-                return OptionError(
+                raise OptionError(
                     f"QAdam cannot work with {type(optimizer).__name__}; give attach a "
                     "ddpopt.algorithms.QAdamOptimizer, or use ByteGrad with any optimizer"
                 )
         if training.ddp.find_unused_parameters:
-            return OptionError(
+            raise OptionError(
                 "QAdam cannot work with find_unused_parameters=True: a parameter that no rank "
                 "used keeps an old gradient, which would be taken as its momentum; use all "
                 "parameters in each step, or ByteGrad"
             )
-        return HierarchicalAlgorithm.find_problem(self, training)
+        HierarchicalAlgorithm.check(self, training)
 
     def make_handle(self, training: Training) -> QAdamHandle:
-        """Begin."""
+        """Put this to work on a model."""
         return QAdamHandle(training, self)
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ddpopt.cli.program import main
+from ddpopt.cli.main import main
 
 __all__ = ["main"]

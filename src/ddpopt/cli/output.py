@@ -1,4 +1,4 @@
-"""How a command shows what it found: tables by rich on a terminal, plain text, or JSON.
+"""What a command shows: tables by rich on a terminal, plain text, JSON, or a file.
 
 rich is an extra of this package; without it, or where stdout is no terminal, text is plain.
 """
@@ -12,11 +12,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ddpopt.plans import printable, table
+from ddpopt import _files
+from ddpopt._text import printable, table
+from ddpopt.errors import DDPOptError
 
 _STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
+
+
+class InputError(DDPOptError, ValueError):
+    """An argument, a file or a factory is not what a command can work with; exit status 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +48,9 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        # Looked for only where it is used: others are to start no slower for it.
-        self._has_rich = not as_json and sys.stdout.isatty() and bool(_find("rich"))
+        self._has_rich = (
+            not as_json and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+        )
 
     def show(self, report: Report) -> None:
         """Print a report."""
@@ -61,7 +69,7 @@ class Screen:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a bar while this block runs; what it is given is to be called `total` times."""
+        """Show a bar during this block, which calls what it is given `total` times."""
         if not self._has_rich:
             yield lambda: None
             return
@@ -72,8 +80,30 @@ class Screen:
             yield lambda: bars.advance(bar)
 
 
-def _find(module: str) -> object:
-    return importlib.util.find_spec(module)
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn errors of the file system in this block into one that says what failed.
+
+    Raises:
+        InputError: a file cannot be read or written.
+    """
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{what}: {error}") from error
+
+
+def check_can_write(path: Path | None) -> None:
+    """Find out before long work whether its result can be written to a file.
+
+    Raises:
+        InputError: its folder is missing, or something other than a file has that name.
+    """
+    try:
+        if path is not None:
+            _files.check_can_write(path)
+    except OSError as error:
+        raise InputError(str(error)) from error
 
 
 def _print_by_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,341 +1,294 @@
-"""`record`: measure real steps, section by section and bucket by bucket.
+"""What was recorded of real steps, as data: made by `ddpopt.record`, shown by `explain` and traces.
 
-[Note: recording]
-Sections tell of themselves (`listening.py`). Hooks on the autograd nodes that accumulate gradients
-note when each gradient arrives. DDP's own hook runs between the two of ours on one node, and
-launches the allreduces of the buckets that are complete, so the second tells the launch. After the
-first step hooks stay on the gradients that completed a bucket in it, since autograd's order is the
-same in each step of the same graphs, and hooks on hundreds of gradients would cost time. When an
-allreduce has finished is known to the process group alone: torch's profiler has it. The profiler
-cannot be on twice; where it is on already, that time is left out, and sections and buckets appear
-as named ranges in the profile of whoever turned it on.
+Times are in seconds after `Recording.origin_unix_ns`, by the clock of one rank's machine.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
+from ddpopt._files import write_text
+from ddpopt._text import format_bytes, format_ms, table
 
-from ddpopt import _torch, records
-from ddpopt.listening import Label, listen
-from ddpopt.plans import format_bytes
-from ddpopt.recorded import RecordedBucket, RecordedSection, RecordedStep, Recording
-from ddpopt.writing import find_obstacle
-
-# What process groups call their allreduces in a profile: gloo:all_reduce, nccl:all_reduce; on a
-# GPU the kernel tells when it has finished.
-_ALLREDUCE = re.compile(r"^(gloo|mpi|ucc|xccl):all_?reduce$")
-_KERNEL = re.compile(r"^nccl\w*Kernel.*AllReduce")
-_COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
-_DEPTH = 4  # of views that may lie between an output and that node
+TRACE_FORMAT = "ddpopt trace 1"
+_COMPUTATION, _COMMUNICATION = 1, 2  # the trace's threads of each rank
 
 
-@contextlib.contextmanager
-def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
-    """Record the training steps of this block.
+@dataclass(frozen=True, slots=True)
+class RecordedSection:
+    """One run of a section; `kind` is "forward" or "backward"."""
 
-    For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
-    was launched and when it finished; see [Note: recording]. `explain` shows the medians, and
-    `Recording.save` writes a trace. Not a collective: any ranks may record, each by itself, and
-    nothing is communicated. Steps that do not communicate (`no_sync`) are left out. Buckets are
-    known from the fourth step of training on.
+    graph: str
+    section: int
+    kind: str
+    start_s: float
+    stop_s: float
 
-    Args:
-        model: A DistributedDataParallel module, or what `torch.compile` made of one, under any
-            backend or none; sections are those of ddpopt.
-        folder: Where to write this rank's trace, as `rank0.json`; it is made if it is missing.
-            A file of yours is replaced, a link is not followed.
 
-    Raises:
-        TypeError: there is no DistributedDataParallel at the top of `model`.
-        RuntimeError: another `record` block is open.
-        OSError: the trace cannot be written.
+@dataclass(frozen=True, slots=True)
+class RecordedBucket:
+    """A bucket's last gradient was ready, its allreduce was launched, and has finished.
+
+    `finished_s` is None where the profiler did not tell; see `Recording.notes`.
     """
-    ddp = records.ddp_of(model)
-    path = None if folder is None else _place_of(Path(folder), dist.get_rank(ddp.process_group))
-    recording = Recording(
-        rank=dist.get_rank(ddp.process_group),
-        world_size=dist.get_world_size(ddp.process_group),
-        host=socket.gethostname(),
-        machine=_machine(),
-        origin_unix_ns=time.time_ns(),
-    )
-    is_profiled = _torch.is_profiling()
-    recorder = _Recorder(ddp)
-    with contextlib.ExitStack() as stack:
-        stack.callback(recorder.remove)
-        stack.enter_context(listen(recorder))
-        has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-        events = [] if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
-        yield recording
-    reader = _Reader(ddp, recording.origin_unix_ns, _allreduces(events), is_profiled)
-    recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
-    recording.notes = tuple(reader.notes)
-    records.of(ddp).recording = recording
-    if path is not None:
-        recording.save(path)
+
+    index: int
+    num_bytes: int
+    ready_s: float
+    launched_s: float
+    finished_s: float | None
 
 
-def _place_of(folder: Path, rank: int) -> Path:
-    """Return where a trace goes; that it cannot is better told before the training steps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{rank}.json"
-    obstacle = find_obstacle(path)
-    if obstacle:
-        raise FileExistsError(f"{path} cannot be written: {obstacle}")
-    return path
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """One forward, or several, and the backward whose gradients were reduced.
 
+    `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order.
+    """
 
-def _machine() -> str:
-    """Return what identifies this machine until it is booted anew, its name where that is all."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
+    forward_start_s: float
+    forward_stop_s: float
+    backward_stop_s: float
+    sections: tuple[RecordedSection, ...]
+    buckets: tuple[RecordedBucket, ...]
 
+    @property
+    def backward_s(self) -> float:
+        """From the end of forward, so that the loss counts as part of backward."""
+        return self.backward_stop_s - self.forward_stop_s
 
-def _allreduces(events: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return when allreduces began to run and finished, in the order of their launch."""
-    found = [
-        (event.start_ns(), event.end_ns())
-        for event in events
-        if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
-    ]
-    return sorted(found)
+    @property
+    def exposed_s(self) -> float | None:
+        """How long allreduces ran when no gradient was left to be computed."""
+        finished = [bucket.finished_s for bucket in self.buckets]
+        if not finished or None in finished:
+            return None
+        last_s = max(time_s for time_s in finished if time_s is not None)
+        return max(0.0, last_s - max(bucket.ready_s for bucket in self.buckets))
 
+    @property
+    def communication_s(self) -> float | None:
+        """The sum of all allreduces, without what one waited for the one before it."""
+        sum_s = end_s = 0.0
+        for bucket in self.buckets:
+            if bucket.finished_s is None:
+                return None
+            sum_s += max(0.0, bucket.finished_s - max(bucket.launched_s, end_s))
+            end_s = max(end_s, bucket.finished_s)
+        return sum_s if self.buckets else None
 
-@dataclass(slots=True)
-class _Step:
-    """Raw times in nanoseconds of the system's clock, by which the profiler's times are too."""
+    @property
+    def forward_s(self) -> float:
+        """From the start of the first forward to the end of the last."""
+        return self.forward_stop_s - self.forward_start_s
 
-    forward_start_ns: int
-    forward_stop_ns: int = 0
-    backward_stop_ns: int = 0
-    arrivals: dict[int, tuple[int, int]] = field(default_factory=dict)  # before, after DDP's hook
-    sections: list[tuple[Label, str, int, int]] = field(default_factory=list)
+    @property
+    def shape(self) -> object:
+        """What is equal of steps that ran the same sections and buckets."""
+        sections = [(section.graph, section.section, section.kind) for section in self.sections]
+        return sections, [(bucket.index, bucket.num_bytes) for bucket in self.buckets]
 
-
-class _Recorder:
-    """Notes times while a recording runs; see `listening.Listener`."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.steps: list[_Step] = []
-        self._ddp = ddp
-        self._step: _Step | None = None  # the one whose backward is to come or runs
-        self._nodes: set[Any] = set()  # of sections that are watched in this step
-        self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
-        self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
-        self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
-        self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
-        self._buckets = buckets = records.of(ddp).known_buckets or ()
-        self._bucket_of = {index: k for k, bucket in enumerate(buckets) for index in bucket}
-        self._sizes = [len(bucket) for bucket in buckets]  # how many gradients have hooks
-        parameters = _torch.reducer_parameters(ddp)
-        sizes = {p.index: p.num_bytes for p in parameters.values()}
-        self._names = [
-            f"ddpopt: bucket {k} ready ({format_bytes(sum(sizes[i] for i in bucket))})"
-            for k, bucket in enumerate(buckets)
-        ]
-        for tensor, parameter in parameters.items():
-            node = _torch.accumulate_node(tensor)
-            self._kept.append(node)
-            index = parameter.index
-            before = node.register_prehook(self._before_arrival(index))
-            self._hooks[index] = (before, node.register_hook(self._after_arrival(index)))
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for hooks in self._hooks.values():
-            for hook in hooks:
-                hook.remove()
-
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Begin a step, unless this forward belongs to the one that has begun, or is none."""
-        if ddp is not self._ddp:
-            return
-        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
-            self._step = None
-        elif self._step is None or self._step.arrivals:
-            self._step = _Step(time.time_ns())
-            self._nodes.clear()
-            self.steps.append(self._step)
-
-    def after_forward(self, ddp: DistributedDataParallel) -> None:
-        """Note when it ended."""
-        if ddp is self._ddp and self._step is not None:
-            self._step.forward_stop_ns = time.time_ns()
-
-    @contextlib.contextmanager
-    def section(self, label: Label, kind: str) -> Iterator[None]:
-        """Note a section that runs in this block."""
-        step = self._step
-        if step is None:
-            yield
-            return
-        with record_function(f"ddpopt: {label.graph} section {label.section} {kind}"):
-            start_ns = time.time_ns()
-            yield
-            step.sections.append((label, kind, start_ns, time.time_ns()))
-
-    def watch(self, label: Label, outputs: Any) -> None:
-        """Note the backward that AOTAutograd's node of these outputs will run."""
-        node = _find_node(outputs, self._nodes)
-        if node is None or self._step is None:
-            return
-        self._nodes.add(node)
-        running: list[contextlib.AbstractContextManager[None]] = []
-
-        def start(_gradients: object) -> None:
-            running.append(self.section(label, "backward"))
-            running[-1].__enter__()
-
-        def stop(_inputs: object, _outputs: object) -> None:
-            running.pop().__exit__(None, None, None)
-
-        node.register_prehook(start)
-        node.register_hook(stop)
-
-    def _before_arrival(self, index: int) -> Callable[[object], None]:
-        bucket = self._bucket_of.get(index)
-
-        def note(_gradients: object) -> None:
-            step = self._step
-            if step is None or step.backward_stop_ns:
-                return
-            if not step.arrivals:
-                _torch.at_end_of_backward(self._end_backward)
-                self._missing = list(self._sizes)
-            step.arrivals[index] = (time.time_ns(), 0)
-            if bucket is not None:
-                self._missing[bucket] -= 1
-                if not self._missing[bucket]:
-                    self._range.enter_context(record_function(self._names[bucket]))
-
-        return note
-
-    def _after_arrival(self, index: int) -> Callable[[object, object], None]:
-        def note(_inputs: object, _outputs: object) -> None:
-            self._range.close()
-            step = self._step
-            if step is not None and not step.backward_stop_ns:
-                step.arrivals[index] = (step.arrivals[index][0], time.time_ns())
-
-        return note
-
-    def _end_backward(self) -> None:
-        self._nodes.clear()
-        step = self._step
-        if step is None:
-            return
-        step.backward_stop_ns = time.time_ns()
-        if self._buckets and step.arrivals.keys() >= self._bucket_of.keys():
-            last = {max(bucket, key=lambda i: step.arrivals[i][1]) for bucket in self._buckets}
-            for index in self._hooks.keys() - last:
-                for hook in self._hooks.pop(index):
-                    hook.remove()
-            self._sizes = [1] * len(self._buckets)
-
-
-def _find_node(outputs: Any, known: set[Any]) -> Any:
-    """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
-    tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    level = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    for _ in range(_DEPTH):
-        for node in level:
-            if node.name() == _COMPILED_BACKWARD and node not in known:
-                return node
-        level = [
-            following
-            for node in level
-            if node.name() != _COMPILED_BACKWARD
-            for following, _ in node.next_functions
-            if following is not None
-        ]
-    return None
-
-
-class _Reader:
-    """Makes steps of raw times; `notes` collects what could not be known."""
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        origin_ns: int,
-        allreduces: Sequence[tuple[int, int]],
-        is_profiled: bool,
-    ) -> None:
-        self.notes: list[str] = []
-        self._origin_ns = origin_ns
-        self._allreduces = allreduces
-        self._is_profiled = is_profiled
-        self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-        self._buckets = records.of(ddp).known_buckets or _torch.rebuilt_buckets(ddp) or ()
-        if not self._buckets:
-            self._note("buckets: DDP has not told its own; record after the first four steps")
-
-    def read(self, step: _Step) -> RecordedStep:
-        """Return a step whose times count from the recording's origin."""
-        return RecordedStep(
-            forward_start_s=self._seconds(step.forward_start_ns),
-            forward_stop_s=self._seconds(step.forward_stop_ns),
-            backward_stop_s=self._seconds(step.backward_stop_ns),
-            sections=tuple(
-                RecordedSection(*label, kind, self._seconds(start_ns), self._seconds(stop_ns))
-                for label, kind, start_ns, stop_ns in step.sections
+    def times_s(self) -> list[float | None]:
+        """Return all times after the end of forward, in the order of the fields."""
+        times: list[float | None] = [
+            *(self.forward_start_s, self.forward_stop_s, self.backward_stop_s),
+            *itertools.chain.from_iterable((s.start_s, s.stop_s) for s in self.sections),
+            *itertools.chain.from_iterable(
+                (b.ready_s, b.launched_s, b.finished_s) for b in self.buckets
             ),
-            buckets=tuple(self._read_buckets(step)),
-        )
-
-    def _read_buckets(self, step: _Step) -> Iterator[RecordedBucket]:
-        arrivals = [[step.arrivals[i] for i in b if i in step.arrivals] for b in self._buckets]
-        if not all(arrivals):
-            self._note("buckets: not all of them got a gradient in each step")
-            return
-        allreduces = self._allreduces_of(step)
-        after_ns = 0
-        for k, bucket in enumerate(self._buckets):
-            arrived_ns = max(arrivals[k])
-            after_ns = max(after_ns, arrived_ns[1])  # buckets are launched in order
-            start_ns, stop_ns = allreduces[k] if allreduces else (after_ns, None)
-            yield RecordedBucket(
-                index=k,
-                num_bytes=sum(self._sizes[index] for index in bucket),
-                ready_s=self._seconds(arrived_ns[0]),
-                launched_s=self._seconds(min(start_ns, after_ns)),
-                # The profiler is told a little later than DDP, which waits for all of them.
-                finished_s=stop_ns and self._seconds(min(stop_ns, step.backward_stop_ns)),
-            )
-
-    def _allreduces_of(self, step: _Step) -> list[tuple[int, int]]:
-        """Return when each bucket's allreduce started and finished, nothing if that is unknown."""
-        if self._is_profiled:
-            self._note("finish: torch.profiler was on already; its profile has the allreduces")
-            return []
-        own = [
-            (start_ns, stop_ns)
-            for start_ns, stop_ns in self._allreduces
-            if step.forward_stop_ns <= start_ns <= step.backward_stop_ns
         ]
-        if len(own) == len(self._buckets):
-            return own
-        self._note(
-            f"finish: the profiler saw {len(own)} allreduces in a backward of {len(self._buckets)} "
-            "buckets, so it is not known which is which (a comm hook or a layer communicates too)"
+        return [None if time_s is None else time_s - self.forward_stop_s for time_s in times]
+
+    def summary(self) -> str:
+        """Return the times in a sentence."""
+        text = f"backward {format_ms(self.backward_s)} ms"
+        if self.exposed_s is None:
+            return text
+        return (
+            f"{text}, {format_ms(self.exposed_s)} of it waiting for communication, which takes "
+            f"{format_ms(self.communication_s)} in all"
         )
-        return []
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    def num_started(self, time_s: float) -> int:
+        """Return how many backward sections had started by then."""
+        return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
 
-    def _seconds(self, time_ns: int) -> float:
-        return (time_ns - self._origin_ns) / 1e9
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """The steps that one rank recorded. `notes` say what could not be, and what to do.
+
+    It is filled in when the block of `ddpopt.record` ends. Ranks with the same `machine` have the
+    same clock.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    machine: str
+    origin_unix_ns: int
+    steps: tuple[RecordedStep, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def median_step(self) -> RecordedStep | None:
+        """Return a step of medians, which begins when forward ends; None without steps.
+
+        Only steps like the last one count: earlier ones may have had other buckets, or compiled.
+        """
+        if not self.steps:
+            return None
+        last = self.steps[-1]
+        rows = [step.times_s() for step in self.steps if step.shape == last.shape]
+        medians: Iterator[Any] = map(_median, zip(*rows, strict=True))
+        return RecordedStep(
+            forward_start_s=next(medians),
+            forward_stop_s=next(medians),
+            backward_stop_s=next(medians),
+            sections=tuple(
+                dataclasses.replace(section, start_s=next(medians), stop_s=next(medians))
+                for section in last.sections
+            ),
+            buckets=tuple(
+                dataclasses.replace(
+                    bucket,
+                    ready_s=next(medians),
+                    launched_s=next(medians),
+                    finished_s=next(medians),
+                )
+                for bucket in last.buckets
+            ),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
+
+        The rank is a process, computation and communication are threads of it. Traces of several
+        ranks become one by `ddpopt.merge_traces`. A file of yours is replaced, a link is not
+        followed.
+
+        Raises:
+            OSError: it cannot be written, or something else has that name.
+        """
+        write_text(path, json.dumps(self.trace()))
+
+    def trace(self) -> dict[str, Any]:
+        """Return what `save` writes: Chrome's trace format, times in microseconds."""
+        events = [
+            _event("M", name, 0, self.rank, thread, args=args)
+            for name, thread, args in (
+                ("process_name", 0, {"name": f"rank {self.rank} ({self.host})"}),
+                ("process_sort_index", 0, {"sort_index": self.rank}),
+                ("thread_name", _COMPUTATION, {"name": "computation"}),
+                ("thread_name", _COMMUNICATION, {"name": "communication"}),
+            )
+        ]
+        for number, step in enumerate(self.steps):
+            events += _step_events(number, step, self.rank)
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "format": TRACE_FORMAT,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "host": self.host,
+                "machine": self.machine,
+                "origin_unix_ns": self.origin_unix_ns,
+                "notes": list(self.notes),
+                "allreduces": [
+                    [number, bucket.index, bucket.launched_s, bucket.finished_s]
+                    for number, step in enumerate(self.steps)
+                    for bucket in step.buckets
+                ],
+            },
+        }
+
+    def __str__(self) -> str:
+        step = self.median_step()
+        if step is None:
+            return "\n".join(["no complete step was recorded", *self.notes])
+        lines = [f"rank {self.rank}, medians of {len(self.steps)} steps: {step.summary()}"]
+        if step.buckets:
+            header = ("bucket", "size", "ready ms", "launch", "finish", "sections begun")
+            rows = [
+                (
+                    f"{bucket.index}",
+                    format_bytes(bucket.num_bytes),
+                    format_ms(bucket.ready_s),
+                    format_ms(bucket.launched_s),
+                    format_ms(bucket.finished_s),
+                    f"{step.num_started(bucket.launched_s)}",
+                )
+                for bucket in step.buckets
+            ]
+            lines += ["", *table(header, rows)]
+        return "\n".join([*lines, *self.notes])
+
+
+def _median(times_s: Sequence[float | None]) -> float | None:
+    known = [time_s for time_s in times_s if time_s is not None]
+    return statistics.median(known) if known else None
+
+
+def _step_events(number: int, step: RecordedStep, rank: int) -> list[dict[str, Any]]:
+    """Return a step as events of a trace; ranges of a thread lie in or beside each other."""
+    events: list[dict[str, Any]] = []
+
+    def happened(phase: str, name: str, at_s: float, thread: int, **more: Any) -> None:
+        events.append(_event(phase, name, at_s, rank, thread, **more))
+
+    def ran(name: str, start_s: float, stop_s: float, thread: int, **more: Any) -> None:
+        duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
+        happened("X", name, start_s, thread, dur=duration_us, **more)
+
+    ran(f"forward, step {number}", step.forward_start_s, step.forward_stop_s, _COMPUTATION)
+    ran(f"backward, step {number}", step.forward_stop_s, step.backward_stop_s, _COMPUTATION)
+    for s in step.sections:
+        ran(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s, _COMPUTATION)
+    end_s = 0.0
+    for bucket in step.buckets:
+        name = f"bucket {bucket.index}"
+        args = {
+            "step": number,
+            "bucket": bucket.index,
+            "bytes": bucket.num_bytes,
+            "ready_ms": (bucket.ready_s - step.forward_stop_s) * 1e3,
+            "launched_ms": (bucket.launched_s - step.forward_stop_s) * 1e3,
+        }
+        happened("i", f"{name} ready", bucket.ready_s, _COMPUTATION, s="t", args=args)
+        start_s = max(bucket.launched_s, end_s)
+        if bucket.finished_s is None:
+            happened("i", f"{name} launched", start_s, _COMMUNICATION, s="t", args=args)
+            continue
+        end_s = max(start_s, bucket.finished_s)
+        ran(f"allreduce {name}", start_s, end_s, _COMMUNICATION, args=args)
+        # A number that no other arrow has, in no trace of this training run.
+        arrow = {"cat": "launch", "id": (rank << 40) + (number << 16) + bucket.index}
+        happened("s", name, bucket.ready_s, _COMPUTATION, **arrow)
+        happened("f", name, start_s, _COMMUNICATION, bp="e", **arrow)
+    return events
+
+
+def _event(
+    phase: str, name: str, at_s: float, rank: int, thread: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "ph": phase,
+        "name": name,
+        "ts": _nanoseconds(at_s) / 1e3,
+        "pid": rank,
+        "tid": 2 * rank + thread,  # Perfetto takes threads of one number for one thread
+        **more,
+    }
+
+
+def _nanoseconds(time_s: float) -> int:
+    """Return a time as Perfetto reads it, so that ranges that touch do not overlap there."""
+    return round(time_s * 1e9)

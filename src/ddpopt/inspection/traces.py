@@ -14,45 +14,66 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddpopt import reading
+from ddpopt._files import MalformedError, build, parse, read_text, show
+from ddpopt._text import printable
 from ddpopt.errors import TraceError
-from ddpopt.plans import printable
-from ddpopt.reading import List, MalformedError, Maybe, Number, Record, Row, Text, Whole
-from ddpopt.recorded import TRACE_FORMAT
+from ddpopt.inspection.recording import TRACE_FORMAT
 
 _MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
-_MOST_EVENTS = 10_000_000
-_TIME = Number(-1e15, 1e15)  # in seconds or microseconds
-_INDEX = Whole(0, 2**31)
-_TOLD = Record(
-    {
-        "rank": _INDEX,
-        "machine": Text(),
-        "origin_unix_ns": Whole(0, 2**63),
-        "allreduces": List(Row((_INDEX, _INDEX, _TIME, Maybe(_TIME))), 0, _MOST_EVENTS),
-    },
-    is_open=True,
-)
-_SHAPE = Record(
-    {
-        "otherData": Record({"format": Text()}, is_open=True),
-        "traceEvents": List(Record({"ph": Text(), "ts": _TIME}, is_open=True), 0, _MOST_EVENTS),
-    },
-    is_open=True,
-)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trace:
-    """One rank's file, by its name. `allreduces` maps step and bucket to launch and finish."""
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """The format that a file says it has."""
 
-    name: str
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a file tells of its rank; an allreduce is its step, bucket, launch and finish."""
+
     rank: int
     machine: str
-    origin_ns: int
-    allreduces: dict[tuple[int, int], tuple[float, float]]
+    origin_unix_ns: int
+    allreduces: tuple[tuple[int, int, float, float | None], ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise MalformedError(f"rank is {self.rank}; it must be 0 or more")
+
+    def finished(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Return launch and finish of the allreduces whose finish is known, by step and bucket."""
+        return {
+            (step, bucket): (launched_s, finished_s)
+            for step, bucket, launched_s, finished_s in self.allreduces
+            if finished_s is not None
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What is needed of an event to move it in time."""
+
+    ph: str
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What every trace of ours has; only then is the rest of `otherData` looked at."""
+
+    otherData: _Format  # noqa: N815  # as Chrome's format has it
+    traceEvents: tuple[_Event, ...]  # noqa: N815
+
+
+class _Trace(NamedTuple):
+    """One rank's file, by its name."""
+
+    name: str
+    told: _Told
     events: Sequence[dict[str, Any]]
 
 
@@ -68,23 +89,25 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             the traces are not of the same steps.
         OSError: a file cannot be read.
     """
-    traces = sorted((_read(path) for path in trace_files(paths)), key=lambda trace: trace.rank)
+    traces = sorted(map(_read, trace_files(paths)), key=lambda trace: trace.told.rank)
     if not traces:
         raise TraceError(f"there is no trace in {[str(path) for path in paths]}")
     for trace, following in itertools.pairwise(traces):
-        if trace.rank == following.rank:
+        if trace.told.rank == following.told.rank:
             raise TraceError(
-                f"{trace.name} and {following.name} are both of rank {trace.rank}; give one file "
-                "a rank"
+                f"{trace.name} and {following.name} are both of rank {trace.told.rank}; give one "
+                "file a rank"
             )
     first = traces[0]
-    offsets = {trace.rank: _offset_s(first, trace) for trace in traces}
+    offsets = {trace.told.rank: _offset_s(first, trace) for trace in traces}
     # When each began to record, by the first one's clock; the trace begins with the earliest.
-    began_ns = {t.rank: t.origin_ns - round((offsets[t.rank] or 0.0) * 1e9) for t in traces}
+    began_ns = [
+        trace.told.origin_unix_ns - round((offset_s or 0.0) * 1e9)
+        for trace, offset_s in zip(traces, offsets.values(), strict=True)
+    ]
     events = []
-    for trace in traces:
-        later_ns = began_ns[trace.rank] - min(began_ns.values())
-        events += [_shift(event, later_ns) for event in trace.events]
+    for trace, own_ns in zip(traces, began_ns, strict=True):
+        events += [_shift(event, own_ns - min(began_ns)) for event in trace.events]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -113,40 +136,29 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 def _read(path: Path) -> _Trace:
     name = printable(str(path))
     try:
-        content = reading.parse(reading.read_text(path, _MOST_BYTES), _SHAPE, _MOST_BYTES)
-        told = content["otherData"]
-        if told["format"] != TRACE_FORMAT:
-            shown = reading.show(told["format"])
-            raise MalformedError(f"is {shown}, not {TRACE_FORMAT!r}", "otherData.format")
-        told = _TOLD.read(told)
+        content = parse(read_text(path, _MOST_BYTES), _MOST_BYTES)
+        file: _File = build(_File, content, is_open=True)
+        if file.otherData.format != TRACE_FORMAT:
+            shown = show(file.otherData.format)
+            raise MalformedError(f"otherData.format is {shown}, not {TRACE_FORMAT!r}")
+        told: _Told = build(_Told, content["otherData"], "otherData", is_open=True)
     except MalformedError as error:
         raise TraceError(
             f"{name} is no trace that ddpopt.record wrote: {error}; give the "
             "files that it wrote, one for each rank"
         ) from error
-    return _Trace(
-        name=name,
-        rank=told["rank"],
-        machine=told["machine"],
-        origin_ns=told["origin_unix_ns"],
-        allreduces={
-            (step, bucket): (launched_s, finished_s)
-            for step, bucket, launched_s, finished_s in told["allreduces"]
-            if finished_s is not None
-        },
-        events=content["traceEvents"],
-    )
+    return _Trace(name, told, content["traceEvents"])
 
 
 def _offset_s(first: _Trace, trace: _Trace) -> float | None:
     """Return how far a rank's clock is ahead of the first one's; None if nothing tells."""
-    if trace.machine == first.machine:
+    if trace.told.machine == first.told.machine:
         return 0.0
-    ahead_s = (trace.origin_ns - first.origin_ns) / 1e9
-    common = first.allreduces.keys() & trace.allreduces.keys()
-    if not common:
+    ahead_s = (trace.told.origin_unix_ns - first.told.origin_unix_ns) / 1e9
+    here, there = first.told.finished(), trace.told.finished()
+    pairs = [(here[key], there[key]) for key in sorted(here.keys() & there.keys())]
+    if not pairs:
         return None
-    pairs = [(first.allreduces[key], trace.allreduces[key]) for key in sorted(common)]
     least = max(launched - finished for (_, finished), (launched, _) in pairs)
     most = min(finished - launched for (launched, _), (_, finished) in pairs)
     if least > most:

@@ -1,0 +1,1 @@
+"""What algorithms that communicate less save, and where training with them ends."""

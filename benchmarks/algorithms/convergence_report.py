@@ -1,0 +1,170 @@
+"""What a run of `convergence.py` found out for one task: as data, as a table, and as a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.algorithms.peers import find_peer
+from benchmarks.harness.tables import write_json
+
+_BASE = "allreduce"
+_LAST = 0.05  # of the steps, whose losses are averaged
+_SMOOTHED = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One training. `losses` are each step's, the mean over ranks, each with its own weights.
+
+    `test_loss` and `accuracy` are of the mean of all ranks' weights on held-out data; there is no
+    accuracy where nothing is classified.
+    """
+
+    peer: str
+    seed: int
+    losses: tuple[float, ...]
+    test_loss: float
+    accuracy: float | None
+    num_exchanges: int
+
+    @property
+    def last_loss(self) -> float:
+        """The mean over the last steps."""
+        return statistics.mean(self.losses[-max(1, round(_LAST * len(self.losses))) :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All trainings of a task."""
+
+    command: str
+    date: str
+    versions: str
+    task: str
+    description: str
+    num_ranks: int
+    batch: int
+    results: list[Result] = field(default_factory=list)
+
+    def of(self, peer: str) -> list[Result]:
+        """Return one algorithm's, by seed."""
+        return [result for result in self.results if result.peer == peer]
+
+    @property
+    def peers(self) -> list[str]:
+        """Return the algorithms' names."""
+        return list(dict.fromkeys(result.peer for result in self.results))
+
+
+def line(result: Result) -> str:
+    """Return a result as it is shown while others are awaited."""
+    accuracy = "" if result.accuracy is None else f", {result.accuracy:.1%} right"
+    return (
+        f"{result.peer}: loss {result.losses[0]:.3f} -> {result.last_loss:.3f}, "
+        f"held out {result.test_loss:.3f}{accuracy}"
+    )
+
+
+def write(run: Run, folder: Path) -> None:
+    """Write `convergence-<task>.json`, `.md`, and `.png` where matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"convergence-{run.task}"
+    write_json(run, stem.with_suffix(".json"))
+    picture = stem.with_suffix(".png")
+    is_drawn = _write_plot(run, picture)
+    stem.with_suffix(".md").write_text(markdown(run, picture.name if is_drawn else ""))
+
+
+def markdown(run: Run, picture: str = "") -> str:
+    """Return the table."""
+    num_steps, num_seeds = len(run.results[0].losses), len(run.of(run.peers[0]))
+    lines = [
+        f"# Convergence, {run.task}",
+        "",
+        f"    {run.command}",
+        "",
+        f"{run.date}; {run.versions}; {run.num_ranks} ranks.",
+        f"{run.description}.",
+        f"{num_steps} steps, {num_steps * run.batch * run.num_ranks} samples in all; "
+        + ("one seed." if num_seeds == 1 else f"{num_seeds} seeds: mean, lowest and highest."),
+        "",
+        *(f"- {name}: {find_peer(name)[0].description}" for name in run.peers),
+        "",
+        *_table(run),
+    ]
+    if picture:
+        lines += ["", f"![loss against samples]({picture})"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(run: Run) -> Iterable[str]:
+    is_classified = run.results[0].accuracy is not None
+    header = ["algorithm", "loss, last steps", "held out", f"less {_BASE}'s"]
+    header += ["right, held out"] if is_classified else []
+    header += ["exchanges a step"]
+    yield f"| {' | '.join(header)} |"
+    yield f"| --- |{' --: |' * (len(header) - 1)}"
+    base = run.of(_BASE)
+    for name in run.peers:
+        own = run.of(name)
+        cells = [
+            name,
+            _shown([result.last_loss for result in own]),
+            _shown([result.test_loss for result in own]),
+            _shown([a.test_loss - b.test_loss for a, b in zip(own, base, strict=True)], "+.3f")
+            if base
+            else "-",
+        ]
+        if is_classified:
+            cells += [_shown([100 * (result.accuracy or 0) for result in own], ".1f") + " %"]
+        exchanges = statistics.mean(r.num_exchanges / len(r.losses) for r in own)
+        cells += [f"{exchanges:.2g}" if exchanges else "-"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _shown(values: Sequence[float], layout: str = ".3f") -> str:
+    text = format(statistics.mean(values), layout)
+    if len(values) == 1:
+        return text
+    return f"{text} ({format(min(values), layout)} to {format(max(values), layout)})"
+
+
+def _write_plot(run: Run, path: Path) -> bool:
+    """Plot loss against samples, the mean over seeds, smoothed; False without matplotlib."""
+    try:
+        import matplotlib  # noqa: PLC0415  # optional
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, panel = pyplot.subplots(figsize=(9, 5))
+    colours = pyplot.get_cmap("tab20").colors
+    for index, name in enumerate(run.peers):
+        losses = _smooth([statistics.mean(step) for step in _by_step(run.of(name))])
+        samples = [(step + 1) * run.batch * run.num_ranks for step in range(len(losses))]
+        style = {"color": "black", "linewidth": 2.0} if name == _BASE else {}
+        given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
+        panel.plot(samples, losses, label=name, **given)
+    panel.set_xlabel("samples")
+    panel.set_ylabel("loss")
+    panel.set_yscale("log")
+    panel.set_title(f"{run.task}, {run.num_ranks} ranks")
+    panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def _by_step(results: Sequence[Result]) -> Iterable[tuple[float, ...]]:
+    return zip(*(result.losses for result in results), strict=True)
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """Return means over the last few steps."""
+    width = max(1, round(_SMOOTHED * len(losses)))
+    return [statistics.mean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]

@@ -1,0 +1,202 @@
+"""The communication algorithms that are compared: ddpopt's own, and torch's hooks beside them.
+
+None is hierarchical: here every rank is a node of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import algorithms
+
+_POWER_SGD_RANK = 4
+_LOCAL_STEPS = 4
+
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a training gives to all algorithms.
+
+    `lr` is for those with an optimizer of their own, and `warmup_steps` for those that begin with
+    plain allreduce.
+    """
+
+    make_optimizer: MakeOptimizer
+    lr: float
+    warmup_steps: int
+
+
+class Training(NamedTuple):
+    """An optimizer, and the handle where an algorithm of ddpopt is attached."""
+
+    optimizer: torch.optim.Optimizer
+    handle: Any = None
+
+
+Start = Callable[[DistributedDataParallel, Settings, dict[str, Any]], Training]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One of them; `start` takes the DDP module, the settings and the algorithm's options.
+
+    One that `is_asynchronous` exchanges at times of its own, not in each step.
+    """
+
+    name: str
+    description: str
+    start: Start
+    is_compiled: bool = True
+    is_asynchronous: bool = False
+
+
+def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
+    """Return a peer and its options, as in `async:sync_interval_ms=50`.
+
+    Raises:
+        ValueError: there is no such peer, or an option has no value.
+    """
+    name, *settings = text.split(":")
+    if name not in PEERS:
+        raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(PEERS)}")
+    options = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign:
+            raise ValueError(f"the option {setting!r} of the algorithm {text!r} has no value")
+        options[key] = json.loads(value)
+    return PEERS[name], options
+
+
+def _plain(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+    return Training(settings.make_optimizer(ddp.parameters()))
+
+
+def _attached(name: str, **defaults: Any) -> Start:
+    """Attach the algorithm of this name, looked up late so that a missing one fails alone."""
+
+    def start(
+        ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
+    ) -> Training:
+        optimizer = settings.make_optimizer(ddp.parameters())
+        algorithm = getattr(algorithms, name)(**{**defaults, **options})
+        return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
+
+    return start
+
+
+def _qadam(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+    optimizer = algorithms.QAdamOptimizer(
+        ddp.parameters(), lr=settings.lr, warmup_steps=settings.warmup_steps
+    )
+    algorithm = algorithms.QAdam(hierarchical=False, **options)
+    return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
+
+
+def _allreduce_adam(
+    ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
+) -> Training:
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=settings.lr)
+    algorithm = algorithms.GradientAllReduce(**options)
+    return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
+
+
+def _fp16(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return _plain(ddp, settings, options)
+
+
+def _power_sgd(
+    ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
+) -> Training:
+    given = {"matrix_approximation_rank": _POWER_SGD_RANK, **options}
+    start_iter = max(2, settings.warmup_steps)  # its error feedback needs two
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=start_iter, **given)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return _plain(ddp, settings, options)
+
+
+def _post_local_sgd(
+    ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
+) -> Training:
+    state = post_localSGD_hook.PostLocalSGDState(
+        None,
+        None,
+        start_localSGD_iter=settings.warmup_steps,
+        post_local_gradient_allreduce=False,
+    )
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = averagers.PeriodicModelAverager(
+        period=options.get("period", _LOCAL_STEPS), warmup_steps=settings.warmup_steps
+    )
+    return Training(PostLocalSGDOptimizer(settings.make_optimizer(ddp.parameters()), averager))
+
+
+_ALL = (
+    Peer(name="eager", description="DDP, not compiled", start=_plain, is_compiled=False),
+    Peer(name="ddpopt", description="compiled by ddpopt, `split: forward`", start=_plain),
+    Peer(
+        name="allreduce",
+        description="`GradientAllReduce()`",
+        start=_attached("GradientAllReduce"),
+    ),
+    Peer(
+        name="decentralized",
+        description='`Decentralized(peer_selection="all")`',
+        start=_attached("Decentralized", hierarchical=False),
+    ),
+    Peer(
+        name="shift_one",
+        description='`Decentralized(peer_selection="shift_one")`',
+        start=_attached("Decentralized", hierarchical=False, peer_selection="shift_one"),
+    ),
+    Peer(
+        name="low_precision",
+        description="`LowPrecisionDecentralized()`",
+        start=_attached("LowPrecisionDecentralized", hierarchical=False),
+    ),
+    Peer(
+        name="async",
+        description="`AsyncModelAverage()`, every 500 ms if nothing else is said",
+        start=_attached("AsyncModelAverage"),
+        is_asynchronous=True,
+    ),
+    Peer(
+        name="bytegrad",
+        description="`ByteGrad()`",
+        start=_attached("ByteGrad", hierarchical=False),
+    ),
+    Peer(name="qadam", description="`QAdam()` and its `QAdamOptimizer`", start=_qadam),
+    Peer(
+        name="allreduce_adam",
+        description="`GradientAllReduce()` with Adam, whatever the others have",
+        start=_allreduce_adam,
+    ),
+    Peer(name="fp16", description="torch's `fp16_compress_hook`", start=_fp16),
+    Peer(
+        name="powersgd",
+        description=f"torch's `powerSGD_hook`, rank {_POWER_SGD_RANK}",
+        start=_power_sgd,
+    ),
+    Peer(
+        name="post_local_sgd",
+        description=f"torch's `PostLocalSGDOptimizer`, an average every {_LOCAL_STEPS} steps",
+        start=_post_local_sgd,
+    ),
+)
+PEERS = {peer.name: peer for peer in _ALL}

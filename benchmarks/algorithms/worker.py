@@ -1,0 +1,137 @@
+"""One rank that trains with one algorithm: a process that obeys what `__main__.py` sends it.
+
+As `harness/worker.py`, but steps do not start at a barrier, which asynchronous ranks would not
+have: a turn is a number of steps in a row, and each rank has a time of its own for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.algorithms.peers import Settings, find_peer
+from benchmarks.algorithms.report import Turn
+from benchmarks.harness.models import find_model
+from benchmarks.harness.protocol import Task
+from benchmarks.harness.worker import main, meet
+
+_LEARNING_RATE = 1e-4
+_WARMUP_STEPS = 2
+_FIRST_STEPS = 6  # until DDP has rebuilt its buckets and warm-ups are over
+_WASTED_SIZE = 128
+
+
+class AlgorithmWorker:
+    """Trains; each public method is a request."""
+
+    def __init__(self, task: Task) -> None:
+        if task.num_threads is not None:
+            torch.set_num_threads(task.num_threads)
+        dist.init_process_group("gloo", store=meet(task), rank=task.rank, world_size=task.num_ranks)
+        torch.manual_seed(0)
+        self._model = find_model(task.model)
+        module = self._model.build()
+        torch.manual_seed(task.rank)
+        self._batch = self._model.batch()
+        ddp = DistributedDataParallel(module)
+        peer, options = find_peer(task.peer)
+        given = {"inner": task.inner, "split": "forward"}
+        compiled = torch.compile(ddp, backend="ddpopt", options=given)
+        self._forward = compiled if peer.is_compiled else ddp
+        settings = Settings(
+            make_optimizer=functools.partial(torch.optim.AdamW, lr=_LEARNING_RATE),
+            lr=_LEARNING_RATE,
+            warmup_steps=_WARMUP_STEPS,
+        )
+        self._optimizer, self._handle = peer.start(ddp, settings, options)
+        self._idle = contextlib.ExitStack()
+        self._backward_s = 0.0
+        self._loss = 0.0
+        self._waste = torch.randn(_WASTED_SIZE, _WASTED_SIZE)
+
+    def first_steps(self) -> float:
+        """Compile, and train until steps are as all that follow; return the first loss."""
+        self._step(is_slow=False)
+        loss = self._loss
+        for _ in range(_FIRST_STEPS):
+            self._step(is_slow=False)
+        self._rest()
+        return loss
+
+    def num_samples(self) -> int:
+        """Return how many samples a rank has in a step."""
+        return len(next(iter(self._batch.values())))
+
+    def turn(self, num_steps: int, slow_rank: int | None) -> Turn:
+        """Train; `slow_rank` computes twice as long as it would."""
+        self._idle.close()
+        is_slow = slow_rank == dist.get_rank()
+        num_exchanges = self._count_exchanges()
+        dist.barrier()
+        sent_bytes, start_s = _sent_bytes(), time.perf_counter()
+        for _ in range(num_steps):
+            self._step(is_slow=is_slow)
+        time_s = time.perf_counter() - start_s
+        num_exchanges = self._count_exchanges() - num_exchanges
+        dist.barrier()  # what is sent until all ranks are done belongs to these steps
+        sent_bytes = _sent_bytes() - sent_bytes
+        self._rest()
+        mine = (time_s, sent_bytes, num_exchanges)
+        all_ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, mine)
+        times_s, sent, exchanges = zip(*all_ranks, strict=True)
+        return Turn(
+            num_steps=num_steps,
+            times_s=times_s,
+            sent_bytes=sent if _interface() else (),
+            num_exchanges=max(exchanges),
+        )
+
+    def _rest(self) -> None:
+        """Let nothing communicate in the background until the next turn."""
+        if self._handle is not None:
+            self._idle.enter_context(self._handle.paused())
+
+    def _count_exchanges(self) -> int:
+        return 0 if self._handle is None else self._handle.num_communications
+
+    def _step(self, *, is_slow: bool) -> None:
+        start_s = time.thread_time()
+        loss = self._model.loss(self._forward(**self._batch))
+        if is_slow:
+            self._compute(time.thread_time() - start_s + self._backward_s)
+        start_s = time.thread_time()
+        loss.backward()
+        self._backward_s = time.thread_time() - start_s
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._loss = loss.item()
+
+    def _compute(self, seconds: float) -> None:
+        """Multiply matrices for this long a time of the processor."""
+        end_s = time.thread_time() + seconds
+        while time.thread_time() < end_s:
+            torch.mm(self._waste, self._waste)
+
+
+def _interface() -> str:
+    """Return the interface whose bytes are this rank's alone, nothing if there is none."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return "" if name == "lo" else name
+
+
+def _sent_bytes() -> int:
+    if not _interface():
+        return 0
+    return int(Path(f"/sys/class/net/{_interface()}/statistics/tx_bytes").read_text())
+
+
+if __name__ == "__main__":
+    main(AlgorithmWorker)

@@ -1,0 +1,1 @@
+"""What ddpopt itself costs: cutting, gates, sections, planning, recording."""

@@ -1,0 +1,249 @@
+"""Measure how the cost of planning and cutting grows: `python -m benchmarks.cost.scale`.
+
+Graphs are made by hand, as Dynamo and AOTAutograd make them: layers of one matrix product and
+pointwise calls. For the forward split the clock runs from the call of the backend to the first
+call of the inner compiler, for the backward split while a backward graph is read, planned and cut.
+What the compilers themselves take is in neither. Times are those of the one thread on its
+processor, so that they hold on a machine that does other things as well. An exponent is the power
+of the number of calls (or of sections) that fits the times best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.backend import backend
+from ddpopt.errors import SectionCompileError
+from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
+from ddpopt.split.backward.cut import cut_backward
+from ddpopt.split.backward.facts import read_backward
+from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.forward.plan import order_arrival
+from ddpopt.split.plan import BackwardCuts
+
+_MIB = 1024 * 1024
+_WIDTH = 2
+_BYTES = _WIDTH * _WIDTH * 4  # of a parameter
+_CALLS = 10  # of a layer
+_FIT_FROM = 1000  # calls; below, what does not depend on the size counts
+_REPEATS = 5
+_ENOUGH_S = 5.0
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a graph of some size took."""
+
+    split: str
+    num_calls: int
+    num_sections: int
+    seconds: float
+
+
+class _ReachedInnerError(Exception):
+    """Stops a compilation where our own work is done."""
+
+
+class Layers(nn.Module):
+    """Holds a parameter a layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(_WIDTH, _WIDTH) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x; the graph of a forward is made by `forward_graph`."""
+        return x
+
+
+def measure_forward(num_calls: int, num_sections: int) -> Row:
+    """Plan and split a forward graph for that many buckets."""
+    module = Layers(num_calls // _CALLS)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=_cap_bytes(num_calls, num_sections) / _MIB)
+    gm = forward_graph(len(module.weights))
+    inputs = [*module.weights, torch.ones(_WIDTH, _WIDTH)]
+    first_sections: list[float] = []
+
+    def inner(_gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        first_sections.append(time.thread_time())
+        raise _ReachedInnerError
+
+    def once() -> float:
+        start = time.thread_time()
+        try:
+            with ddp._inside_ddp_forward():
+                backend(gm, inputs, options={"inner": inner})
+        except SectionCompileError:
+            return first_sections[-1] - start
+        raise AssertionError("the graph was not split")
+
+    return Row(
+        split="forward", num_calls=num_calls, num_sections=num_sections, seconds=_median(once)
+    )
+
+
+def forward_graph(num_layers: int) -> fx.GraphModule:
+    """Return a graph like Dynamo's."""
+    graph, fake_mode = fx.Graph(), FakeTensorMode()
+
+    def with_value(node: fx.Node) -> fx.Node:
+        with fake_mode:
+            node.meta["example_value"] = torch.empty(_WIDTH, _WIDTH, requires_grad=True)
+        return node
+
+    weights = [with_value(graph.placeholder(f"weight_{i}")) for i in range(num_layers)]
+    x = with_value(graph.placeholder("x"))
+    for weight in weights:
+        x = with_value(graph.call_function(F.linear, (x, weight)))
+        for _ in range(_CALLS - 1):
+            x = with_value(graph.call_function(torch.sin, (x,)))
+    graph.output((x,))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def measure_backward(num_calls: int, num_sections: int) -> Row:
+    """Read, plan and cut a backward graph for that many buckets."""
+    num_layers = num_calls // _CALLS
+    gm = backward_graph(num_layers)
+    parameters = [
+        Parameter(index=i, name=f"weights.{i}", num_bytes=_BYTES, group="float32 on cpu")
+        for i in range(num_layers)
+    ]
+    arguments = {i: i for i in range(num_layers)}
+    rules = ReducerRules(caps_bytes=(_cap_bytes(num_calls, num_sections),), is_rebuilt=True)
+    num_made = []
+
+    def once() -> float:
+        start = time.thread_time()
+        facts = read_backward(gm, {})
+        final = final_positions(facts, arguments, ())
+        buckets = predict_buckets(order_arrival(parameters, final), rules)
+        cuts = plan_backward(facts, buckets, arguments, final)
+        assert isinstance(cuts, BackwardCuts), cuts
+        num_made.append(len(cut_backward(gm, cuts)))
+        return time.thread_time() - start
+
+    seconds = _median(once)
+    return Row(split="backward", num_calls=num_calls, num_sections=num_made[-1], seconds=seconds)
+
+
+def backward_graph(num_layers: int) -> fx.GraphModule:
+    """Return a graph like AOTAutograd's: saved values and a tangent to gradients."""
+    graph, fake_mode = fx.Graph(), FakeTensorMode()
+
+    def with_value(node: fx.Node) -> fx.Node:
+        with fake_mode:
+            node.meta["val"] = torch.empty(_WIDTH, _WIDTH)
+        return node
+
+    def call(target: Any, *arguments: Any) -> fx.Node:
+        return with_value(graph.call_function(target, arguments))
+
+    weights = [with_value(graph.placeholder(f"primals_{i}")) for i in range(num_layers)]
+    saved = [with_value(graph.placeholder(f"saved_{i}")) for i in range(num_layers)]
+    gradient = with_value(graph.placeholder("tangents_1"))
+    of_weights = []
+    for weight, value in reversed(list(zip(weights, saved, strict=True))):
+        for _ in range(_CALLS - 5):
+            gradient = call(_aten.mul.Tensor, gradient, value)
+        transposed = call(_aten.permute.default, gradient, [1, 0])
+        product = call(_aten.mm.default, transposed, value)
+        scaled = call(_aten.neg.default, product)
+        of_weights.append(call(_aten.permute.default, scaled, [1, 0]))
+        gradient = call(_aten.mm.default, gradient, weight)
+    output = graph.output(tuple(reversed(of_weights)))
+    output.meta["desc"] = [GradAOTOutput(PlainAOTInput(i)) for i in range(num_layers)]
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _cap_bytes(num_calls: int, num_sections: int) -> int:
+    return math.ceil(num_calls / _CALLS / num_sections) * _BYTES
+
+
+def _median(once: Callable[[], float]) -> float:
+    """Return the median of some calls, of fewer where they take long."""
+    times = []
+    gc.collect()
+    gc.disable()
+    while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
+        times.append(once())
+    gc.enable()
+    return statistics.median(times)
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Return the power of the size that fits the times best: the slope among logarithms."""
+    slope, _ = statistics.linear_regression(
+        list(map(math.log, sizes)), list(map(math.log, seconds))
+    )
+    return slope
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    return [
+        "| split | calls | sections | seconds | us a call |",
+        "|---|--:|--:|--:|--:|",
+        *(
+            f"| {row.split} | {row.num_calls} | {row.num_sections} | {row.seconds:.3f} "
+            f"| {row.seconds / row.num_calls * 1e6:.0f} |"
+            for row in rows
+        ),
+    ]
+
+
+def main() -> None:
+    """Measure, and print the table and the exponents."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("--calls", type=_numbers, default=[100, 1000, 3000, 10000, 25000, 50000])
+    parser.add_argument("--sections", type=_numbers, default=[10, 30, 100, 300, 1000])
+    parser.add_argument("--at-sections", type=int, default=10, help="while calls vary")
+    parser.add_argument("--at-calls", type=int, default=20000, help="while sections vary")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here as well")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    by_calls, by_sections = [], []
+    for measure in (measure_forward, measure_backward):
+        by_calls += [measure(number, given.at_sections) for number in given.calls]
+        by_sections += [measure(given.at_calls, number) for number in given.sections]
+    gc.collect()  # DDP has to go before its group: see docs/faq.md
+    dist.destroy_process_group()
+    print(f"torch {torch.__version__}, one core\n")
+    print("\n".join([*_table(by_calls), "", *_table(by_sections), ""]))
+    for split in ("forward", "backward"):
+        large = [row for row in by_calls if row.split == split and row.num_calls >= _FIT_FROM]
+        cut = [row for row in by_sections if row.split == split]
+        in_calls = exponent([row.num_calls for row in large], [row.seconds for row in large])
+        in_sections = exponent([row.num_sections for row in cut], [row.seconds for row in cut])
+        print(
+            f"{split}: calls to the power of {in_calls:.2f} (from {_FIT_FROM} on), "
+            f"sections to the power of {in_sections:.2f}"
+        )
+    if given.json is not None:
+        given.json.write_text(json.dumps([asdict(row) for row in (*by_calls, *by_sections)]) + "\n")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

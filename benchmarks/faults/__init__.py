@@ -1,0 +1,1 @@
+"""What becomes of training when a rank, its process or its link fails."""

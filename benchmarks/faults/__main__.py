@@ -1,0 +1,324 @@
+r"""What becomes of training when a rank, its process or its link fails: one table.
+
+    sudo python -m benchmarks.faults [--only 'link|compile'] [--output faults.md]
+
+Three ranks on an emulated cluster train a compiled DDP model (Inductor, gloo, a timeout of 20 s).
+Each fault strikes in a place of its own: a rank that is killed ends itself there. After each, the
+same ranks train undisturbed, with the same caches. A row fails if survivors hang, name nobody or
+the wrong rank, go on with other gradients than undisturbed, or if a process is left behind.
+"""
+# test: skip, it needs root, and takes ten minutes
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.cases import (
+    CASES,
+    COMPILE,
+    FAULT_STEP,
+    KILL,
+    LINK,
+    LONG_TIMEOUT_S,
+    NO_FAULT,
+    NUM_RANKS,
+    STOP,
+    TIMEOUT_S,
+    Case,
+    Task,
+)
+from benchmarks.harness.cluster import FREE, Cluster, open_cluster, own_namespaces, why_not_emulated
+
+_ROOT = Path(__file__).parents[2]
+_NUM_STEPS = 12
+_MARK = "DDPOPT_FAULTS_RUN"
+_RUN_LIMIT_S = 240.0
+_ORPHAN_LIMIT_S = 15.0  # a C++ compiler may have to end its file
+_POLL_S = 0.02
+_LOG_CHARACTERS = 1500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A process, and the file that it writes to."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return what it told of this kind."""
+        found = []
+        for line in self.log.read_text(errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):
+                event = json.loads(line)
+                if event["event"] == kind:
+                    found.append(event)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of one fault; `problems` is empty if all was as it has to be."""
+
+    case: Case
+    outcome: str
+    noticed_s: float | None
+    problems: tuple[str, ...]
+
+
+def run_case(cluster: Cluster, case: Case, caches: Path) -> Row:
+    """Let a fault strike, then train undisturbed."""
+    if case.where == COMPILE:  # there has to be something to compile
+        caches = caches / f"{case.where}-{case.split}"
+    with _running(cluster, case, caches) as (ranks, mark):
+        fault_s = _strike(cluster, case, ranks)
+        problems = _wait(case, ranks)
+        digests = [event["digest"] for rank in ranks for event in rank.events("done")]
+        errors = {r: e for r, rank in enumerate(ranks) for e in rank.events("peer error")}
+    problems += _orphans(mark)
+    calm_digests, calm_problems = _run_calmly(cluster, case, caches)
+    problems += [f"afterwards: {text}" for text in calm_problems]
+    if len(set(calm_digests)) != 1 or len(calm_digests) != NUM_RANKS:
+        problems.append("ranks differ in the run afterwards")
+    if case.is_survived:
+        if set(digests) != set(calm_digests) or len(digests) != NUM_RANKS:
+            problems.append("training did not go on as if undisturbed")
+        outcome, noticed_s = "training goes on, bitwise as undisturbed", None
+    else:
+        outcome, noticed_s = _describe(case, errors, fault_s, problems)
+    return Row(case=case, outcome=outcome, noticed_s=noticed_s, problems=tuple(problems))
+
+
+def _run_calmly(cluster: Cluster, case: Case, caches: Path) -> tuple[list[str], list[str]]:
+    """Train as in a case, without its fault; return digests of the ranks, and problems."""
+    calm = dataclasses.replace(case, fault=NO_FAULT, where="", rate=FREE)
+    with _running(cluster, calm, caches) as (ranks, mark):
+        problems = _wait(calm, ranks)
+        digests = [event["digest"] for rank in ranks for event in rank.events("done")]
+    return digests, problems + _orphans(mark)
+
+
+def _describe(
+    case: Case, errors: dict[int, dict[str, Any]], fault_s: float, problems: list[str]
+) -> tuple[str, float | None]:
+    survivors = [rank for rank in range(NUM_RANKS) if rank != case.rank]
+    for rank in survivors:
+        named = errors.get(rank, {}).get("ranks")
+        if named != [case.rank]:
+            problems.append(f"rank {rank} named {named} instead of [{case.rank}]")
+    if problems and not any(rank in errors for rank in survivors):
+        return "no error that names a rank", None
+    first = next(errors[rank] for rank in survivors if rank in errors)
+    sentence = first["text"].removeprefix("training failed: ").partition(";")[0]
+    noticed_s = max(errors[rank]["time_s"] for rank in survivors if rank in errors) - fault_s
+    own = errors.get(case.rank)
+    more = ""
+    if own is not None:
+        own_sentence = own["text"].removeprefix("training failed: ").partition(";")[0]
+        more = f"; rank {case.rank}: {own_sentence}"
+    return f"survivors, in {first['place']}: {sentence}{more}", noticed_s
+
+
+# ---- running ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _running(cluster: Cluster, case: Case, caches: Path) -> Iterator[tuple[list[Rank], str]]:
+    """Start the ranks, and kill those that are left."""
+    cluster.set_rate(case.rate)
+    mark, port = secrets.token_hex(8), _free_port()
+    folder = Path(tempfile.mkdtemp(prefix="ddpopt-faults-"))
+    ranks = []
+    try:
+        for rank in range(NUM_RANKS):
+            is_victim = rank == case.rank and case.fault == KILL
+            task = Task(
+                rank=rank,
+                split=case.split,
+                where=case.where if is_victim else "",
+                num_steps=_NUM_STEPS,
+                is_slow=case.fault in (LINK, STOP),
+                timeout_s=LONG_TIMEOUT_S if case.fault == NO_FAULT else TIMEOUT_S,
+            )
+            ranks.append(_start(cluster, task, caches, folder, mark, port))
+        yield ranks, mark
+    finally:
+        for started in ranks:
+            if started.process.poll() is None:
+                started.process.send_signal(signal.SIGKILL)
+            started.process.wait()
+        for rank in range(NUM_RANKS):
+            if cluster.is_shaped:
+                cluster.set_link(rank, is_up=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(cluster: Cluster, task: Task, caches: Path, folder: Path, mark: str, port: int) -> Rank:
+    log = folder / f"rank{task.rank}.log"
+    environment = {
+        **os.environ,
+        **cluster.environment(),
+        "MASTER_ADDR": cluster.address(0),
+        "MASTER_PORT": str(port),
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / f"rank{task.rank}"),
+        "PYTHONPATH": str(_ROOT),
+        _MARK: mark,
+    }
+    worker = [sys.executable, "-m", "benchmarks.faults.worker"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*cluster.command_prefix(task.rank), *worker, json.dumps(dataclasses.asdict(task))],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Rank(process=process, log=log)
+
+
+def _strike(cluster: Cluster, case: Case, ranks: list[Rank]) -> float:
+    """Let the fault happen, and end if it is to; return the time of it."""
+    victim = ranks[case.rank]
+    end_s = time.monotonic() + _RUN_LIMIT_S
+    while time.monotonic() < end_s and victim.process.poll() is None:
+        if any(event["step"] == FAULT_STEP for event in victim.events("step")):
+            break
+        time.sleep(_POLL_S)
+    fault_s = time.monotonic()
+    if case.fault == LINK:
+        cluster.set_link(case.rank, is_up=False)
+        if case.duration_s is not None:
+            time.sleep(case.duration_s)
+            cluster.set_link(case.rank, is_up=True)
+    elif case.fault == STOP:
+        victim.process.send_signal(signal.SIGSTOP)
+        if case.duration_s is not None:
+            time.sleep(case.duration_s)
+            victim.process.send_signal(signal.SIGCONT)
+    elif case.fault == KILL:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            victim.process.wait(_RUN_LIMIT_S)
+        told = victim.events("fault")
+        fault_s = told[0]["time_s"] if told else fault_s
+    return fault_s
+
+
+def _wait(case: Case, ranks: list[Rank]) -> list[str]:
+    """Wait for those ranks that have to end by themselves; return what was wrong."""
+    problems = []
+    end_s = time.monotonic() + _RUN_LIMIT_S
+    for rank, started in enumerate(ranks):
+        if case.fault == STOP and rank == case.rank and case.duration_s is None:
+            continue
+        try:
+            code = started.process.wait(max(0.1, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            problems.append(f"rank {rank} hangs")
+            continue
+        is_killed = case.fault == KILL and rank == case.rank
+        if is_killed and (code != -signal.SIGKILL or not started.events("fault")):
+            problems.append(f"the fault did not strike rank {rank}")
+        if case.is_survived and code != 0:
+            text = started.log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+            problems.append(f"rank {rank} ended with {code}:\n{text}")
+    return problems
+
+
+def _orphans(mark: str) -> list[str]:
+    """Return what processes of a run are left, after those that are ending had time to."""
+    end_s = time.monotonic() + _ORPHAN_LIMIT_S
+    while (left := _marked(mark)) and time.monotonic() < end_s:
+        time.sleep(10 * _POLL_S)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(int(pid), signal.SIGKILL)
+    return [f"processes are left: {sorted(left.values())}"] if left else []
+
+
+def _marked(mark: str) -> dict[str, str]:
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[folder.name] = (folder / "cmdline").read_text().replace("\0", " ")[:100]
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> str:
+    """Return Markdown."""
+    lines = ["| fault | where | split | outcome | noticed after |", "|---|---|---|---|---:|"]
+    for row in rows:
+        noticed = "" if row.noticed_s is None else f"{row.noticed_s:.1f} s"
+        outcome = f"FAILED: {'; '.join(row.problems)}" if row.problems else row.outcome
+        outcome = " ".join(outcome.split()).replace("|", "/")
+        case = row.case
+        lines.append(f"| {case.title} | {case.where} | {case.split} | {outcome} | {noticed} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all cases, or those whose row `--only` is found in."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--only", default="", help="a regular expression, as 'link|compile'")
+    parser.add_argument("--output", type=Path, help="a file for the table")
+    arguments = parser.parse_args()
+    if reason := why_not_emulated():
+        sys.exit(f"no network can be emulated here: {reason}")
+    rows_of_cases = {case: f"{case.title} | {case.where} | {case.split}" for case in CASES}
+    cases = [case for case, row in rows_of_cases.items() if re.search(arguments.only, row)]
+    rows = []
+    before = set(own_namespaces())
+    caches = Path(tempfile.mkdtemp(prefix="ddpopt-faults-caches-"))
+    try:
+        with open_cluster(NUM_RANKS) as cluster:
+            for split in sorted({case.split for case in cases if case.where != COMPILE}):
+                # With cold caches ranks would compile for longer than the group's timeout.
+                _run_calmly(cluster, Case(fault=NO_FAULT, where="", split=split), caches)
+            for case in cases:
+                rows.append(run_case(cluster, case, caches))
+                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(caches, ignore_errors=True)
+    leaked = set(own_namespaces()) - before
+    text = table(rows)
+    print(f"{text}\n\ntimeout of the process group: {TIMEOUT_S:g} s; leaked: {sorted(leaked)}")
+    if arguments.output is not None:
+        arguments.output.write_text(text + "\n")
+    if leaked or any(row.problems for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

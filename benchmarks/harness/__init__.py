@@ -1,0 +1,1 @@
+"""What the measurements share: an emulated cluster, processes that take turns, models."""

@@ -1,0 +1,334 @@
+"""The models that are measured; `python -m benchmarks.harness.models` prints their sizes.
+
+Those from the transformers package (`pip install ddpopt[benchmarks]`) have random weights and are
+scaled so that a step takes about half a second on one core. None drops anything out, so that all
+peers compute the same loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+
+
+class MissingPackageError(ImportError):
+    """A model's package is not installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model, and what one step feeds it.
+
+    `batch()` returns the keyword arguments of its forward, which returns the loss, or something
+    with an attribute `loss`.
+    """
+
+    name: str
+    description: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, Tensor]]
+
+    def loss(self, output: Any) -> Tensor:
+        """Return the loss, given what forward returned."""
+        loss: Tensor = output if isinstance(output, Tensor) else output.loss
+        return loss
+
+    def num_parameters(self) -> int:
+        """Count the parameters, without memory for them."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
+
+def find_model(name: str) -> Model:
+    """Return a model by its name here, or as `package.module:attribute`, a `Model` of yours.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        model: Model = getattr(importlib.import_module(module), attribute)
+        return model
+    if name not in MODELS:
+        raise KeyError(f"there is no model {name!r}; there are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+# ---- our own ----------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Runs layers one after the other, and returns the cross entropy with the targets."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss."""
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(x, targets)
+
+
+class ConvLayer(nn.Module):
+    """Convolution, batch norm, ReLU."""
+
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(num_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return an image of each channel."""
+        return F.relu(self.norm(self.convolution(x)))
+
+
+class FusedLayer(nn.Module):
+    """A product, then some twenty pointwise operations, which a compiler makes one loop of.
+
+    Their parameters are as large as a sequence, so that buckets end between them.
+    """
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scales = nn.ParameterList(torch.ones(length, width) for _ in range(5))
+        self.shifts = nn.ParameterList(torch.zeros(length, width) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
+        y = self.linear(x)
+        for scale, shift in zip(self.scales, self.shifts, strict=True):
+            y = torch.sin(y * scale + shift) + 0.5 * y
+        return x + y
+
+
+def load_example() -> Any:
+    """Return examples/train_gpt.py as a module.
+
+    Raises:
+        MissingPackageError: it is not there.
+    """
+    spec = importlib.util.spec_from_file_location("train_gpt", _EXAMPLE)
+    if spec is None or spec.loader is None or not _EXAMPLE.exists():
+        raise MissingPackageError(f"the model gpt is that of {_EXAMPLE}, which is not there")
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = example  # Dynamo imports by name what it has inlined
+    sys.path.insert(0, str(_EXAMPLE.parent))  # it imports a neighbour
+    try:
+        spec.loader.exec_module(example)
+    finally:
+        sys.path.remove(str(_EXAMPLE.parent))
+    return example
+
+
+def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
+    """Return the GPT of the example."""
+    gpt: nn.Module = load_example().GPT(layers, width, heads, context)
+    return gpt
+
+
+def _gpt_with_words(layers: int, width: int, heads: int, context: int, words: int) -> nn.Module:
+    """Return the GPT of the example with a larger vocabulary than bytes."""
+    gpt: Any = _gpt(layers, width, heads, context)
+    gpt.byte, gpt.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+    model: nn.Module = gpt
+    return model
+
+
+def _gpt_batch(num_sequences: int, context: int, words: int = 256) -> dict[str, Tensor]:
+    text = torch.randint(words, (num_sequences, context + 1))
+    return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def _convnet() -> nn.Module:
+    widths = [3, 32, 64, 64, 128, 128, 256, 256, 512, 512, 512, 512]
+    pairs = itertools.pairwise(widths)
+    layers = [ConvLayer(a, b, stride=2 if b > a else 1) for a, b in pairs]
+    return Chain(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
+
+
+def _fused(num_layers: int, length: int, width: int) -> nn.Module:
+    layers = [FusedLayer(length, width) for _ in range(num_layers)]
+    return Chain(*layers, nn.Flatten(0, 1), nn.Linear(width, 100))
+
+
+def _fused_batch(num_sequences: int, length: int, width: int) -> dict[str, Tensor]:
+    targets = torch.randint(100, (num_sequences * length,))
+    return {"x": torch.randn(num_sequences, length, width), "targets": targets}
+
+
+def _mlp(num_layers: int, width: int) -> nn.Module:
+    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return Chain(*layers, nn.Linear(width, 100))
+
+
+def _classify(*shape: int, num_classes: int = 100) -> dict[str, Tensor]:
+    return {"x": torch.randn(shape), "targets": torch.randint(num_classes, shape[:1])}
+
+
+# ---- those of the transformers package --------------------------------------------------------
+
+
+def _transformer(architecture: str, config: str, **sizes: Any) -> nn.Module:
+    """Return a model with random weights.
+
+    Raises:
+        MissingPackageError: the package is not installed.
+    """
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingPackageError(
+            "the models bert, gpt2, t5, resnet50 and vit are those of the transformers package: "
+            "pip install 'ddpopt[benchmarks]', or pip install transformers"
+        ) from error
+    made: nn.Module = getattr(transformers, architecture)(getattr(transformers, config)(**sizes))
+    return made.train()
+
+
+def _tokens(num_sequences: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    tokens = torch.randint(vocabulary, (num_sequences, length))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _images(num_images: int, size: int, num_classes: int) -> dict[str, Tensor]:
+    labels = torch.randint(num_classes, (num_images,))
+    return {"pixel_values": torch.randn(num_images, 3, size, size), "labels": labels}
+
+
+_SIZES: Mapping[str, dict[str, Any]] = {
+    "bert": {
+        "vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
+        "intermediate_size": 1536, "max_position_embeddings": 128,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+    "gpt2": {
+        "vocab_size": 8192, "n_positions": 128, "n_embd": 384, "n_layer": 6, "n_head": 6,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
+        "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "t5": {
+        "vocab_size": 8192, "d_model": 320, "d_kv": 64, "d_ff": 1280, "num_layers": 4,
+        "num_heads": 5, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
+    },
+    "resnet50": {"hidden_sizes": [192, 384, 768, 1536], "num_labels": 100},
+    "vit": {
+        "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
+        "intermediate_size": 1536, "image_size": 96, "patch_size": 16, "num_labels": 100,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+}  # fmt: skip
+
+
+_partial = functools.partial
+_ALL = (
+    Model(
+        name="gpt",
+        description="examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes",
+        build=_partial(_gpt, 8, 384, 6, 128),
+        batch=_partial(_gpt_batch, 2, 128),
+    ),
+    Model(
+        name="gpt70",
+        description="as gpt, with 4096 words and 2 x 256 of them: 70 MB",
+        build=_partial(_gpt_with_words, 8, 384, 6, 256, 4096),
+        batch=_partial(_gpt_batch, 2, 256, 4096),
+    ),
+    Model(
+        name="convnet",
+        description="11 x convolution, batch norm, ReLU; 16 images of 128 x 128",
+        build=_convnet,
+        batch=_partial(_classify, 16, 3, 128, 128),
+    ),
+    Model(
+        name="fused",
+        description="14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
+        build=_partial(_fused, 14, 128, 512),
+        batch=_partial(_fused_batch, 4, 128, 512),
+    ),
+    Model(
+        name="mlp",
+        description="12 x linear, ReLU of width 1024; 512 rows",
+        build=_partial(_mlp, 12, 1024),
+        batch=_partial(_classify, 512, 1024),
+    ),
+    Model(
+        name="bert",
+        description="BertForMaskedLM: 6 layers, width 384, 4 x 128 tokens of 8192",
+        build=_partial(_transformer, "BertForMaskedLM", "BertConfig", **_SIZES["bert"]),
+        batch=_partial(_tokens, 4, 128, 8192),
+    ),
+    Model(
+        name="gpt2",
+        description="GPT2LMHeadModel: 6 layers, width 384, 4 x 128 tokens of 8192",
+        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2"]),
+        batch=_partial(_tokens, 4, 128, 8192),
+    ),
+    Model(
+        name="t5",
+        description="T5ForConditionalGeneration: 4 + 4 layers, width 320, 4 x 96 tokens of 8192",
+        build=_partial(_transformer, "T5ForConditionalGeneration", "T5Config", **_SIZES["t5"]),
+        batch=_partial(_tokens, 4, 96, 8192),
+    ),
+    Model(
+        name="resnet50",
+        description="ResNetForImageClassification: ResNet-50, 3/4 as wide, 4 images of 96 x 96",
+        build=_partial(
+            _transformer, "ResNetForImageClassification", "ResNetConfig", **_SIZES["resnet50"]
+        ),
+        batch=_partial(_images, 4, 96, 100),
+    ),
+    Model(
+        name="vit",
+        description="ViTForImageClassification: 8 layers, width 384, 12 images of 96 x 96",
+        build=_partial(_transformer, "ViTForImageClassification", "ViTConfig", **_SIZES["vit"]),
+        batch=_partial(_images, 12, 96, 100),
+    ),
+    Model(
+        name="tiny",
+        description="as gpt, with 3 layers of width 192, for --quick",
+        build=_partial(_gpt, 3, 192, 2, 32),
+        batch=_partial(_gpt_batch, 1, 32),
+    ),
+    Model(
+        name="small",
+        description="as gpt, with 2 layers of width 128; 8 x 64 bytes",
+        build=_partial(_gpt, 2, 128, 4, 64),
+        batch=_partial(_gpt_batch, 8, 64),
+    ),
+)  # fmt: skip
+MODELS: Mapping[str, Model] = {model.name: model for model in _ALL}
+
+
+def main() -> None:
+    """Print the table of sizes."""
+    print("| model | parameters, M | gradients, MB | what it is |\n|---|--:|--:|---|")
+    for model in MODELS.values():
+        print(_row(model))
+
+
+def _row(model: Model) -> str:
+    try:
+        millions = model.num_parameters() / 1e6
+    except MissingPackageError as error:
+        return f"| {model.name} | - | - | {error} |"
+    return f"| {model.name} | {millions:.1f} | {4 * millions:.0f} | {model.description} |"
+
+
+if __name__ == "__main__":
+    main()

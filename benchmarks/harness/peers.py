@@ -1,0 +1,131 @@
+"""The ways to train one DDP model that are compared, each in processes of its own.
+
+What a peer sets for all of its process stays there, so nothing is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+Compiled = Callable[..., Any]
+Compile = Callable[[DistributedDataParallel, str, dict[str, Any]], Compiled]
+Around = Callable[[str], contextlib.AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One of them.
+
+    `compile` takes the DDP module, the inner compiler and further options; Dynamo's
+    `optimize_ddp` is set before the module is made, and backward runs in `around_backward`. One
+    that `is_tuned` finds its buckets anew for each rate.
+    """
+
+    name: str
+    description: str
+    compile: Compile
+    optimize_ddp: bool | str = True
+    around_backward: Around = lambda _inner: contextlib.nullcontext()
+    has_buckets: bool = True
+    is_tuned: bool = False
+
+
+def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
+    """Return a peer and its options, as in `backward` or `backward:option=1:other=text`.
+
+    Raises:
+        ValueError: there is no such peer, or an option has no value.
+    """
+    name, *settings = text.split(":")
+    if name not in PEERS:
+        raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    options = {}
+    for setting in settings:
+        key, sign, value = setting.partition("=")
+        if not sign:
+            raise ValueError(f"the option {setting!r} of the peer {text!r} has no value")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return PEERS[name], options
+
+
+def _compile_plainly(ddp: DistributedDataParallel, inner: str, options: dict[str, Any]) -> Compiled:
+    compiled: Compiled = torch.compile(ddp, backend=inner, options=options or None)
+    return compiled
+
+
+def _compile_split(split: str, **more: Any) -> Compile:
+    def compile_split(
+        ddp: DistributedDataParallel, inner: str, options: dict[str, Any]
+    ) -> Compiled:
+        given = {"inner": inner, "split": split, **more, **options}
+        compiled: Compiled = torch.compile(ddp, backend="ddpopt", options=given)
+        return compiled
+
+    return compile_split
+
+
+def _compiled_autograd(inner: str) -> contextlib.AbstractContextManager[object]:
+    enable = torch._dynamo.compiled_autograd._enable
+    context: contextlib.AbstractContextManager[object] = enable(_compiler(inner))
+    return context
+
+
+@functools.cache  # compiled autograd compiles again for a compiler that it does not know
+def _compiler(inner: str) -> Any:
+    return torch.compile(backend=inner)
+
+
+_ALL = (
+    Peer(
+        name="eager",
+        description="DDP, not compiled",
+        compile=lambda ddp, _inner, _options: ddp,
+    ),
+    Peer(
+        name="nosplit",
+        description="torch.compile with `optimize_ddp = False`: one graph",
+        compile=_compile_plainly,
+        optimize_ddp=False,
+    ),
+    Peer(
+        name="intree",
+        description="torch.compile as it comes, with PyTorch's own DDPOptimizer",
+        compile=_compile_plainly,
+    ),
+    Peer(
+        name="python_reducer",
+        description='`optimize_ddp = "python_reducer"` and compiled autograd',
+        compile=_compile_plainly,
+        optimize_ddp="python_reducer",
+        around_backward=_compiled_autograd,
+        has_buckets=False,
+    ),
+    Peer(
+        name="forward",
+        description="ddpopt, `split: forward`",
+        compile=_compile_split("forward"),
+    ),
+    Peer(
+        name="backward",
+        description="ddpopt, `split: backward`",
+        compile=_compile_split("backward"),
+    ),
+    Peer(
+        name="auto",
+        description="ddpopt, `split: backward, buckets: auto`",
+        compile=_compile_split("backward", buckets="auto"),
+        is_tuned=True,
+    ),
+)
+PEERS = {peer.name: peer for peer in _ALL}

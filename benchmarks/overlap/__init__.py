@@ -1,0 +1,1 @@
+"""How well communication overlaps computation, beside every peer, and with tuned buckets."""

@@ -1,0 +1,1 @@
+"""What long runs and many models leave behind."""

@@ -1,0 +1,137 @@
+"""Where forwards of DDP modules and compiled sections tell that they run.
+
+Forwards tell the observers of their module, in one order; a module that nobody observes pays one
+look into a dictionary. Sections tell the listener, which exists only inside of `ddpopt.record`;
+otherwise a section pays one look at `current`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Turn(enum.IntEnum):
+    """The order in which observers are told; a module has at most one of each kind."""
+
+    AGREEMENT = enum.auto()
+    VERIFY = enum.auto()
+    REBUCKET = enum.auto()
+    TUNER = enum.auto()
+    RECORDER = enum.auto()
+    COMPILED = enum.auto()
+
+
+class Observer:
+    """Is told of a DDP module's forwards; holds the module weakly, if at all."""
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Run before a forward."""
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        """Run after it; `is_ours` says that `torch.compile` with our backend is around it."""
+
+
+Interest = Callable[[DistributedDataParallel], Observer | None]
+"""Returns the observer of a module; asked once, when its first forward begins."""
+
+_interests: dict[Turn, Interest] = {}
+_observers: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[Turn, Observer], ...]]
+_observers = weakref.WeakKeyDictionary()
+
+
+def ask_at_first(turn: Turn, interest: Interest) -> None:
+    """Have `interest` asked about each DDP module that is seen from now on."""
+    _interests[turn] = interest
+
+
+def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> None:
+    """Tell `observer` of a module's forwards; it replaces one with the same turn."""
+    others = [item for item in _observers_of(ddp) if item[0] is not turn]
+    _observers[ddp] = tuple(sorted([*others, (turn, observer)], key=lambda item: item[0]))
+
+
+def ignore(ddp: DistributedDataParallel, turn: Turn) -> None:
+    """Remove the observer with this turn."""
+    _observers[ddp] = tuple(item for item in _observers_of(ddp) if item[0] is not turn)
+
+
+def before_forward(ddp: DistributedDataParallel) -> None:
+    """Tell a module's observers that its forward begins."""
+    for _, observer in _observers_of(ddp):
+        observer.before_forward(ddp)
+
+
+def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
+    """Tell a module's observers, including those added in this forward, that it has ended."""
+    for _, observer in _observers_of(ddp):
+        observer.after_forward(ddp, is_ours)
+
+
+def _observers_of(ddp: DistributedDataParallel) -> tuple[tuple[Turn, Observer], ...]:
+    found = _observers.get(ddp)
+    if found is None:
+        asked = ((turn, interest(ddp)) for turn, interest in sorted(_interests.items()))
+        found = tuple((turn, observer) for turn, observer in asked if observer is not None)
+        _observers[ddp] = found
+    return found
+
+
+class Label(NamedTuple):
+    """A section, as the listener is told of it; a graph that is compiled whole is its section 0."""
+
+    graph: str
+    section: int
+
+
+class Listener(Protocol):
+    """Is told of sections."""
+
+    def section(self, label: Label, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a section's `kind`, "forward" or "backward", runs."""
+
+    def watch(self, label: Label, outputs: Any) -> None:
+        """Find the autograd node that made a section's outputs, which will run its backward."""
+
+
+current: Listener | None = None
+
+
+def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
+    """Return `compiled`, telling of its forward and its outputs."""
+
+    def run(*args: Any) -> Any:
+        listener = current
+        if listener is None:
+            return compiled(*args)
+        with listener.section(label, "forward"):
+            outputs = compiled(*args)
+        listener.watch(label, outputs)
+        return outputs
+
+    return run
+
+
+@contextlib.contextmanager
+def listen(listener: Listener) -> Any:
+    """Tell `listener` in this block.
+
+    Raises:
+        RuntimeError: somebody listens already.
+    """
+    global current  # noqa: PLW0603  # one look at a global is what a section can afford
+    if current is not None:
+        raise RuntimeError(
+            "a ddpopt.record block is open already; record one DDP module at a time, and leave "
+            "the block before the next"
+        )
+    current = listener
+    try:
+        yield
+    finally:
+        current = None

@@ -1,0 +1,13 @@
+"""torch's private names: the only room that touches them, in wrappers by torch's own parts.
+
+`names` has them all in one table; the wrappers tell facts and do what they are asked. Which mode of
+DDP refuses what, and how that is said to users, is decided elsewhere. Each wrapper raises
+`TorchDriftError` where the installed release lacks a name, unless it says otherwise.
+"""
+
+from ddpopt._torch.aot import *
+from ddpopt._torch.copies import *
+from ddpopt._torch.ddp import *
+from ddpopt._torch.dynamo import *
+from ddpopt._torch.graphs import *
+from ddpopt._torch.runtime import *

@@ -1,0 +1,262 @@
+"""AOTAutograd and Inductor: compiling a section, cutting a backward, and what both describe."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt._torch import names
+from ddpopt._torch.dynamo import CompilerFn, lookup_backend
+from ddpopt._torch.graphs import fake_mode_of
+
+
+class SectionTrace:
+    """What AOTAutograd left behind while it compiled a section."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    @property
+    def has_run_aot(self) -> bool:
+        """Whether AOTAutograd compiled something, so that the first call returns fake tensors."""
+        return self._context is not None and names.FW_METADATA.of(self._context) is not None
+
+
+@contextlib.contextmanager
+def section_tracing() -> Iterator[SectionTrace]:
+    """Give the section compiled in this block a TracingContext of its own.
+
+    AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
+    whatever is compiled of that graph later: with one for all sections it would find the last
+    one's metadata. Guards and fake mode stay shared. The first call of what AOTAutograd compiled,
+    made inside this block, returns fake tensors with the strides that Inductor chose.
+    """
+    outer = names.TRACING_CONTEXT.get().try_get()
+    if outer is None:
+        yield SectionTrace(None)
+        return
+    context = copy.copy(outer)
+    for row in (
+        names.FW_METADATA,
+        names.AOT_GRAPH_NAME,
+        names.PARAMS_FLAT,
+        names.PARAMS_UNWRAPPED,
+        names.PARAMS_INDEX,
+        names.OUTPUT_STRIDES,
+    ):
+        row.set(context, None)
+    names.FAKIFY_FIRST_CALL.set(context, True)
+    no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
+    try:
+        with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():
+            yield SectionTrace(context)
+    finally:
+        names.FAKIFY_FIRST_CALL.set(context, False)
+        _forget_donated(context)
+
+
+def _forget_donated(context: Any) -> None:
+    metadata = names.FW_METADATA.of(context)
+    if metadata is not None:
+        names.DONATED_IDXS.set(metadata, [])  # AOTAutograd's spelling of "none"
+
+
+@contextlib.contextmanager
+def _no_donated_buffers() -> Iterator[None]:
+    """Compile backward now, and so that it leaves saved tensors as they are.
+
+    Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
+    compiled in a backward with retain_graph=True. Its cache does not tell the two apart
+    (torch 2.11 to 2.13): a backward with retain_graph could get one that overwrites what the next
+    backward needs. AOTAutograd's own cache avoids that; a section's first call bypasses it.
+    """
+    tag = f"{names.CACHE_KEY_TAG.get()} ddpopt: no donated buffers"
+    with names.settings(
+        {names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True, names.CACHE_KEY_TAG: tag}
+    ):
+        yield
+
+
+# A backward graph compiled so far: (graph, inputs, which of the whole graph's inputs each is,
+# None for others) -> a callable that takes a list and empties it.
+CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Callable[..., Any]]
+CutBackward = Callable[[fx.GraphModule, list[Any], CompileSection], Callable[..., Any]]
+# (graph, inputs, edit the forward graph, cut the backward graph) -> compiled forward
+AOTCompilerFn = Callable[
+    [fx.GraphModule, list[Any], Callable[[fx.GraphModule], None], CutBackward], Callable[..., Any]
+]
+
+
+def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
+    """Return what compiles as `inductor` does, which `inductor()` made, with a cut backward."""
+
+    def compile_graph(
+        gm: fx.GraphModule,
+        inputs: list[Any],
+        edit_forward: Callable[[fx.GraphModule], None],
+        cut_backward: CutBackward,
+    ) -> Callable[..., Any]:
+        compile_fx_inner = names.COMPILE_FX_INNER.get()
+
+        def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
+            if not options.get("is_backward", False):
+                edit_forward(graph)
+                return compile_fx_inner(graph, graph_inputs, **options)
+            static = set(options.pop("static_input_idxs", ()))
+
+            def compile_section(
+                section: fx.GraphModule, section_inputs: list[Any], origins: list[int | None]
+            ) -> Any:
+                (output,) = section.graph.find_nodes(op="output")
+                values: Any = output.args[0]
+                # Inductor keeps the strides of these; the next section counts on them.
+                output.meta["user_visible_output_idxs"] = list(range(len(values)))
+                kept = [i for i, origin in enumerate(origins) if origin in static]
+                return compile_fx_inner(section, section_inputs, static_input_idxs=kept, **options)
+
+            return cut_backward(graph, list(graph_inputs), compile_section)
+
+        compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)
+        with _cut_backward_settings():
+            compiled: Callable[..., Any] = compile_fx(
+                gm, inputs, inner_compile=inner_compile, config_patches=patches
+            )
+        return compiled
+
+    return compile_graph
+
+
+def aot_eager(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    edit_forward: Callable[[fx.GraphModule], None],
+    cut_backward: CutBackward,
+) -> Callable[..., Any]:
+    """Compile as the backend of this name does, with a cut backward."""
+    boxed_nop = names.BOXED_NOP.get()
+
+    def compile_forward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
+        edit_forward(graph)
+        return boxed_nop(graph, graph_inputs)
+
+    def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
+        return cut_backward(
+            graph, list(graph_inputs), lambda section, values, _: boxed_nop(section, values)
+        )
+
+    with _cut_backward_settings():
+        return lookup_backend("aot_eager")(
+            gm, inputs, fw_compiler=compile_forward, bw_compiler=compile_backward
+        )
+
+
+@contextlib.contextmanager
+def _cut_backward_settings() -> Iterator[None]:
+    """Compile backward before the first forward, which needs its gates, and each time.
+
+    On a hit AOTAutograd's own cache would return a backward that nobody cut. The caches of what
+    the sections are compiled to stay on.
+    """
+    off = dict.fromkeys(
+        (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE), False
+    )
+    with _no_donated_buffers(), names.settings(off):
+        yield
+    tracing = names.TRACING_CONTEXT.get().try_get()
+    if tracing is not None:
+        _forget_donated(tracing)
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell AOTAutograd that a function takes its arguments as a list, which it empties."""
+    names.BOXED_CALL.mark(function, True)
+    return function
+
+
+def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
+    """Bring the metadata of a backward graph in line with its inputs.
+
+    Inductor may have chosen other strides in the forward for what it saved than were traced.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if all(
+        _has_strides_of(n.meta.get("val"), v) for n, v in zip(placeholders, inputs, strict=True)
+    ):
+        return
+    propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
+    propagation.propagate_dont_convert_inputs(*inputs)
+
+
+def _has_strides_of(value: object, other: object) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return True
+    return value.layout is not torch.strided or value.stride() == other.stride()
+
+
+def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
+    """Return for each value that a backward graph returns which argument it is the gradient of.
+
+    The argument is counted among those of the graph that AOTAutograd was given; None where the
+    value is no gradient, or AOTAutograd does not tell.
+    """
+    gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
+    found: list[int | None] = []
+    for description in outputs_described(backward):
+        is_plain = isinstance(description, gradient) and isinstance(description.grad_of, plain)
+        found.append(description.grad_of.idx if is_plain else None)
+    return found
+
+
+def outputs_described(gm: fx.GraphModule) -> list[Any]:
+    """Return AOTAutograd's description of each value that a graph returns, hashable."""
+    (output,) = gm.graph.find_nodes(op="output")
+    return list(output.meta.get("desc", ()))
+
+
+def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any]:
+    """Return which inputs of a backward graph are gradients of which of the forward's outputs."""
+    return {node: text.output for node, text in _described(backward, names.TANGENT_INPUT.get())}
+
+
+def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
+    """Return which argument of the graph that AOTAutograd was given each input is."""
+    return {node: text.idx for node, text in _described(forward, names.PLAIN_INPUT.get())}
+
+
+def _described(gm: fx.GraphModule, kind: type) -> Iterator[tuple[fx.Node, Any]]:
+    """Return the inputs of a graph that AOTAutograd describes by this kind, with what it says."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        description = node.meta.get("desc")
+        if isinstance(description, kind):
+            yield node, description
+
+
+def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
+    """Return Inductor with `mode` and `options` applied as `torch.compile` applies them.
+
+    Raises:
+        RuntimeError: an option is unknown or has the wrong type, or the mode is unknown.
+    """
+    wrapper: CompilerFn = names.INDUCTOR.get()(mode, dict(options), None)
+    return wrapper
+
+
+def inductor_options() -> list[str]:
+    """Return the names of Inductor's options."""
+    return list(names.INDUCTOR_OPTIONS.get()())
+
+
+def has_cuda_graphs(inductor: CompilerFn) -> bool:
+    """Whether what `inductor()` made records CUDA graphs."""
+    default = names.CUDAGRAPHS.of(names.TRITON.get())
+    return bool(names.INDUCTOR_CONFIG.of(inductor).get("triton.cudagraphs", default))
+
+
+def drawing_as_eager() -> contextlib.AbstractContextManager[None]:
+    """Have Inductor compile random operators, in this block, to draw what eager draws."""
+    return names.settings({names.FALLBACK_RANDOM: True})

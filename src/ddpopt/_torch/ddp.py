@@ -1,0 +1,348 @@
+"""DDP as it is: which module runs, how its Reducer forms buckets, which modes and hooks it has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt._torch import names
+from ddpopt._torch.dynamo import frames, innermost_backend
+from ddpopt._torch.runtime import queue_callback
+from ddpopt.errors import TorchDriftError
+from ddpopt.reducer import Parameter
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP module whose forward is running."""
+    ddp = names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
+    return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
+# ---- Buckets -----------------------------------------------------------------------------------
+
+
+def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
+    """Whether the Reducer forms buckets anew from the first backward's order of gradients."""
+    return bool(ddp.static_graph or not ddp.find_unused_parameters)
+
+
+def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the Reducer has yet to form its final buckets; see [Note: buckets].
+
+    DDP keeps an attribute for that, which copies and pickles of a module hand on, though each has a
+    Reducer of its own. So it is believed only for Reducers that were seen before; for others DDP's
+    log decides, a step later.
+    """
+    has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.of(ddp), names.REDUCER.of(ddp)
+    if not follows_arrival_order(ddp):
+        return False
+    if not has_rebuilt:
+        _seen_before_rebuild.add(reducer)
+        return True
+    if reducer in _seen_before_rebuild:
+        return False
+    try:
+        return not _log_of(ddp).get("has_rebuilt_buckets")
+    except TorchDriftError:
+        return False
+
+
+_seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+    """Return the Reducer's final buckets by parameter index, None where DDP does not tell (yet).
+
+    DDP's log has them from the step after the one that rebuilt the buckets.
+    """
+    reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
+    if not reported:
+        return None
+    return tuple(tuple(map(int, bucket.split())) for bucket in reported.split(","))
+
+
+def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
+    """Return what DDP's log has of the module's present Reducer."""
+    log: Mapping[str, Any] = names.GET_LOGGING_DATA.of(ddp)()
+    return log
+
+
+def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
+    """Return the limits in bytes by which this module's Reducer closes buckets."""
+    caps = tuple(names.CAPS_BYTES.of(ddp))
+    if not caps:
+        cap = int(names.CAP_BYTES.of(ddp))
+        first = int(names.FIRST_CAP_BYTES.get())
+        caps = (first, cap) if names.CAP_IS_DEFAULT.of(ddp) and first < cap else (cap,)
+    return caps
+
+
+# ---- Parameters --------------------------------------------------------------------------------
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """Return the parameters that the Reducer reduces, in its order, shared ones once.
+
+    They are those that required gradients when it was made, whatever is frozen now.
+    """
+    return _describe(ddp, _reduced_tensors(ddp))
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """Return the parameters that the Reducer would reduce if it were made now."""
+    return _describe(ddp, _required_tensors(ddp))
+
+
+def _describe(
+    ddp: DistributedDataParallel, wanted: frozenset[torch.Tensor]
+) -> dict[torch.Tensor, Parameter]:
+    found: dict[torch.Tensor, Parameter] = {}
+    for module_name, module in ddp.module.named_modules():
+        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        for leaf_name, parameter in module.named_parameters(recurse=False):
+            if parameter not in wanted or parameter in found:
+                continue
+            found[parameter] = Parameter(
+                index=len(found),
+                name=f"{module_name}.{leaf_name}" if module_name else leaf_name,
+                num_bytes=parameter.numel() * parameter.element_size(),
+                group=f"{parameter.dtype} on {parameter.device}",
+                is_sparse=is_embedding and bool(module.sparse),
+            )
+    return found
+
+
+_reduced: weakref.WeakKeyDictionary[Any, frozenset[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
+    """Ask the Reducer, once: DDP forgets what it gave it."""
+    reducer = names.REDUCER.of(ddp)
+    if reducer not in _reduced:
+        ask, mode = names.ZEROS_LIKE_BUCKETS.of(reducer), names.FAKE_TENSOR_MODE.get()
+        try:
+            with mode(allow_non_fake_inputs=True):  # or it would allocate all buckets again
+                buckets = ask()
+        except RuntimeError:  # a sparse gradient has no bucket before the first backward
+            return _required_tensors(ddp)
+        _reduced[reducer] = frozenset(p for bucket in buckets for p in bucket.parameters())
+    return _reduced[reducer]
+
+
+def _required_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
+    return frozenset(names.BUILD_PARAMS.of(ddp)()[0])
+
+
+@contextlib.contextmanager
+def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Unfreeze parameters in this block; a frozen one has no node that accumulates its gradient.
+
+    The Reducer keeps the nodes of all that it reduces, so they are the same when training goes on.
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def accumulate_node(parameter: torch.Tensor) -> Any:
+    """Return the autograd node that accumulates a parameter's gradient.
+
+    It lives as long as somebody holds it, or a graph that uses the parameter.
+    """
+    with requiring_grad([parameter]):
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    return view.grad_fn.next_functions[0][0]
+
+
+# ---- Modes and hooks ---------------------------------------------------------------------------
+
+
+def is_in_join(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's join() context is open."""
+    return bool(names.JOIN_CONFIG.of(ddp).enable)
+
+
+def has_optimizer_in_backward(ddp: DistributedDataParallel) -> bool:
+    """Whether backward steps an optimizer, by `apply_optimizer_in_backward`."""
+    return any(map(names.OPTIMIZERS_IN_BACKWARD.is_in, ddp.parameters()))
+
+
+def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP reduces some parameters after backward (`delay_all_reduce_named_params`)."""
+    return bool(names.DELAYED_PARAMS.of(ddp))
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
+    return bool(_registered_hooks(ddp)) or _builtin_hook(ddp) is not None
+
+
+def hook_states(ddp: DistributedDataParallel) -> list[Any]:
+    """Return the states of comm hooks registered in Python, except None and process groups."""
+    kinds = (type(None), torch.distributed.ProcessGroup)
+    return [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
+
+
+def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Return the comm hooks in Python of the module's present Reducer, and their states.
+
+    Copies of a module have its list of hooks, and a Reducer without any.
+    """
+    return list(names.COMM_HOOKS.of(ddp)) if _log_of(ddp).get("comm_hook") else []
+
+
+def _builtin_hook(ddp: DistributedDataParallel) -> Any:
+    """Return the name of DDP's own comm hook in C++, which only the log keeps."""
+    name = str(_log_of(ddp).get("comm_hook", ""))
+    kinds = names.BUILTIN_HOOKS.get()
+    return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
+
+
+# ---- Another Reducer ---------------------------------------------------------------------------
+
+
+def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
+    """Find out, before a step depends on it, whether buckets can be changed while training.
+
+    Raises:
+        TorchDriftError: a name that is needed for it has moved.
+    """
+    for row in names.TABLE:
+        if row.need is names.Need.REBUCKET and row.is_expected:
+            if isinstance(row, names.ModuleName):
+                row.get()
+            elif row.owner == names.REDUCER.owner and row is not names.STATIC_ENQUEUED:
+                row.of(ddp)
+    names.GROUP_STORE.get()
+    queue_callback()
+
+
+def replace_reducer(
+    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+) -> None:
+    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
+
+    It is made as DDP's constructor makes it, with the same options and comm hooks. Like any Reducer
+    it rebuilds its buckets after its first iteration, by the limits `caps_bytes`, one for each
+    bucket.
+    """
+    reduced = reducer_parameters(ddp)
+    hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
+    names.CAPS_BYTES.set(ddp, list(caps_bytes))
+    if names.BUCKET_CONFIG.is_expected:
+        config = names.BUCKET_CONFIG.of(ddp)
+        changed = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
+        names.BUCKET_CONFIG.set(ddp, changed)
+    names.HAS_REBUILT_BUCKETS.set(ddp, False)
+    _drop_reducer(ddp)
+    # DDP reverses the buckets that it is given.
+    assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
+    with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
+        make_reducer(ddp, list(reduced), list(reduced.values()))
+    for hook, state in hooks:
+        names.SET_HOOK_NAME.of(names.LOGGER.of(ddp))(hook.__qualname__)
+        names.REGISTER_HOOK.get()(names.REDUCER.of(ddp), state, hook)
+    if own_hook is not None:
+        names.SET_HOOK_NAME.of(names.LOGGER.of(ddp))(str(own_hook))
+        names.REGISTER_BUILTIN_HOOK.get()(names.REDUCER.of(ddp), own_hook)
+
+
+def _drop_reducer(ddp: DistributedDataParallel) -> None:
+    """Free the buckets of `ddp` before there are others.
+
+    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
+    would keep the Reducer, and its logger that keeps it too.
+    """
+    names.REMOVE_AUTOGRAD_HOOKS.of(ddp)()
+    attributes = (names.REDUCER.name, names.LOGGER.name)
+    for owner in gc.get_referrers(names.REDUCER.of(ddp)):
+        if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
+            owner.update(dict.fromkeys(attributes))
+
+
+def make_reducer(
+    ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
+) -> None:
+    """Give `ddp` a Reducer of these, as DDP's constructor makes it; some may be frozen now."""
+    is_sparse = [parameter.is_sparse for parameter in parameters]
+    named = {parameter.index: parameter.name for parameter in parameters}
+    with requiring_grad(tensors):
+        names.DDP_INIT_HELPER.of(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
+    if ddp.static_graph:
+        names.STATIC_ENQUEUED.set(ddp, False)
+        names.REDUCER_SET_STATIC.of(names.REDUCER.of(ddp))()
+        names.LOGGER_SET_STATIC.of(names.LOGGER.of(ddp))()
+
+
+def prepare_reducer(ddp: DistributedDataParallel) -> None:
+    """Tell a Reducer that was made inside of DDP's forward that this forward has begun."""
+    names.PREPARE_FOR_FORWARD.of(names.REDUCER.of(ddp))()
+
+
+# ---- Forwards ----------------------------------------------------------------------------------
+
+
+def watch_ddp_forward(
+    before: Callable[[DistributedDataParallel], None],
+    after: Callable[[DistributedDataParallel, Any], None],
+) -> None:
+    """Call `before` and `after` around each DDP forward, with the DDP module.
+
+    `after` also gets the backend of the innermost `torch.compile` around the forward, or None. DDP
+    has no hook there, so the context that it opens around its forward is replaced by one that opens
+    it too; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
+    """
+    original = names.INSIDE_DDP_FORWARD.of(DistributedDataParallel)
+    if hasattr(original, "ddpopt_replaces"):
+        return
+    disable: Any = torch.compiler.disable  # it has no types
+    current_callback = names.FRAME_CALLBACK.get()
+
+    def report(ddp: DistributedDataParallel, callback: Any) -> None:
+        after(ddp, innermost_backend(callback) if callable(callback) else None)
+
+    uncompiled_report, uncompiled_before = disable(report), disable(before)
+
+    def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
+        uncompiled_before(self)
+        with original(self):
+            yield
+        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
+
+    # Dynamo is to skip this frame, as it does the original's, but not the module's below. It skips
+    # generators that are marked, and contextlib; classes of ours it would compile at each call.
+    context = contextlib.contextmanager(disable(inside_ddp_forward, recursive=False))
+    watched: Any = functools.wraps(original)(context)
+    watched.ddpopt_replaces = original
+    names.INSIDE_DDP_FORWARD.set(DistributedDataParallel, watched)
+
+
+def unwatch_ddp_forward() -> None:
+    """Restore DDP's own context."""
+    current = names.INSIDE_DDP_FORWARD.of(DistributedDataParallel)
+    original = getattr(current, "ddpopt_replaces", current)
+    names.INSIDE_DDP_FORWARD.set(DistributedDataParallel, original)
+
+
+def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the DDP forward that is running was given."""
+    code = names.RUN_DDP_FORWARD.of(DistributedDataParallel).__code__
+    for frame in frames():
+        found = frame.f_locals if frame.f_code is code else {}
+        if found.get("self") is ddp and {"inputs", "kwargs"} <= found.keys():
+            return found["inputs"], found["kwargs"]
+    raise names.RUN_DDP_FORWARD.drift()

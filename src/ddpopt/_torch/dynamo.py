@@ -1,0 +1,310 @@
+"""Dynamo: who compiles a graph, when it is compiled anew, and what `torch.compile` made."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ddpopt._torch import names
+from ddpopt._torch.runtime import do_without
+from ddpopt.errors import TorchDriftError
+
+CompilerFn = Callable[..., Callable[..., Any]]
+
+
+# ---- Who compiles a graph ----------------------------------------------------------------------
+
+
+def take_over(is_ours: Callable[[Any], bool]) -> None:
+    """Have Dynamo give whole graphs, unsplit, to those backends for which `is_ours` is true.
+
+    While a DDP forward is active, Dynamo looks `DDPOptimizer` up in its module for each frame,
+    constructs it around the backend and uses its `compile_fn`. There is no other place to step
+    in, so the class is replaced by a subclass; for other backends that is the original.
+    Idempotent; `give_back` undoes it.
+    """
+    original = names.DDP_OPTIMIZER.get()
+    if hasattr(original, "ddpopt_replaces"):
+        return
+
+    def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend_compile_fn", args[1] if len(args) > 1 else None)
+        if cls is replacement and backend is not None and is_ours(innermost_backend(backend)):
+            return types.SimpleNamespace(compile_fn=backend)  # it passes the graph on as it is
+        return object.__new__(cls)
+
+    copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
+    members = {**copied, "__new__": construct, "ddpopt_replaces": original}
+    replacement = type(original.__name__, (original,), members)
+    names.DDP_OPTIMIZER.set(replacement)
+
+
+def give_back() -> None:
+    """Restore Dynamo's own `DDPOptimizer`; nothing happens where it is in place."""
+    current = names.DDP_OPTIMIZER.get()
+    names.DDP_OPTIMIZER.set(getattr(current, "ddpopt_replaces", current))
+
+
+def innermost_backend(backend: Any) -> Any:
+    """Unwrap what `torch.compile`, Dynamo and `functools.partial` put around a backend."""
+    while True:
+        if isinstance(backend, functools.partial):
+            backend = backend.func
+        elif names.ORIG_BACKEND.is_in(backend):
+            backend = names.ORIG_BACKEND.of(backend)
+        elif names.COMPILER_FN.is_in(backend):
+            backend = names.COMPILER_FN.of(backend)
+        else:
+            return backend
+
+
+def lookup_backend(name: str) -> CompilerFn:
+    """Return a registered backend by its name.
+
+    Raises:
+        torch._dynamo.exc.InvalidBackend: there is none of that name.
+    """
+    backend: CompilerFn = names.LOOKUP_BACKEND.get()(name)
+    return backend
+
+
+def optimize_ddp_mode() -> str:
+    """Return `torch._dynamo.config.optimize_ddp` with its booleans spelled out.
+
+    `ddp_optimizer` (True), `no_optimization` (False), or one of the `python_reducer` modes.
+    """
+    return str(names.GET_OPTIMIZE_DDP_MODE.get()())
+
+
+def is_compiled_autograd_on() -> bool:
+    """Whether compiled autograd will take backward over."""
+    return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
+
+
+def suppresses_errors() -> bool:
+    """Whether Dynamo is to run eagerly what a backend fails to compile."""
+    try:
+        return bool(names.SUPPRESS_ERRORS.get())
+    except TorchDriftError:
+        return False  # an exception is being handled, and must not be hidden by another
+
+
+def control_flow_exceptions() -> tuple[type[BaseException], ...]:
+    """Return the exceptions by which a compiler talks to Dynamo; they must pass unchanged."""
+    try:
+        return (
+            names.SKIP_FRAME.get(),
+            names.RESTART_ANALYSIS.get(),
+            names.RESTART_FOR_FLOATS.get(),
+            names.UNSUPPORTED.get(),
+            *names.ALLOWED_FALLBACKS.get(),
+        )
+    except TorchDriftError as error:  # the caller handles another, which this must not hide
+        do_without(str(error), names.Need.ERRORS)
+        return ()
+
+
+def dynamo_settings(
+    *, optimize_ddp: bool, recompile_limit: int
+) -> contextlib.AbstractContextManager[None]:
+    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in a block.
+
+    Models of one class count together, whichever backends they are compiled with.
+    """
+    return names.settings(
+        {names.OPTIMIZE_DDP: optimize_ddp, names.RECOMPILE_LIMIT: recompile_limit}
+    )
+
+
+def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled functions run uncompiled while FX traces.
+
+    Otherwise they raise, in other threads too: FX's flag that it is tracing is one for all.
+    """
+    try:
+        names.ERROR_ON_FX_TRACE.get()
+    except TorchDriftError:
+        return contextlib.nullcontext()  # what is not compiled is traced as well as ever
+    return names.settings({names.ERROR_ON_FX_TRACE: False})
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compiler.disable`, which has no types: Dynamo leaves the function alone."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo never compiles frames of this function because of where it is defined."""
+    return bool(names.TRACE_RULES_CHECK.get()(function))
+
+
+# ---- When it is compiled anew ------------------------------------------------------------------
+
+
+def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> None:
+    """Have Dynamo run the graph that it is compiling only while `check` is true.
+
+    When it is false Dynamo compiles anew, as when a tensor's shape has changed. `code` gets what
+    `forget_code` takes.
+    """
+    tracing = names.TRACING_CONTEXT.get().try_get()
+    if tracing is None:
+        return
+
+    def create(builder: Any, _guard: Any) -> None:
+        try:
+            root = names.GUARD_ROOT.of(names.BUILT_GUARDS.of(builder))
+            root.add_lambda_guard(lambda _: check(), [description], None)
+            code.append(names.CHECK_FN_MANAGER.of(builder))
+        except TorchDriftError as error:  # Dynamo calls this, when the graph is compiled already
+            do_without(str(error), names.Need.GUARD)
+
+    guard = names.GUARD.get()(names.GLOBAL_STATE_SOURCE.get()(), create)
+    names.DYNAMO_GUARDS.of(names.GUARDS_CONTEXT.of(tracing)).add(guard)
+
+
+def forget_code(code: Sequence[Any]) -> None:
+    """Have Dynamo give up code that it will never run again, so that its limits do not count it.
+
+    Dynamo does so itself when an object dies that code was compiled for. It keeps such code in its
+    list, and would count it for the present object; so the code is noted as another object's.
+    """
+    try:
+        for manager in code:
+            names.INVALIDATE.of(manager)("DDP's bucket rules")
+            of_others = {"": weakref.ref(forget_code)}
+            names.ID_MATCHED_OBJS.of(names.GUARD_MANAGER.of(manager)).update(of_others)
+    except TorchDriftError as error:
+        do_without(str(error), names.Need.GUARD)
+
+
+def checkpointed_region() -> object | None:
+    """Return what is the same in a checkpoint's forward and in its recomputation, None outside.
+
+    This works for `torch.utils.checkpoint` without reentrance; other implementations leave no
+    trace. A release that hides it from us costs nothing but the case of several compiled versions
+    of one region.
+    """
+    try:
+        hooks = names.SAVED_TENSOR_HOOKS.get()(True)
+        if hooks is None:  # as at nearly all calls; guards ask at each
+            return None
+        frame_class = names.CHECKPOINT_FRAME.get()
+    except TorchDriftError as error:
+        do_without(str(error), names.Need.CHECKPOINT)
+        return None
+    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+        found = cell.cell_contents
+        found = found() if isinstance(found, weakref.ref) else found
+        if isinstance(found, frame_class):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+# ---- What torch.compile made -------------------------------------------------------------------
+
+
+def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that `torch.compile` wrapped, or the module itself."""
+    is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
+    original: torch.nn.Module = names.ORIG_MOD.of(module) if is_wrapper else module
+    return original
+
+
+def is_whole_forward(path: tuple[str, ...]) -> bool:
+    """Whether a path below DDP leads to its module, or to what `torch.compile` wrapped there."""
+    return path in ((), (names.ORIG_MOD.name,))
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` made this module, or its `compile` was called."""
+    is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
+    return is_wrapper or names.COMPILED_CALL.of(module) is not None
+
+
+def compiled_parts(model: torch.nn.Module) -> list[Any]:
+    """Return what compiles each part of a model that `torch.compile` was called for, once each.
+
+    Parts are modules that it wrapped, modules that it compiled in place (`Module.compile` keeps a
+    compiled function), and other functions that are attributes of modules.
+    """
+    optimized = names.OPTIMIZED_MODULE.get()
+    contexts = []
+    for part in model.modules():
+        if isinstance(part, optimized):
+            contexts.append(names.DYNAMO_CTX.of(part))
+        else:
+            contexts += map(context_of, compiled_functions(part).values())
+    return list({id(context): context for context in contexts}.values())
+
+
+def compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return a module's own attributes that are what `torch.compile` made of functions."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and names.GET_COMPILER_CONFIG.is_in(value)
+    }
+
+
+def context_of(function: Callable[..., Any]) -> Any:
+    """Return what compiles a function that `torch.compile` made: it keeps it in a closure."""
+    getter = names.GET_COMPILER_CONFIG.of(function)
+    try:
+        return inspect.getclosurevars(getter).nonlocals["self"]
+    except KeyError as error:
+        raise names.GET_COMPILER_CONFIG.drift() from error
+
+
+def backend_of(context: Any) -> Any:
+    """Return the innermost backend of one of `compiled_parts`."""
+    return innermost_backend(names.CALLBACK.of(context))
+
+
+def compile_options(context: Any) -> dict[str, Any]:
+    """Return the `mode` and `options` that `torch.compile` was given for one of them."""
+    return dict(names.BACKEND_OPTIONS.find(compiler_of(context), {}))
+
+
+def context_apart(context: Any) -> Any:
+    """Return what compiles as `context` does, with code that nothing else shares."""
+    backend = functools.partial(compiler_of(context))  # backends are told apart by identity
+    return names.OPTIMIZE.get()(
+        backend=backend,
+        nopython=names.FULLGRAPH.of(context),
+        dynamic=names.DYNAMIC.of(context),
+    )
+
+
+def compiler_of(context: Any) -> Any:
+    """Return the backend as `torch.compile` wrapped it, with its options bound."""
+    backend = names.CALLBACK.of(context)
+    while names.ORIG_BACKEND.is_in(backend):
+        backend = names.ORIG_BACKEND.of(backend)
+    return backend
+
+
+def calling_model(ddp: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the result of `torch.compile(ddp)` whose forward is running, None if there is none."""
+    optimized = names.OPTIMIZED_MODULE.get()
+    for frame in frames():
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, optimized) and unwrap_compiled(owner) is ddp:
+            return owner  # type: ignore[no-any-return]
+    return None
+
+
+def frames() -> Iterator[Any]:
+    """Return the frames of this thread, from this one outwards."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

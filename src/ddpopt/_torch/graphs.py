@@ -1,0 +1,182 @@
+"""FX graphs: what Dynamo and AOTAutograd noted in them, operators, storages and symbols."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt._torch import names
+
+
+def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
+    """Give `target`, whose placeholders are a copy of some of `source`'s, Dynamo's metadata.
+
+    AOTAutograd recognises a graph of Dynamo's by it, deduplicates inputs by their source and
+    finds out which inputs are parameters. Placeholders that are new get the source None.
+    """
+    target.meta = dict(source.meta)
+    for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
+        if row.is_in(source):
+            row.mark(target, row.of(source))
+    sources = {
+        node.name: names.DYNAMO_SOURCE.find(node)
+        for node in source.graph.find_nodes(op="placeholder")
+    }
+    for node in target.graph.find_nodes(op="placeholder"):
+        names.DYNAMO_SOURCE.mark(node, sources.get(node.name))
+
+
+def mark_as_new(placeholder: fx.Node) -> None:
+    """Tell AOTAutograd that Dynamo knows no source of this placeholder."""
+    names.DYNAMO_SOURCE.mark(placeholder, None)
+
+
+def depth_below_frame(placeholder: fx.Node) -> int:
+    """Return how many modules lie between what a frame was given and a parameter.
+
+    1 for `self.linear.weight`, 0 for `self.weight`.
+    """
+    name = names.SOURCE_NAME.find(names.DYNAMO_SOURCE.find(placeholder), "")
+    return str(name() if callable(name) else name).count("._modules[")  # a method in some releases
+
+
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether another graph follows this one in its frame; True where Dynamo does not tell."""
+    return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
+
+
+RUNNING_AVERAGES = ("running_mean", "running_var")
+_writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
+
+
+def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
+    """Return the places (None: keyword only) and names of the arguments that an operator writes to.
+
+    `target` is the operator, or it is that of ATen of this `name`. All overloads count where it is
+    not said which is called. Running averages count too, whose schemas leave that out.
+    """
+    if isinstance(target, names.OVERLOAD.get()):
+        overloads = [target]
+    else:
+        packet_type = names.PACKET.get()
+        packet: Any = target
+        if not isinstance(target, packet_type):
+            packet = getattr(torch.ops.aten, name, None)
+        is_packet = isinstance(packet, packet_type)
+        overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
+    found: set[tuple[int | None, str]] = set()
+    for overload in overloads:
+        schema = names.SCHEMA.of(overload)
+        if overload not in _writes:
+            _writes[overload] = _find_writes(schema)
+        found.update(_writes[overload])
+    return found
+
+
+def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    return tuple(
+        (None if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in RUNNING_AVERAGES
+    )
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a call's target is an operator that takes graphs or kernels as arguments."""
+    return isinstance(target, names.HIGHER_ORDER.get())
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identify a tensor's memory, so that aliases compare equal; None where it has no storage."""
+    try:
+        return int(names.STORAGE_DATA.of(tensor.untyped_storage()))
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and other storage-less layouts
+
+
+def is_of_functorch(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what vmap, grad or jvp work on: it does not say what requires grad."""
+    return bool(names.IS_OF_FUNCTORCH.get()(tensor))
+
+
+def is_subclass(value: object) -> bool:
+    """Whether AOTAutograd takes a tensor apart into others, as it does a DTensor."""
+    return bool(names.IS_SUBCLASS.get()(value))
+
+
+def fake_mode_of(inputs: object) -> Any:
+    """Return the fake mode that Dynamo traced with, or a new one outside of Dynamo."""
+    return names.DETECT_FAKE_MODE.get()(inputs) or names.FAKE_TENSOR_MODE.get()()
+
+
+def to_fake(value: Any, fake_mode: Any) -> Any:
+    """Return the fake tensor that stands for `value` in this compile; other values unchanged."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, names.FAKE_TENSOR.get()):
+        return value
+    return names.TO_FAKE_TENSOR.get()(value, fake_mode)
+
+
+def own_memory(fake: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor like the given one, strides included, that shares no memory with it."""
+    with names.FAKE_MODE.find(fake, contextlib.nullcontext()):
+        return fake.clone()
+
+
+def free_symbols(value: object) -> frozenset[Any]:
+    """Return the symbols of a symbolic shape or number."""
+    if not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return frozenset()
+    if isinstance(value, torch.Tensor) and not _has_symbolic_shape(value):
+        return frozenset()
+    return frozenset(names.FREE_SYMBOLS.get()(value))
+
+
+def _has_symbolic_shape(tensor: torch.Tensor) -> bool:
+    numbers: tuple[object, ...] = tuple(tensor.shape)
+    if tensor.layout is torch.strided:
+        numbers += (*tensor.stride(), tensor.storage_offset())
+    return any(isinstance(number, torch.SymInt) for number in numbers)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size as it was in the first call; 1 where it depends on data."""
+    if isinstance(size, int):
+        return size
+    node = names.SYM_NODE.of(size)
+    return int(names.HINT.of(node)) if names.HAS_HINT.of(node)() else 1
+
+
+def constant_of(value: object) -> int | None:
+    """Return the number that a symbolic integer is known to equal, None where it may vary."""
+    if not isinstance(value, torch.SymInt):
+        return None
+    constant: int | None = names.MAYBE_AS_INT.of(names.SYM_NODE.of(value))()
+    return constant
+
+
+@contextlib.contextmanager
+def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
+    """Hide the symbols of float arguments that do not occur in `graph` from AOTAutograd.
+
+    It makes constants of all float symbols that it finds no use for, and has Dynamo start anew:
+    right for a whole graph; for a section it would recompile at each new value.
+    """
+    shape_env = names.SHAPE_ENV.of(fake_mode)
+    if shape_env is None:
+        yield
+        return
+    is_type, kind = names.SYMBOL_IS_TYPE.get(), names.SYMBOL_TYPES.get().FLOAT
+    values: dict[Any, Any] = names.VALUES.of(shape_env)
+    used = {s for node in graph.nodes for s in free_symbols(node.meta.get("example_value"))}
+    hidden = {s: v for s, v in values.items() if is_type(s, kind) and s not in used}
+    for symbol in hidden:
+        del values[symbol]
+    try:
+        yield
+    finally:
+        values.update(hidden)

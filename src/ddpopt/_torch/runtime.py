@@ -1,0 +1,143 @@
+"""What runs beside a model: autograd and its profiler, process groups and stores, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ddpopt._torch import names
+from ddpopt.errors import TorchDriftError
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(names.TASK_ID.get()() != -1)
+
+
+def autograd_node() -> Any:
+    """Return the autograd node that runs in this thread."""
+    return names.AUTOGRAD_NODE.get()()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call when the backward that is running has ended, DDP's own work in it included.
+
+    Autograd calls what was queued in that order, and DDP queues its end with the last gradient;
+    so this queues itself once more.
+    """
+    queue = queue_callback()
+    queue(lambda: queue(call))
+
+
+def queue_callback() -> Callable[[Callable[[], None]], None]:
+    """Return what has autograd call a function at the end of the backward that is running."""
+    engine = names.EXECUTION_ENGINE.of(names.VARIABLE.get())
+    queue: Callable[[Callable[[], None]], None] = names.QUEUE_CALLBACK.of(engine)
+    return queue
+
+
+def is_autocast_on() -> bool:
+    """Whether autocast is on for any device."""
+    return bool(names.IS_AUTOCAST_ON.get()())
+
+
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which autocast is off for all devices."""
+    context: contextlib.AbstractContextManager[None] = names.DISABLE_AUTOCAST.get()()
+    return context
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is on."""
+    return bool(names.PROFILER_ENABLED.get()())
+
+
+@contextlib.contextmanager
+def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
+    """Have torch's profiler note named ranges, collectives and kernels, but no operators.
+
+    Yields a list that holds its events when the block has ended. `torch.profiler.profile` cannot
+    leave operators out, which cost some percent of a step.
+    """
+    profiler: Any = torch.autograd.profiler.profile(use_device="cuda" if has_cuda else None)
+    scopes = {names.RECORD_SCOPE.get().USER_SCOPE}
+    enable, disable = names.ENABLE_PROFILER.get(), names.DISABLE_PROFILER.get()
+    events: list[Any] = []
+    names.PREPARE_PROFILER.get()(profiler.config(create_trace_id=True), profiler.kineto_activities)
+    enable(profiler.config(create_trace_id=False), profiler.kineto_activities, scopes)
+    try:
+        yield events
+    finally:
+        events += disable().events()
+
+
+def naming_groups(name: str) -> contextlib.AbstractContextManager[None]:
+    """Give process groups that are made in a block this name.
+
+    torch names a group that only its members make by the number of groups that the rank is in.
+    That differs between ranks, which then wait for each other until their timeout; and it comes
+    again when groups are destroyed: then ranks look for connections that are gone.
+    """
+    return names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
+
+
+def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """Return the time after which a collective on `group` fails, a `datetime.timedelta`."""
+    return names.GROUP_TIMEOUT.of(names.GROUP_BACKEND.of(group)(device).options)
+
+
+def num_collectives(group: torch.distributed.ProcessGroup) -> int:
+    """Return how many collectives `group` has launched, which is the same on all ranks.
+
+    Raises:
+        RuntimeError: its backend does not count them.
+    """
+    return int(names.SEQUENCE_NUMBER.of(group)())
+
+
+def store_of(group: torch.distributed.ProcessGroup) -> Any:
+    """Return the store by which the ranks of a group found each other."""
+    return names.GROUP_STORE.get()(group)
+
+
+def place_of_store(store: Any) -> tuple[str, int] | None:
+    """Return the host and port at which a store is reached, None if not by the network."""
+    while isinstance(store, names.PREFIX_STORE.get()):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, names.TCP_STORE.get()) else None
+
+
+# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
+# under dynamo, distributed and ddp alike.
+LOG_NAME = f"{names.DDP_OPTIMIZER.owner}.ddpopt"
+
+
+@functools.cache
+def do_without(missing: str, need: names.Need) -> None:
+    """Warn, once a process, of a missing name without which only one thing is lost."""
+    logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, need.value)
+
+
+def artifact_logger(module: str, artifact: str) -> logging.Logger:
+    """Return the logger that `TORCH_LOGS=<artifact>` turns on, or a silent one where it moved."""
+    try:
+        logger: logging.Logger = names.ARTIFACT_LOGGER.get()(module, artifact)
+    except TorchDriftError as error:
+        do_without(str(error), names.Need.LOGS)
+        return logging.getLogger(f"{module}.{artifact}")
+    return logger
+
+
+def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
+    """Write a payload to torch's structured trace, which tlparse reads; nothing when it is off."""
+    try:
+        trace = names.TRACE_STRUCTURED.get()
+    except TorchDriftError as error:
+        do_without(str(error), names.Need.TRACE)
+        return
+    trace(name, lambda: metadata, payload_fn=payload)

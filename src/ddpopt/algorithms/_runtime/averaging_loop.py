@@ -1,0 +1,253 @@
+"""`AveragingLoop`: a thread that averages weights with the other ranks, round after round.
+
+[Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
+want to, so that their threads end in the same round. Otherwise each copies its weights, the copies
+are averaged, and each rank adds the difference between the average and its copy: what training
+changed meanwhile is kept, and the mean of all ranks' weights changes by training alone.
+
+[Note: turns] Training has the weights from the first forward with gradients to the end of the
+update, so that no weight changes between a forward and its backward, and no update is lost to an
+average that is added at the same time. Averaging has them while it copies them and while it adds
+the ranks' difference, never while it communicates.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpopt.algorithms._runtime.handle import Handle
+from ddpopt.algorithms._runtime.worker import own_stream
+from ddpopt.errors import PeerError
+
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
+_EXIT_S = 10.0  # a thread that is told to end is between two polls, or adds to weights
+
+
+class Turns:
+    """A lock that goes to whoever has waited longest.
+
+    A plain lock would starve the thread that averages, since training takes it back right after
+    giving it away. On an accelerator it orders streams as well: the stream of whoever takes it
+    waits for what was queued before it was given. That part was never run on an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()  # the first has the lock
+        self._is_closed = False
+        self._queued = None if device.type == "cpu" else torch.Event(device)
+
+    def take(self) -> bool:
+        """Wait for the lock; False, without it, if it was closed before."""
+        mine = object()
+        with self._changed:
+            self._line.append(mine)
+            try:
+                self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
+            except BaseException:  # KeyboardInterrupt: nobody else gives this place back
+                self._leave(mine)
+                raise
+            if self._is_closed:
+                self._leave(mine)
+                return False
+        if self._queued is not None:
+            self._queued.wait()
+        return True
+
+    def give(self) -> None:
+        """Hand the lock to the next in line."""
+        if self._queued is not None:
+            self._queued.record()
+        with self._changed:
+            self._leave(self._line[0])
+
+    def close(self) -> None:
+        """Turn away all who wait; called when training does not need the lock any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _leave(self, place: object) -> None:
+        self._line.remove(place)
+        self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The groups of a loop, which nobody else uses while it runs.
+
+    Ranks agree on `agreement`, a gloo group also where `data` is NCCL's: it needs no accelerator.
+    """
+
+    agreement: dist.ProcessGroup
+    data: dist.ProcessGroup
+    device: torch.device
+    timeout_s: float
+
+
+class _OverError(Exception):
+    """The thread was told to end, or its owner is gone."""
+
+
+class AveragingLoop:
+    """A thread that makes rounds with the other ranks; see [Note: rounds].
+
+    It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
+    it refers to it only while it copies or changes its weights.
+    """
+
+    def __init__(self, owner: Handle, turns: Turns, peers: Peers, interval_s: float) -> None:
+        self._owner = weakref.ref(owner)
+        self._turns = turns
+        self._peers = peers
+        self._interval_s = interval_s
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._wants_stop = threading.Event()
+        self._is_over = threading.Event()
+        self._is_stopped = False
+        weakref.finalize(owner, self.end).atexit = False
+        _loops.add(self)
+
+    # ---- for the thread that trains ----------------------------------------------------------
+
+    def run(self) -> None:
+        """Begin, unless it runs or is stopped; raise what ended the thread."""
+        self._raise_error()
+        if self._thread is None and not self._is_stopped:
+            self._begin()
+
+    def stop(self) -> None:
+        """Have the threads of all ranks end after the same round. Collective, and idempotent.
+
+        A rank that has not begun takes part in the others' rounds until all stop.
+
+        Raises:
+            PeerError: a round failed, or another rank did not call this within the timeout.
+        """
+        self._raise_error()
+        if self._is_stopped:
+            return
+        self._wants_stop.set()
+        if self._thread is None:
+            self._begin()
+        assert self._thread is not None
+        self._thread.join(self._peers.timeout_s)
+        if self._thread.is_alive():
+            self._error = PeerError(
+                "another rank hangs, or did not stop averaging within the process group's "
+                f"timeout of {self._peers.timeout_s:g} s; call abort, resume, paused and average "
+                "on all ranks"
+            )
+            self.end()
+        self._raise_error()
+        self._is_stopped, self._thread = True, None
+        self._wants_stop.clear()
+
+    def allow(self) -> None:
+        """Let `run` begin again after `stop`; raise what ended the thread."""
+        self._raise_error()
+        self._is_stopped = False
+
+    def end(self) -> None:
+        """End the thread without the other ranks; their next round fails by the timeout."""
+        self._is_over.set()
+        self._wants_stop.set()
+        self._turns.close()
+
+    def join(self) -> None:
+        """Wait until the thread that `end` was called for has ended."""
+        if self._thread is not None:
+            self._thread.join(_EXIT_S)
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._make_rounds, name="ddpopt-async", daemon=True)
+        self._thread.start()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:  # the one kept would collect frames that keep the owner alive
+            raise copy.copy(self._error) from self._error
+
+    # ---- on the thread -----------------------------------------------------------------------
+
+    def _make_rounds(self) -> None:
+        try:
+            with own_stream(self._peers.device), torch.no_grad():
+                while not self._all_stop():
+                    self._make_round()
+                    self._wants_stop.wait(self._interval_s)
+        except _OverError:
+            pass
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would keep the owner alive
+            self._error = error
+
+    def _all_stop(self) -> bool:
+        wants_stop = torch.tensor(int(self._wants_stop.is_set()), device="cpu")
+        self._reduce(wants_stop, self._peers.agreement, dist.ReduceOp.MIN)
+        return bool(wants_stop)
+
+    def _make_round(self) -> None:
+        with self._turn() as owner:
+            copies = owner.weights.copy()
+            del owner  # it may be collected while ranks communicate
+        change = [values.clone() for values in copies]
+        for values, own in zip(change, copies, strict=True):
+            self._reduce(values, self._peers.data, dist.ReduceOp.SUM)
+            values.div_(self._peers.data.size()).sub_(own)
+        with self._turn() as owner:
+            owner.weights.add(change)
+            owner.num_communications += 1
+            del owner
+
+    def _reduce(self, values: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Reduce in place, and be ready to end meanwhile.
+
+        A thread that waits inside torch cannot be told to end, and aborts the interpreter when
+        the process exits. So this one polls.
+        """
+        if self._is_over.is_set():
+            raise _OverError
+        work = dist.all_reduce(values, op, group=group, async_op=True)
+        assert work is not None
+        poll_s = _SHORTEST_POLL_S
+        while not work.is_completed():
+            if self._is_over.wait(poll_s):
+                raise _OverError
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+        work.wait()  # raises its error; on an accelerator the stream waits
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[Handle]:
+        """Have the owner, and the lock on its weights, in this block."""
+        if not self._turns.take():
+            raise _OverError
+        try:
+            owner = self._owner()
+            if owner is None:
+                raise _OverError
+            yield owner
+        finally:
+            self._turns.give()
+
+
+_loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for loop in list(_loops):
+        loop.end()
+        loop.join()

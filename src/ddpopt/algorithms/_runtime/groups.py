@@ -1,0 +1,133 @@
+"""The process groups of an algorithm: all ranks, or the nodes' first ranks and each node's own.
+
+[Note: hierarchical] With `hierarchical=True` the ranks of a node first average among themselves,
+then the node's first rank, its leader, communicates for it, and tells the others the result.
+Nodes have equal numbers of ranks, and a node's ranks follow each other, as with torchrun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ddpopt import _torch
+
+_next_number = 0  # of the groups that are made next; a name is never used again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Process groups that nobody else communicates on; see [Note: hierarchical].
+
+    `leaders` are the ranks that communicate for all: every rank, if not hierarchical. It is None
+    on ranks that do not. `index` is this rank's place among them. `node` is None where a node is
+    one rank.
+    """
+
+    everyone: dist.ProcessGroup
+    leaders: dist.ProcessGroup | None
+    node: dist.ProcessGroup | None
+    num_leaders: int
+    index: int
+
+    def average_node(self, values: torch.Tensor) -> None:
+        """Replace `values` by its mean over the ranks of this node, in place. Collective."""
+        if self.node is not None:
+            mean(values, self.node)
+
+    def tell_node(self, values: torch.Tensor) -> None:
+        """Overwrite `values` by those of this node's leader, in place. Collective."""
+        if self.node is not None:
+            dist.broadcast(values, group=self.node, group_src=0)
+
+    def end(self) -> None:
+        """Destroy them. All ranks have to be done with them, or some lose their connections."""
+        for group in {self.everyone, self.leaders, self.node} - {None}:
+            dist.destroy_process_group(group)
+
+
+def make_groups(parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> Groups:
+    """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
+    ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
+    first = place // ranks_per_node * ranks_per_node
+    name = _new_name(parent)
+
+    def make(kind: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        return _make_group(f"{name}{kind}", ranks, parent, device, dist.get_backend(parent))
+
+    leaders: dist.ProcessGroup | None
+    node: dist.ProcessGroup | None = None
+    everyone = leaders = make("", ranks)
+    if ranks_per_node > 1:
+        node = make("-node", ranks[first : first + ranks_per_node])
+        leaders = make("-leaders", ranks[::ranks_per_node]) if place == first else None
+    return Groups(
+        everyone=everyone,
+        leaders=leaders,
+        node=node,
+        num_leaders=len(ranks) // ranks_per_node,
+        index=place // ranks_per_node,
+    )
+
+
+def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
+    ranks = dist.get_process_group_ranks(parent)
+    return _make_group(_new_name(parent), ranks, parent, device, "gloo")
+
+
+def _new_name(parent: dist.ProcessGroup) -> str:
+    """Return a name that none of the ranks has used before. Collective."""
+    global _next_number  # noqa: PLW0603  # names are the process's
+    numbers = [0] * parent.size()
+    dist.all_gather_object(numbers, _next_number, group=parent)
+    _next_number = max(numbers) + 1
+    return f"ddpopt-{max(numbers)}"
+
+
+def _make_group(
+    name: str,
+    ranks: Sequence[int],
+    parent: dist.ProcessGroup,
+    device: torch.device,
+    backend: str,
+) -> dist.ProcessGroup:
+    """Make a group, for which only its ranks have to call this."""
+    digest = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    with _torch.naming_groups(f"{name}-{digest}"):
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=_torch.group_timeout(parent, device),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    return group
+
+
+def mean(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `values` by its mean over the ranks of `group`, in place. Collective."""
+    dist.all_reduce(values, group=group)
+    values.div_(dist.get_world_size(group))
+
+
+def swap(
+    values: torch.Tensor, peers: Sequence[int], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Send `values` to each of the peers, by place in the group, and return what each has sent.
+
+    Receives come first: with gloo, ranks that begin to send before they can receive take turns on a
+    link that carries both. Measured: steps of 2.9 s instead of 1.6 s at 10 Mbit/s.
+    """
+    received = [torch.empty_like(values) for _ in peers]
+    operations = [
+        dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
+        for peer, other in zip(peers, received, strict=True)
+    ]
+    operations += [dist.P2POp(dist.isend, values, group=group, group_peer=p) for p in peers]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received

@@ -1,0 +1,346 @@
+"""`Handle`: an algorithm at work on a model; what all algorithms share.
+
+[Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
+of `no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
+the forwards of accumulated micro-batches and further forwards before the same backward are not
+counted. A step ends with the last optimizer's update; where that is skipped, as GradScaler does,
+with the next step's forward, so that all ranks communicate equally often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.algorithms._runtime import comm_hook
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.groups import make_groups, mean
+from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.faults import communicating
+from ddpopt.reducer import Parameter
+
+_COUNTERS = ("num_steps", "num_communications")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What an algorithm is attached to; `parameters` are trainable, and not ignored by DDP."""
+
+    ddp: DistributedDataParallel
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    parameters: dict[torch.Tensor, Parameter]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """DDP's process group, on which no algorithm communicates while training."""
+        group: dist.ProcessGroup = self.ddp.process_group
+        return group
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter, on which communication is ordered."""
+        return next(iter(self.parameters)).device
+
+
+class AnyAlgorithm(Protocol):
+    """What a handle has to know of its algorithm: part of `Algorithm` in `api.py`."""
+
+    @property
+    def name(self) -> str:
+        """Its class's name."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its values, as plain data."""
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Return how many ranks average before their node communicates."""
+
+
+def find_problem(check: Callable[..., None], *arguments: Any) -> Exception | None:
+    """Return what a check on this rank raises, for `agree` to raise it on all ranks."""
+    try:
+        check(*arguments)
+    except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
+        return problem
+    return None
+
+
+class Handle:
+    """An algorithm at work on a model, from `attach` to `detach`.
+
+    The methods that are marked as collective have to be called by all ranks, in the same step.
+
+    Attributes:
+        num_steps: Steps so far; see [Note: steps] in `algorithms/_runtime/handle.py`.
+        num_communications: How often ranks exchanged weights, or reduced gradients.
+    """
+
+    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
+        self.algorithm = algorithm
+        self.training = training
+        self.weights = FlatWeights(training.parameters)
+        ranks_per_node = algorithm.ranks_per_node(training.group.size())
+        self.groups = make_groups(training.group, training.device, ranks_per_node)
+        self.num_steps = 0
+        self.num_communications = 0
+        self._is_attached = True
+        self._num_pauses = 0
+        self._is_open = False  # a step has begun and not ended
+        self._has_run_backward = False
+        self._is_updating = False  # before_update was called in this step
+        self._updated: set[torch.optim.Optimizer] = set()
+        on_forward = _torch.uncompiled(lambda *_: self.on_forward())
+        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
+        for optimizer in training.optimizers:
+            self._removable += [
+                optimizer.register_step_pre_hook(_weakly(self.on_update)),
+                optimizer.register_step_post_hook(_weakly(self.on_updated)),
+            ]
+
+    # ---- what an algorithm does --------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Return the future gradients of a bucket; by default they stay as they are."""
+        return noop_hook(None, bucket)
+
+    def before_forward(self) -> None:
+        """Run before each forward with gradients on, counted or not."""
+
+    def begin_step(self) -> None:
+        """Run before the forward of a step; `num_steps` already counts it."""
+
+    def before_update(self) -> None:
+        """Run before the first optimizer's update, or where that is skipped."""
+
+    def after_update(self) -> None:
+        """Run after the last optimizer's update, or where that is skipped."""
+
+    def end_step(self) -> None:
+        """Run after that, if it ended a step."""
+
+    def begin_pause(self) -> None:
+        """Run when `paused` begins."""
+
+    def end_pause(self) -> None:
+        """Run when `paused` ends."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+    def end_groups(self) -> None:
+        """Destroy the process groups, once no rank communicates on them any more."""
+        self.groups.end()
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what `state_dict` keeps beyond the counters: tensors and plain data."""
+        return {}
+
+    def check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise OptionError if `load_own_state` cannot take `state`."""
+
+    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
+        """List what of `state` has to be equal on all ranks."""
+        return [Fact(name, str(state[name])) for name in _COUNTERS]
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Take over what `own_state` returned."""
+
+    # ---- what users do -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no forwards and change no weights by communication in this block. Collective.
+
+        For evaluation: between two steps. Blocks can be nested.
+        """
+        self.check_attached()
+        self.settle()
+        if not self._num_pauses:
+            self.begin_pause()
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if not self._num_pauses and self._is_attached:
+                self.end_pause()
+
+    def average(self) -> None:
+        """Give all ranks the mean of their weights, as after the last step. Collective.
+
+        Raises:
+            PeerError: a rank did not take part.
+        """
+        self.check_attached()
+        with self.paused(), communicating("averaging the weights of all ranks"):
+            flat = self.weights.copy()
+            for values in flat:
+                mean(values, self.groups.everyone)
+            self.weights.assign(flat)
+
+    def detach(self, *, average: bool = True) -> None:
+        """End the algorithm and its process groups, and give DDP its allreduce back. Collective.
+
+        Ranks may have different weights now, and would keep the difference: they are averaged
+        first. With `average=False` nothing is communicated, as is right when a rank has failed;
+        then this is not collective, and the process groups stay until DDP's group ends, since
+        other ranks may be waiting on them. The step that is running ends here. Does nothing when
+        called again.
+
+        Raises:
+            PeerError: a rank did not take part; the model is detached all the same.
+        """
+        if not self._is_attached:
+            return
+        try:
+            if average:
+                self.average()
+        finally:
+            self._is_attached = False
+            for removable in self._removable:
+                removable.remove()
+            comm_hook.release(self.training.ddp)
+            self.close()
+        if average:
+            with communicating("waiting for all ranks to detach"):
+                dist.barrier(self.training.group)  # or a rank might still be receiving the mean
+            self.end_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues this algorithm, of this rank: tensors and plain data.
+
+        Ranks differ, in weights and optimizer state too: each keeps its own checkpoint.
+        """
+        self.check_attached()
+        self.settle()
+        return {
+            "algorithm": self.algorithm.name,
+            "settings": self.algorithm.settings,
+            **{name: getattr(self, name) for name in _COUNTERS},
+            **self.own_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of this rank; load weights and optimizer as well. Collective.
+
+        Raises:
+            OptionError: on all ranks, if on any of them it is not of an algorithm like this one,
+                or is malformed.
+            AttachError: on all ranks, if their states are not of the same step.
+        """
+        self.check_attached()
+        self.settle()
+        problem = find_problem(self._check_state, state)
+        word = Word([] if problem else self.facts_of(state), problem)
+        remedy = "load what all ranks saved after the same step"
+        agree(self.training.ddp, word, AttachError, remedy, group=self.groups.everyone)
+        self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
+        self.load_own_state(state)
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
+        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
+        for name, value in expected.items():
+            if state.get(name) != value:
+                raise OptionError(
+                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
+                    "attach the algorithm that the state was saved from"
+                )
+        for name in _COUNTERS:
+            if not isinstance(state.get(name), int) or state[name] < 0:
+                raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
+        self.check_own_state(state)
+
+    # ---- how a step goes ---------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a `paused` block is open."""
+        return self._num_pauses > 0
+
+    def check_attached(self) -> None:
+        """Raise AttachError after `detach`."""
+        if not self._is_attached:
+            raise AttachError(
+                f"this {self.algorithm.name} was detached from its model; attach it again"
+            )
+
+    def settle(self) -> None:
+        """End the step that is open, whether or not its update was made."""
+        if self._is_open:
+            self._start_update()
+            self._end_step()
+
+    def on_forward(self) -> None:
+        """Count a forward of DDP's, if it begins a step."""
+        ddp = self.training.ddp
+        if not torch.is_grad_enabled():
+            return
+        if not self.is_paused:
+            self.before_forward()
+        if not ddp.training or not ddp.require_backward_grad_sync or self.is_paused:
+            return
+        if self._is_open and not self._has_run_backward:
+            return  # another forward before the same backward
+        self.settle()
+        self._is_open, self._has_run_backward, self._is_updating = True, False, False
+        self.num_steps += 1
+        self.begin_step()
+
+    def on_bucket(self, bucket: Bucket) -> GradientFuture:
+        """Reduce a bucket of DDP's that is complete."""
+        self._has_run_backward = True
+        return self.reduce(bucket)
+
+    def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note that an optimizer is about to update the weights; `args` begins with it."""
+        if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
+            raise OptionError(
+                f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
+                "which runs forward in the middle of an update; call forward and backward before"
+            )
+        self._start_update()
+
+    def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        """Note that an optimizer has updated the weights."""
+        self._updated.add(optimizer)
+        if self._updated == set(self.training.optimizers):
+            self._end_step()
+
+    def _start_update(self) -> None:
+        if not self._is_updating:
+            self._is_updating = True
+            self.before_update()
+
+    def _end_step(self) -> None:
+        is_step = self._is_open
+        self._is_open = self._is_updating = False
+        self._updated.clear()
+        self.after_update()
+        if is_step:
+            self.end_step()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook of an optimizer, which may outlive the model, and so must not keep a handle."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        live = weak()
+        if live is not None:
+            live(*arguments)
+
+    return _torch.uncompiled(call)

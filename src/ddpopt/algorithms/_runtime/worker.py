@@ -1,0 +1,124 @@
+"""A thread that communicates in order, while the thread that computes goes on.
+
+`Worker` is the thread; `BackgroundHandle` is for algorithms that have one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ddpopt import _torch
+from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
+from ddpopt.algorithms._runtime.handle import AnyAlgorithm, Handle, Training
+from ddpopt.ranks.faults import communicating
+
+_Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
+
+
+class Worker:
+    """Runs tasks one after the other, in the order in which they were submitted.
+
+    All ranks have to submit the same collectives in the same order, on a process group that
+    nobody else uses. On an accelerator tasks run on a stream of their own, after what had been
+    queued when they were submitted; waiting for a result has the waiting thread's stream wait too.
+    The thread ends with `close`, or when `owner` is collected: tasks may refer to the owner, but
+    the thread keeps none that it has run.
+    """
+
+    def __init__(self, owner: object, device: torch.device) -> None:
+        self._device = device
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(owner, self._tasks.put, None)
+
+    def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """Return the future result of a task; its exception is raised by `wait`."""
+        queued: torch.Event | None = None
+        devices: list[int | str | torch.device] = []
+        if self._device.type != "cpu":
+            devices, queued = [self._device], torch.Event(self._device)
+            queued.record()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        self._tasks.put((task, future, queued))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the tasks that are queued; does not wait for it."""
+        self._tasks.put(None)
+
+
+def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
+    with own_stream(device) as stream:
+        while (item := tasks.get()) is not None:
+            task, future, queued = item
+            try:
+                if queued is not None:
+                    stream.wait_event(queued)
+                with torch.no_grad():
+                    future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+            del item, task, future, queued  # they keep their owner alive
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[Any]:
+    """Have this thread queue on a stream of its own in this block; None on the CPU."""
+    if device.type == "cpu":
+        yield None
+        return
+    torch.accelerator.set_device_index(device)
+    stream = torch.Stream(device)
+    with stream:
+        yield stream
+
+
+class BackgroundHandle(Handle):
+    """A handle with a worker; backward raises what went wrong in the background."""
+
+    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
+        super().__init__(training, algorithm)
+        self.worker = Worker(self, training.device)
+        self._failure: Exception | None = None
+
+    def run_behind_backward(self, bucket: Bucket, task: Callable[[], None]) -> GradientFuture:
+        """Have the worker run a task that changes a bucket in place.
+
+        DDP shows an exception of a future as one of its own, without type. So the future ends
+        well, and what a task raised is raised when DDP has ended its part of backward.
+        """
+        self.num_communications += 1
+        values: torch.Tensor = bucket.buffer()
+        step = self.num_steps
+        if bucket.is_last():
+            _torch.at_end_of_backward(self._raise_failure)
+
+        def run() -> torch.Tensor:
+            if self._failure is None:  # on a broken connection each task would wait for long
+                try:
+                    with communicating(f"reducing gradients in step {step}"):
+                        task()
+                except Exception as error:
+                    self._failure = error
+            return values
+
+        return self.worker.submit(run)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.worker.close()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

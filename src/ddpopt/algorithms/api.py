@@ -1,0 +1,240 @@
+"""`attach`, and the base classes of what it attaches: `Algorithm` and `HierarchicalAlgorithm`.
+
+Here settings are checked, and made equal on all ranks. What an algorithm does in a step is for its
+handle, in `_runtime/handle.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddpopt import _torch
+from ddpopt.algorithms._runtime import comm_hook
+from ddpopt.algorithms._runtime.handle import Handle, Training, find_problem
+from ddpopt.config import check_boolean
+from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.faults import communicating
+from ddpopt.split import state
+from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
+
+HandleT = TypeVar("HandleT", bound=Handle)
+
+
+class Algorithm(abc.ABC, Generic[HandleT]):
+    """What ranks communicate and when; a frozen dataclass that checks its values when made."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Its class's name, as in logs and states."""
+        return type(self).__name__
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its values, as plain data."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Return how many ranks average before their node communicates; 1 if it does not matter."""
+        return 1
+
+    @abc.abstractmethod
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank, without communicating.
+
+        Raises:
+            AttachError, OptionError, TypeError, NotImplementedError: the reason.
+        """
+
+    @abc.abstractmethod
+    def make_handle(self, training: Training) -> HandleT:
+        """Put this to work; weights and optimizers are equal on all ranks. Collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchicalAlgorithm(Algorithm[HandleT]):
+    """As `Algorithm`; see [Note: hierarchical] in `algorithms/_runtime/groups.py`."""
+
+    hierarchical: bool = True
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_boolean("hierarchical", self.hierarchical, TypeError)
+        if self.local_world_size is not None:
+            check_count("local_world_size", self.local_world_size, 1)
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
+        self.ranks_per_node(training.group.size())
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """Return how many ranks average before their node communicates; 1 if not hierarchical.
+
+        Raises:
+            OptionError: it is not known, or does not divide `num_ranks`.
+        """
+        if not self.hierarchical:
+            return 1
+        given = str(self.local_world_size or os.environ.get("LOCAL_WORLD_SIZE", ""))
+        if not given:
+            raise OptionError(
+                "hierarchical=True (the default) needs the number of ranks on each node, and "
+                "LOCAL_WORLD_SIZE is not set; start with torchrun, give local_world_size, or pass "
+                "hierarchical=False"
+            )
+        if not given.isdecimal() or not int(given):
+            raise OptionError(f"LOCAL_WORLD_SIZE is {given!r}; it must be a whole number above 0")
+        size = int(given)
+        if num_ranks % size:
+            raise OptionError(
+                f"{num_ranks} ranks cannot be divided into nodes of {size} (local_world_size or "
+                "LOCAL_WORLD_SIZE); pass hierarchical=False, or equal numbers of ranks on all nodes"
+            )
+        return size
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise TypeError unless `value` is an int, OptionError if it is below `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; give an int")
+    if value < least:
+        raise OptionError(f"{name} is {value}; the least is {least}")
+
+
+def attach(
+    ddp_model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm[HandleT],
+) -> HandleT:
+    """Have `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
+
+    Weights, optimizer states and learning rates are checked and made equal to rank 0's first.
+    Attach between two steps, after loading what all ranks share and before loading what each rank
+    keeps for itself.
+
+    Args:
+        ddp_model: A DistributedDataParallel module, compiled (by `torch.compile`) or not, without
+            a comm hook.
+        optimizer: The optimizer of its parameters, or all of them.
+        algorithm: One of this package's.
+
+    Returns:
+        The handle: `detach`, `paused`, `average`, `state_dict`, `load_state_dict`, and what the
+        algorithm adds.
+
+    Raises:
+        TypeError: `ddp_model`, `optimizer` or `algorithm` is something else, or parameters have a
+            dtype that cannot be averaged.
+        NotImplementedError: a parameter has sparse gradients.
+        OptionError: the algorithm's values, the optimizer or DDP's options do not fit.
+        AttachError: there is no process group, DDP has a comm hook or an algorithm, or ranks
+            differ.
+        PeerError: a rank did not make this call.
+
+    If `ddp_model` is a DDP module, all of these are raised on all ranks, whichever they concern.
+    """
+    ddp = state.ddp_of(ddp_model)
+    if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
+        raise AttachError("this rank has no process group any more; init_process_group comes first")
+    optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    parameters = _torch.trainable_parameters(ddp)
+    training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
+    problem = find_problem(_check, training, algorithm)
+    word = Word([] if problem else _facts(training, algorithm), problem)
+    remedy = "build model, optimizer and algorithm alike on all ranks"
+    agree(ddp, word, AttachError, remedy)
+    with communicating("making weights and optimizers equal on all ranks"):
+        _start_equal(training)
+    handle = algorithm.make_handle(training)
+    comm_hook.occupy(ddp, handle)
+    return handle
+
+
+def _check(training: Training, algorithm: Any) -> None:
+    """Raise the reason if `algorithm` cannot be attached on this rank; nothing is communicated."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
+            "Decentralized()"
+        )
+    comm_hook.check_free(training.ddp)
+    mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
+    if mode is not None:
+        raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
+    for optimizer in training.optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OptionError(
+                "LBFGS runs forward and backward several times in one step, and communication "
+                "would be out of step; use an optimizer without a closure"
+            )
+    for parameter, described in training.parameters.items():
+        if described.is_sparse:
+            raise NotImplementedError(
+                f"{described.name} has sparse gradients, which algorithms do not take; make its "
+                "embedding with sparse=False"
+            )
+        if not parameter.dtype.is_floating_point:
+            raise TypeError(
+                f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it, "
+                "or use a real floating point type"
+            )
+    algorithm.check(training)
+
+
+def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
+    """List what has to be equal on all ranks."""
+    facts = [Fact("the algorithm", repr(algorithm))]
+    facts += [
+        Fact(f"parameter {p.name}", f"{t.dtype} {list(t.shape)} on {t.device.type}")
+        for t, p in training.parameters.items()
+    ]
+    index_of = {t: k for k, t in enumerate(training.parameters)}
+    for number, optimizer in enumerate(training.optimizers):
+        facts.append(Fact(f"optimizer {number}", type(optimizer).__name__))
+        for place, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {place}"
+            members = [index_of.get(p) for p in group["params"]]
+            facts.append(Fact(f"{where}, parameters", str(members)))
+            for name in sorted(group.keys() - {"params"}):
+                facts.append(Fact(f"{where}, {name}", str(group[name])))
+        for tensor, name in _state_of(optimizer):
+            facts.append(
+                Fact(f"optimizer {number}, {name}", f"{tensor.dtype} {list(tensor.shape)}")
+            )
+    return facts
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the tensors that an optimizer keeps of its parameters, in their order, with a name."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                yield value, f"state {name} of parameter {index}"
+
+
+@torch.no_grad()
+def _start_equal(training: Training) -> None:
+    """Give all ranks rank 0's weights and optimizer states. Collective."""
+    tensors = [*training.parameters]
+    for optimizer in training.optimizers:
+        tensors += [tensor for tensor, _ in _state_of(optimizer)]
+    for tensor in tensors:
+        sent = tensor.detach()
+        if sent.device.type == "cpu" and training.device.type != "cpu":
+            sent = sent.to(training.device)  # Adam counts steps on the CPU; NCCL sends GPU tensors
+        sent = sent.contiguous()
+        dist.broadcast(sent, group=training.group, group_src=0)
+        tensor.copy_(sent)

@@ -1,0 +1,1 @@
+"""Which buckets are best."""

@@ -1,0 +1,104 @@
+"""`plan`: the best buckets for a model before it is wrapped in DistributedDataParallel."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpopt.bucketing.costs import AllreduceCost, Network
+from ddpopt.bucketing.device import Device
+from ddpopt.bucketing.estimate import call_model, estimate, find_loss, scale
+from ddpopt.bucketing.plan import BucketPlan, plan_buckets
+from ddpopt.errors import PlanError
+
+_NUM_STEPS = 5
+# What a further section of backward costs: benchmarks/cost/overhead.py measured 40 us.
+_CUT_S = 50e-6
+
+
+def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    network: AllreduceCost | Network,
+    world_size: int | None = None,
+    backend: str | Callable[..., Any] | None = "inductor",
+    device: Device | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> BucketPlan:
+    """Return the best buckets for a model, a batch and a network; apply them by `ddp_kwargs()`.
+
+    The order in which gradients become ready, and the part of backward that each has to wait for,
+    are estimated from the graph (see `estimate`). The times of forward and backward are measured
+    with the model as `torch.compile` makes it; gradients, buffers and the random number state are
+    then as before. On several ranks make the plan on one and broadcast `to_json()`: measured times
+    differ.
+
+    Args:
+        model: What DDP is to wrap, compiled or not, on its device, in the mode to be trained in.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        network: What `calibrate` measured, or the links of a cluster.
+        world_size: Number of ranks; None is that of the default process group.
+        backend: What compiles the model for the measurement; None measures it without.
+        device: Its rates, if nothing is to be run: then times are estimated too, as they are for
+            models on the meta device.
+        loss: Makes a scalar of the model's output; default as in `estimate`.
+
+    Raises:
+        PlanError: the model cannot be traced, or `world_size` is missing or below 1.
+    """
+    if world_size is None:
+        if not dist.is_initialized():
+            raise PlanError("world_size is None without a process group; give the number of ranks")
+        world_size = dist.get_world_size()
+    cost = network.allreduce(world_size) if isinstance(network, Network) else network
+    profile = estimate(model, example_inputs, device=device, loss=loss)
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if device is None and not is_on_meta:
+        forward_s, backward_s = _measure(model, example_inputs, backend, loss)
+        profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
+    return plan_buckets(profile, cost, world_size)
+
+
+def _measure(
+    model: nn.Module,
+    example_inputs: Any,
+    backend: str | Callable[..., Any] | None,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> tuple[float, float]:
+    """Return the median times of forward and backward, without the first step, which compiles."""
+    compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    devices = {parameter.device for parameter in gradients if parameter.device.type != "cpu"}
+    times: list[tuple[float, float]] = []
+    try:
+        with torch.random.fork_rng(devices=[d.index for d in devices]):
+            for _ in range(_NUM_STEPS + 1):
+                model.zero_grad(set_to_none=True)
+                start_s = _now(devices)
+                value = (loss or find_loss)(call_model(compiled, example_inputs))
+                middle_s = _now(devices)
+                value.backward()  # type: ignore[no-untyped-call]  # as torch has it
+                times.append((middle_s - start_s, _now(devices) - middle_s))
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+    forward_s, backward_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return forward_s, backward_s
+
+
+def _now(devices: set[torch.device]) -> float:
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

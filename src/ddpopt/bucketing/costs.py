@@ -1,0 +1,281 @@
+"""What an iteration costs: computation with the times of its gradients, and an allreduce.
+
+Pure numbers: times in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ddpopt._files import show
+from ddpopt.errors import PlanError
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
+_BEYOND = 1e18  # no number is so large: what is computed from them has to stay finite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """A parameter's gradient, ready `ready_s` after backward began if nothing is communicated.
+
+    Only gradients of equal `group` (dtype and device) may share a bucket.
+    """
+
+    name: str
+    num_bytes: int
+    ready_s: float
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self, "num_bytes", at_least=1)
+        _check(self, "ready_s")
+        _check_text(self, "group")
+
+
+def by_group(gradients: Iterable[Gradient]) -> dict[str, list[Gradient]]:
+    """Return the gradients that one allreduce each can carry, groups in order of appearance."""
+    groups: dict[str, list[Gradient]] = {}
+    for gradient in gradients:
+        groups.setdefault(gradient.group, []).append(gradient)
+    return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The computation of one iteration, as it is without any communication.
+
+    `gradients` are in the order in which they become ready. `cut_s` is what each further section
+    of backward costs, where `ready_s` does not contain it; `after_s` what backward does after the
+    last allreduce (DDP copies reduced gradients back); `between_s` what lies between backward and
+    the next forward (the optimizer). `source` says where the times are from.
+
+    Raises:
+        PlanError: a time is negative or not finite, or gradients are not in order.
+    """
+
+    gradients: tuple[Gradient, ...]
+    backward_s: float
+    forward_s: float = 0.0
+    between_s: float = 0.0
+    cut_s: float = 0.0
+    after_s: float = 0.0
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        for name in ("backward_s", "forward_s", "between_s", "cut_s", "after_s"):
+            _check(self, name)
+        _check_text(self, "source")
+        ready = [gradient.ready_s for gradient in self.gradients]
+        if not ready:
+            raise PlanError("a profile has no gradients; the model has no parameter to reduce")
+        if ready != sorted(ready):
+            raise PlanError("the gradients of a profile must be in the order of their ready_s")
+        if self.backward_s < ready[-1]:
+            raise PlanError(
+                f"backward_s is {self.backward_s}, before the last gradient at {ready[-1]} s"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all gradients."""
+        return sum(gradient.num_bytes for gradient in self.gradients)
+
+    def split(self, sizes: Sequence[int]) -> list[tuple[Gradient, ...]]:
+        """Return the gradients of each bucket; the k-th holds the next `sizes[k]`."""
+        ends = itertools.accumulate(sizes, initial=0)
+        return [self.gradients[start:stop] for start, stop in itertools.pairwise(ends)]
+
+    def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
+        """Return the profile with these times of its gradients, and further changes."""
+        pairs = zip(self.gradients, ready_s, strict=True)
+        gradients = tuple(dataclasses.replace(gradient, ready_s=t) for gradient, t in pairs)
+        return dataclasses.replace(self, gradients=gradients, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllreduceCost:
+    """An allreduce of n bytes takes `startup_s + n * s_per_byte`.
+
+    While bytes move, computation loses the part `interference` of its speed: on a CPU the
+    reduction needs the same cores, on a GPU some of the multiprocessors. While computation runs,
+    bytes take `contention` times as long. And each allreduce, of whatever size, keeps computation
+    up by `launch_s`.
+
+    Raises:
+        PlanError: a number is negative or not finite, `interference` is not below 1, or
+            `contention` is below 1.
+    """
+
+    startup_s: float
+    s_per_byte: float
+    interference: float = 0.0
+    contention: float = 1.0
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("startup_s", "s_per_byte", "launch_s"):
+            _check(self, name)
+        _check(self, "interference", below=1)
+        _check(self, "contention", at_least=1)
+
+    @property
+    def s_per_mib(self) -> float:
+        """The rate as people read it."""
+        return self.s_per_byte * 2**20
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return how long an allreduce of `num_bytes` takes."""
+        return self.startup_s + self.s_per_byte * num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The links of a cluster, from which the cost of an allreduce follows for any world size.
+
+    `latency_s` is that of a message between nodes, `bytes_per_s` the rate of a node's link in each
+    direction; `node_latency_s` and `node_bytes_per_s` are those between the ranks of one node.
+    `interference`, `contention` and `launch_s` are as in `AllreduceCost`.
+
+    Raises:
+        PlanError: a number is out of range, or `algorithm` is none of `ALGORITHMS`.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    algorithm: str = "ring"
+    ranks_per_node: int = 1
+    node_latency_s: float = 0.0
+    node_bytes_per_s: float = math.inf
+    interference: float = 0.0
+    contention: float = 1.0
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "launch_s", "node_latency_s"):
+            _check(self, name)
+        _check(self, "interference", below=1)
+        _check(self, "contention", at_least=1)
+        _check(self, "ranks_per_node", at_least=1)
+        for name in ("bytes_per_s", "node_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+        if self.algorithm not in ALGORITHMS:
+            raise PlanError(f"algorithm is {self.algorithm!r}; valid are {list(ALGORITHMS)}")
+
+    @classmethod
+    def of_ring(cls, cost: AllreduceCost, world_size: int) -> Network:
+        """Return the network on which a ring of `world_size` ranks, one a node, has this cost.
+
+        Raises:
+            PlanError: there are fewer than 2 ranks, or the cost has no rate.
+        """
+        if world_size < 2:
+            raise PlanError(f"world_size is {world_size}; a ring needs 2 ranks or more")
+        if not cost.s_per_byte > 0:
+            raise PlanError("s_per_byte is 0, from which no bandwidth follows")
+        steps = 2 * (world_size - 1)
+        return cls(
+            latency_s=cost.startup_s / steps,
+            bytes_per_s=steps / world_size / cost.s_per_byte,
+            interference=cost.interference,
+            contention=cost.contention,
+            launch_s=cost.launch_s,
+        )
+
+    def allreduce(self, world_size: int) -> AllreduceCost:
+        """Return what an allreduce over `world_size` ranks costs.
+
+        A ring takes 2 (N - 1) steps of 1 / N of the bytes each (Patarasuk and Yuan, "Bandwidth
+        optimal all-reduce algorithms for clusters of workstations", 2009). A tree, as a pipelined
+        pair of trees (Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast,
+        reduction and scan", 2009), costs 2 ceil(log2 N) steps of latency, and all bytes go up and
+        down once. The hierarchical form scatters within nodes, goes round the nodes in a ring, and
+        gathers within nodes.
+
+        Raises:
+            PlanError: `world_size` is below 1.
+        """
+        if world_size < 1:
+            raise PlanError(f"world_size is {world_size}; it must be 1 or more")
+        inside = min(self.ranks_per_node, world_size)
+        nodes = math.ceil(world_size / self.ranks_per_node)
+        ring = _ring(world_size)
+        if world_size == 1:
+            latency, per_byte = 0.0, 0.0
+        elif nodes == 1:
+            latency, per_byte = ring.steps * self.node_latency_s, ring.part / self.node_bytes_per_s
+        elif self.algorithm == "hierarchical":
+            within, between = _ring(inside), _ring(nodes)
+            latency = within.steps * self.node_latency_s + between.steps * self.latency_s
+            per_byte = within.part / self.node_bytes_per_s + between.part / self.bytes_per_s
+        else:
+            slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
+            if self.algorithm == "ring":
+                between_nodes = math.ceil(ring.steps / inside)  # of the messages in a row
+                within_nodes = ring.steps - between_nodes
+                latency = between_nodes * self.latency_s + within_nodes * self.node_latency_s
+                per_byte = ring.part / slowest
+            else:
+                depth = math.ceil(math.log2(nodes))
+                within_s = math.ceil(math.log2(inside)) * self.node_latency_s
+                latency, per_byte = 2 * (depth * self.latency_s + within_s), 2 / slowest
+        return AllreduceCost(
+            startup_s=latency,
+            s_per_byte=per_byte,
+            interference=self.interference,
+            contention=self.contention,
+            launch_s=self.launch_s if world_size > 1 else 0.0,
+        )
+
+
+class _Ring(NamedTuple):
+    """Messages that follow one another, and how often all bytes pass a link."""
+
+    steps: int
+    part: float
+
+
+def _ring(num_ranks: int) -> _Ring:
+    steps = 2 * (num_ranks - 1)
+    return _Ring(steps, steps / num_ranks)
+
+
+def _check(owner: Any, name: str, at_least: float = 0, below: float = _BEYOND) -> None:
+    value = getattr(owner, name)
+    if not isinstance(value, int | float) or not at_least <= value < below:
+        raise PlanError(
+            f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
+            f"below {below:g}"
+        )
+
+
+def _check_text(owner: Any, name: str) -> None:
+    value = getattr(owner, name)
+    if not value.isprintable():
+        what = f"{type(owner).__name__}.{name} is {show(value)}"
+        raise PlanError(f"{what}; it must be text without control characters")
+
+
+def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:
+    """Fit the cost of an allreduce to measured times by the method of Theil and Sen.
+
+    The rate is the median of the slopes between all pairs of sizes, the start-up the median of
+    what is left; a few disturbed measurements change neither. Both are at least 0.
+
+    Raises:
+        PlanError: there are fewer than two different sizes.
+    """
+    points = list(zip(num_bytes, seconds, strict=True))
+    pairs = itertools.combinations(points, 2)
+    slopes = [(t - s) / (n - m) for (m, s), (n, t) in pairs if n != m]
+    if not slopes:
+        raise PlanError("a fit needs allreduces of two different sizes or more")
+    slope = max(0.0, statistics.median(slopes))
+    rest = statistics.median(s - slope * n for n, s in points)
+    return AllreduceCost(startup_s=max(0.0, rest), s_per_byte=slope)

@@ -1,0 +1,160 @@
+"""Merge gradients into buckets so that the last allreduce is finished as early as possible.
+
+[Note: merging]
+Few large buckets save start-up costs; many small ones start earlier. With serial allreduces of
+cost a + b * bytes this is the problem of Shi, Chu and Li, "MG-WFBP: Efficient data communication
+for distributed synchronous SGD algorithms" (INFOCOM 2019). Let t(i) be the time at which gradient
+i is ready, S(i) the bytes of the first i, and F(k, i) the earliest time at which the first i can
+be reduced in k buckets or fewer. The last of these buckets starts behind some j:
+
+    F(k, i) = min over j < i of  max(F(k - 1, j), t(i)) + a + b * (S(i) - S(j))
+
+Since F(k, j) grows with j, those j with F <= t(i) are a prefix, of which the last one is best, and
+for the others F(k - 1, j) - b * S(j) has to be smallest, which is the minimum of a sliding window.
+So a layer k takes n log n steps, which run as tensor operations. A cut costs computation too, and
+so does a launch: what is minimised is F(k, n) + (cut + launch) * (k - 1), which takes each to delay
+the end by its full cost. Layers end when no prefix gains by one more bucket, or cuts and launches
+alone cost more than there is to win.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ddpopt.bucketing.costs import AllreduceCost, Profile
+from ddpopt.bucketing.timeline import predict, ready_times
+from ddpopt.reducer import cap_of
+
+_ROUNDS = 4  # of planning with the ready times that the last plan leads to
+_AS_GOOD = 1.005  # times the best predicted backward
+_REAL_GAIN = 1e-9  # seconds; less is rounding
+
+
+def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
+    """Return how many gradients each bucket holds, in the order of the profile.
+
+    The buckets are optimal (see [Note: merging]) where computation and allreduces do not slow each
+    other down. Where they do, candidates are the optimal buckets for the times at which gradients
+    are ready under the plan before, and those of uniform caps. Of all that are predicted to be
+    within half a per cent of the best, the one whose largest bucket is smallest is taken: it
+    depends least on predictions, and was the fastest when measured.
+    """
+    if not cost.interference and cost.contention == 1:
+        return merge(profile, [gradient.ready_s for gradient in profile.gradients], cost)
+    candidates = list(uniform_buckets(profile))
+    beside = dataclasses.replace(cost, s_per_byte=cost.s_per_byte * cost.contention)
+    for slowed in (cost, beside):
+        ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]
+        for _ in range(_ROUNDS):
+            sizes = merge(profile, ready_s, slowed)
+            if sizes in candidates:
+                break
+            candidates.append(sizes)
+            ready_s = ready_times(profile, sizes, cost)
+    backward_s = {sizes: predict(profile, sizes, cost).backward_s for sizes in candidates}
+    enough_s = min(backward_s.values()) * _AS_GOOD
+
+    def largest_bytes(sizes: Sequence[int]) -> int:
+        buckets = profile.split(sizes)
+        return max(sum(gradient.num_bytes for gradient in members) for members in buckets)
+
+    good = [sizes for sizes in candidates if backward_s[sizes] <= enough_s]
+    return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))
+
+
+def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tuple[int, ...]:
+    """Return the buckets that minimise the objective of [Note: merging]."""
+    num_bytes = [0, *(gradient.num_bytes for gradient in profile.gradients)]
+    problem = _Problem(
+        ready=torch.tensor(ready_s, dtype=torch.float64),
+        sent=torch.tensor(num_bytes, dtype=torch.float64).cumsum(0) * cost.s_per_byte,
+        startup_s=cost.startup_s,
+    )
+    # No bucket: nothing can be reduced in it, which is done at 0.
+    layers = [torch.full_like(problem.sent, torch.inf).index_fill(0, torch.tensor(0), 0.0)]
+    values: list[float] = []
+    cut_s = profile.cut_s + cost.launch_s
+    least = max(ready_s[0] + cost.seconds(profile.num_bytes), ready_s[-1] + cost.startup_s)
+    while least + cut_s * len(values) < min(values, default=torch.inf):
+        layer = problem.next_layer(layers[-1])
+        if not bool((layer < layers[-1] - _REAL_GAIN).any()):
+            break
+        layers.append(layer)
+        values.append(float(layer[-1]) + cut_s * len(values))
+    enough = min(values) + _REAL_GAIN
+    best = next(k for k, value in enumerate(values, start=1) if value <= enough)
+    return problem.trace_back(layers[: best + 1])
+
+
+class _Problem(NamedTuple):
+    """`ready[i]` is t(i + 1) and `sent[i]` is b * S(i) of [Note: merging]; a layer is F(k, .)."""
+
+    ready: torch.Tensor
+    sent: torch.Tensor
+    startup_s: float
+
+    def next_layer(self, before: torch.Tensor) -> torch.Tensor:
+        """Return F(k, .), given F(k - 1, .)."""
+        last = torch.arange(len(self.ready))  # j = i - 1, the largest there is for each i
+        done = torch.searchsorted(before, self.ready, right=True).sub_(1).minimum(last)
+        at_once = self.ready - self.sent[done]
+        queued = _window_minima(before - self.sent, done + 1, last)
+        finish = torch.minimum(at_once, queued) + self.startup_s + self.sent[1:]
+        return torch.cat([before[:1], torch.minimum(before[1:], finish)])
+
+    def trace_back(self, layers: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Return the buckets that lead to the end of the last layer."""
+        sizes: list[int] = []
+        stop = len(self.ready)
+        for before in reversed(layers[:-1]):
+            starts = torch.maximum(before[:stop], self.ready[stop - 1]) - self.sent[:stop]
+            start = int(starts.argmin())
+            sizes.append(stop - start)
+            stop = start
+            if not stop:
+                break
+        return tuple(reversed(sizes))
+
+
+def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the minimum of `values[first[i]..last[i]]` for each i, infinity of an empty range.
+
+    It takes minima over all ranges whose length is a power of 2; two of those cover any range.
+    """
+    table = [values]
+    while 2 ** len(table) <= len(values):
+        half = 2 ** (len(table) - 1)
+        shorter = table[-1]
+        table.append(torch.cat([torch.minimum(shorter[:-half], shorter[half:]), shorter[-half:]]))
+    length = (last - first + 1).clamp(min=1)
+    level = length.to(torch.float64).log2().floor().to(torch.int64)
+    stacked, shown = torch.stack(table), first.minimum(last)
+    minima = torch.minimum(stacked[level, shown], stacked[level, last + 1 - 2**level])
+    return torch.where(first <= last, minima, torch.inf)
+
+
+def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
+    """Return the buckets of uniform caps, from one bucket to one gradient each, by powers of 2."""
+    cap = profile.num_bytes
+    while cap:
+        yield buckets_of_caps(profile, (cap,))
+        cap //= 2
+
+
+def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return the buckets that DDP's Reducer forms with these caps, of gradients of one group.
+
+    The k-th cap is for the k-th bucket, the last one for all further ones.
+    """
+    sizes: list[int] = []
+    count = num_bytes = 0
+    for gradient in profile.gradients:
+        count, num_bytes = count + 1, num_bytes + gradient.num_bytes
+        if num_bytes >= cap_of(caps_bytes, len(sizes)):
+            sizes.append(count)
+            count = num_bytes = 0
+    return tuple([*sizes, count] if count else sizes)

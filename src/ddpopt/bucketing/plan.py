@@ -1,0 +1,206 @@
+"""BucketPlan: which gradients share a bucket, with what it was planned from. Plain data.
+
+It is made before DDP exists or for a DDP module that runs, saved as JSON, and applied by DDP's
+own arguments or by `rebucket`. A file of it may come from anywhere: see `_files.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpopt import _files
+from ddpopt._text import format_bytes, format_ms, printable, shorten, table
+from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
+from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
+from ddpopt.bucketing.timeline import Timeline, predict
+from ddpopt.errors import PlanError
+
+_MIB = 1024 * 1024
+_VERSION = 1
+_MOST_BYTES = 32 * _MIB  # of a file: some 170,000 parameters
+DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBucket:
+    """The gradients of one allreduce, by their parameters' names, in the order of arrival."""
+
+    parameters: tuple[str, ...]
+    num_bytes: int
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """Buckets for one model, and the costs for which they are best.
+
+    `sizes[k]` gradients of the profile, in its order, complete together; where they are of several
+    groups, they make a bucket for each.
+
+    Raises:
+        PlanError: `sizes` does not add up to the number of gradients, two of these have one name,
+            or `world_size` is below 1.
+    """
+
+    profile: Profile
+    cost: AllreduceCost
+    world_size: int
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise PlanError(f"world_size is {self.world_size!r}; it must be 1 or more")
+        total = len(self.profile.gradients)
+        if sum(self.sizes) != total or min(self.sizes) < 1:
+            raise PlanError(
+                f"the sizes of buckets, {_files.show(self.sizes)}, must be above 0 and add "
+                f"up to the number of gradients, {total}; they add up to {sum(self.sizes)}"
+            )
+        if len({gradient.name for gradient in self.profile.gradients}) < total:
+            raise PlanError("two gradients have the same name; give each its parameter's name")
+
+    @functools.cached_property
+    def buckets(self) -> tuple[PlannedBucket, ...]:
+        """The buckets in the order of their launch."""
+        return tuple(
+            PlannedBucket(
+                parameters=tuple(gradient.name for gradient in gradients),
+                num_bytes=sum(gradient.num_bytes for gradient in gradients),
+                group=group,
+            )
+            for members in self.profile.split(self.sizes)
+            for group, gradients in by_group(members).items()
+        )
+
+    @property
+    def hash(self) -> str:
+        """A digest of the buckets alone: ranks with equal ones can train together."""
+        content = [[bucket.parameters, bucket.num_bytes] for bucket in self.buckets]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def timeline(self) -> Timeline:
+        """Return the predicted times of an iteration with this plan."""
+        return predict(self.profile, self.sizes, self.cost)
+
+    def timeline_of_caps(self, caps_bytes: Sequence[int] = DDP_DEFAULT_CAPS) -> Timeline:
+        """Return the predicted times with the buckets that DDP forms by caps in bytes."""
+        return predict(self.profile, buckets_of_caps(self.profile, caps_bytes), self.cost)
+
+    def ddp_kwargs(self) -> dict[str, Any]:
+        """Return arguments for DistributedDataParallel by which it forms these buckets.
+
+        `bucket_cap_mb_list` where all gradients are of one dtype and device. Else the list would
+        count for each group by itself, and the best single `bucket_cap_mb` is given instead.
+        """
+        if len({gradient.group for gradient in self.profile.gradients}) == 1:
+            return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}
+        best = min(
+            uniform_buckets(self.profile),
+            key=lambda sizes: predict(self.profile, sizes, self.cost).backward_s,
+        )
+        gradients = self.profile.gradients[: best[0]]
+        return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in gradients) / _MIB}
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text, equal for equal plans."""
+        content = {"version": _VERSION, **dataclasses.asdict(self), "hash": self.hash}
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is no plan, is of another version, was changed by hand, or is
+                larger than 32 MiB.
+        """
+        return cls._read(text, "the text")
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file as JSON; one of yours is replaced, a link is not followed.
+
+        Raises:
+            OSError: it cannot be written, or something else has that name.
+        """
+        _files.write_text(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> BucketPlan:
+        """Read a plan that was saved. It may come from anybody: it is data, and is checked.
+
+        Raises:
+            PlanError: the file holds no plan, see `from_json`, or is no regular file.
+            OSError: it cannot be read.
+        """
+        return cls._read(Path(path), printable(str(path)))
+
+    @classmethod
+    def _read(cls, source: str | Path, name: str) -> BucketPlan:
+        try:
+            text = _files.read_text(source, _MOST_BYTES) if isinstance(source, Path) else source
+            content = _files.parse(text, _MOST_BYTES)
+            header: _Header = _files.build(_Header, content, is_open=True)
+            if header.version != _VERSION:
+                raise PlanError(
+                    f"it is of version {header.version}, and this ddpopt reads {_VERSION}"
+                )
+            own = {key: content[key] for key in content if key not in ("version", "hash")}
+            plan: BucketPlan = _files.build(cls, own)
+            if header.hash != plan.hash:
+                shown = _files.show(header.hash)
+                raise PlanError(f"its hash is {shown}, but its buckets have {plan.hash!r}")
+        except (_files.MalformedError, PlanError) as error:
+            raise PlanError(
+                f"{name} is no plan that ddpopt saved: {error}; plan again rather than edit a "
+                "plan, and save it with the release that reads it"
+            ) from error
+        return plan
+
+    def __str__(self) -> str:
+        timeline = self.timeline()
+        rows = [
+            (
+                f"{index}",
+                format_bytes(bucket.num_bytes),
+                *map(format_ms, (times.ready_s, times.launched_s, times.finished_s)),
+                shorten(bucket.parameters),
+            )
+            for index, (bucket, times) in enumerate(
+                zip(self.buckets, timeline.buckets, strict=True)
+            )
+        ]
+        header = ("bucket", "size", "ready ms", "launch", "finish", "parameters")
+        default = self.timeline_of_caps()
+        return "\n".join(
+            [
+                f"{len(rows)} buckets for {self.world_size} ranks ({self.profile.source} times): "
+                f"backward {format_ms(timeline.backward_s)} ms, of it computation "
+                f"{format_ms(timeline.computed_s)}; DDP's default buckets "
+                f"{format_ms(default.backward_s)}; bound of the iteration "
+                f"{format_ms(timeline.bound_s)}",
+                "",
+                *table(header, rows),
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What a file says beside the plan; in other versions the rest may look different."""
+
+    version: int
+    hash: str = ""
+
+
+def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> BucketPlan:
+    """Return the best buckets for a profile and a network; see [Note: merging]."""
+    return BucketPlan(
+        profile=profile, cost=cost, world_size=world_size, sizes=best_buckets(profile, cost)
+    )

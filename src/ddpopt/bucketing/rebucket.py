@@ -1,0 +1,158 @@
+"""`rebucket`: give a DDP module that exists the buckets of a plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddpopt import _torch
+from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._text import printable
+from ddpopt.bucketing.plan import BucketPlan
+from ddpopt.errors import PlanError
+from ddpopt.ranks import agreement
+from ddpopt.ranks.agreement import Fact, Word
+from ddpopt.split import state
+from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
+
+_NAMES_SHOWN = 3
+
+_applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state.new_table()
+
+
+def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
+    """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`.
+
+    Comm hooks and all options stay; a hook of yours that keeps something by bucket must forget it.
+    This is a collective call: every rank of DDP's process group must make it with an equal plan,
+    between a step and the next forward. A backward of a forward from before the call raises. Graphs
+    that are compiled with `backend="ddpopt"` are compiled again in the next forward.
+
+    Raises:
+        PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
+            a backward is running, or DDP is in a mode whose Reducer cannot be replaced.
+        PeerError: a rank did not make this call.
+        TypeError: there is no DistributedDataParallel at the top of `model`.
+    """
+    ddp = state.ddp_of(model)
+    agree(ddp, plan)
+    apply(ddp, plan)
+    state.of(ddp).take_new_limits()
+    state.of(ddp).forget_code()
+    _forbid_backward(ddp)
+
+
+def find_obstacle(ddp: DistributedDataParallel) -> str:
+    """Say why no plan can be applied to `ddp` now; "" if one can."""
+    if _torch.is_in_backward():
+        return "a backward is running; call rebucket between a step and the next forward"
+    mode = find_mode(ddp, KEEPING_BUCKETS)
+    if mode is not None:
+        return f"this DDP module's buckets cannot be changed: {mode.value}"
+    # By name: importing its class needs numpy.
+    if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
+        return (
+            "its comm hook is PowerSGD, which keeps errors by bucket; give "
+            "DistributedDataParallel the plan's ddp_kwargs() instead"
+        )
+    own = list(_torch.reducer_parameters(ddp).values())
+    if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
+        return (
+            "its parameters are of several dtypes or devices, or sparse, for which DDP forms "
+            "buckets apart; give DistributedDataParallel the plan's ddp_kwargs() instead"
+        )
+    return ""
+
+
+def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
+    """Say why `plan` cannot be applied to `ddp` on this rank now; "" if it can."""
+    obstacle = find_obstacle(ddp)
+    if obstacle:
+        return obstacle
+    own = {p.name: p for p in _torch.reducer_parameters(ddp).values()}
+    planned = {gradient.name: gradient for gradient in plan.profile.gradients}
+    for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
+        if names:
+            shown = ", ".join(map(printable, sorted(names)[:_NAMES_SHOWN]))
+            return f"{len(names)} parameters are not {where} ({shown}); plan for this very model"
+    for name, parameter in own.items():
+        if planned[name].num_bytes != parameter.num_bytes:
+            return (
+                f"the gradient of {name} has {parameter.num_bytes} bytes, and "
+                f"{planned[name].num_bytes} in the plan; plan for this very model"
+            )
+    return ""
+
+
+def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
+    """Raise on all ranks unless all can apply the same plan. Collective.
+
+    Raises:
+        PlanError: the first problem, or the ranks that differ from the first one.
+        PeerError: a rank did not make this call.
+    """
+    problem = find_problem(ddp, plan)
+    agreement.agree(
+        ddp,
+        Word([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
+        PlanError,
+        "make the plan on one rank and broadcast its to_json()",
+        title="buckets stay as they are: ",
+    )
+
+
+def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
+    """Give `ddp` the buckets of a plan that fits."""
+    index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
+    buckets = [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
+    _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
+    state.of(ddp).give_buckets(buckets)
+    _applied[ddp] = plan
+
+
+def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
+    """Return the plan that gave `ddp` its buckets, None if they are DDP's own."""
+    return _applied.get(ddp)
+
+
+# A new Reducer does not know of forwards from before, and would leave their gradients as they are
+# on each rank.
+_guards: weakref.WeakKeyDictionary[DistributedDataParallel, Sequence[RemovableHandle]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _forbid_backward(ddp: DistributedDataParallel) -> None:
+    def refuse(_gradient: torch.Tensor) -> None:
+        raise PlanError(
+            "this backward belongs to a forward from before ddpopt.rebucket, whose gradients "
+            "would not be reduced; call rebucket between a step and the next forward"
+        )
+
+    allow_backward(ddp)
+    reduced = _torch.reducer_parameters(ddp)
+    with _torch.requiring_grad(reduced):
+        handles = [
+            parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # as torch has it
+            for parameter in reduced
+        ]
+    # Where nothing was compiled yet, nobody else tells that a forward has begun.
+    begin = _torch.uncompiled(lambda module, _inputs: allow_backward(module))
+    _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
+    observe(ddp, Turn.REBUCKET, _Permission())
+
+
+class _Permission(Observer):
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        allow_backward(ddp)
+
+
+def allow_backward(ddp: DistributedDataParallel) -> None:
+    """Allow again what `rebucket` forbade: a forward has begun."""
+    for handle in _guards.pop(ddp, ()):
+        handle.remove()
+    ignore(ddp, Turn.REBUCKET)

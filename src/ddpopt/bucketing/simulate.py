@@ -1,0 +1,280 @@
+"""A plan on clusters of other sizes: one iteration, and efficiencies over a grid of clusters.
+
+Pure and deterministic, stragglers included. Plans are made in plan.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpopt._text import format_bytes, format_ms, table
+from ddpopt.bucketing.costs import AllreduceCost, Network
+from ddpopt.bucketing.merging import buckets_of_caps
+from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
+from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
+from ddpopt.errors import PlanError
+
+_BAR_WIDTH = 24
+_ROWS_AT_EACH_END = 10
+# As tc(8) of Linux names them: powers of 1000, in bits.
+_BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SAME = 1e-4  # of efficiency: plans closer than this are equally good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """Ranks that compute more slowly than the profile says, at random.
+
+    Each rank takes 1 + X times as long for an iteration's computation, with X independent and
+    exponential of mean `mean_delay`. Exponential delays on top of a fixed time are the usual model
+    of stragglers (Lee, Lam, Pedarsani, Papailiopoulos and Ramchandran, "Speeding up distributed
+    machine learning using codes", 2018), and the largest of N has a closed form. Its mean is
+    `mean_delay` times 1 + 1/2 + ... + 1/N.
+
+    Raises:
+        PlanError: `mean_delay` is negative or not finite.
+    """
+
+    mean_delay: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mean_delay < math.inf:
+            raise PlanError(f"mean_delay is {self.mean_delay!r}; it must be 0 or more, and finite")
+
+    def slowdown(self, world_size: int) -> float:
+        """Return how many times as long the slowest of `world_size` ranks takes.
+
+        One draw whatever `world_size`, by the inverse of the maximum's distribution function,
+        (1 - exp(-x / mean))^N (Devroye, "Non-uniform random variate generation", 1986). With one
+        seed it grows with `world_size`.
+        """
+        uniform = max(random.Random(self.seed).random(), 2.0**-53)  # 0 has no logarithm
+        return 1 - self.mean_delay * math.log(-math.expm1(math.log(uniform) / world_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """One iteration of a plan on `world_size` ranks, as predicted.
+
+    `cost` is what an allreduce costs there. `timeline` is that of the slowest rank, whose
+    computation takes `slowdown` times as long as the profile says. `basis` says what the numbers
+    are from.
+    """
+
+    world_size: int
+    cost: AllreduceCost
+    timeline: Timeline
+    slowdown: float
+    basis: str
+
+    @property
+    def efficiency(self) -> float:
+        """Weak scaling: one undisturbed rank's iteration by itself, over this iteration."""
+        iteration_s = self.timeline.iteration_s
+        return self.timeline.alone_s / self.slowdown / iteration_s if iteration_s else 1.0
+
+    def to_json(self) -> str:
+        """Return all numbers as JSON text, with those that follow from others; in seconds."""
+        timeline = dataclasses.asdict(self.timeline)
+        names = ("num_bytes", "ready_s", "launched_s", "finished_s")
+        timeline["buckets"] = [dict(zip(names, b, strict=True)) for b in self.timeline.buckets]
+        for name in ("iteration_s", "exposed_s", "bound_s"):
+            timeline[name] = getattr(self.timeline, name)
+        content = {
+            **dataclasses.asdict(self),
+            "efficiency": self.efficiency,
+            "timeline": timeline,
+        }
+        return json.dumps(content, indent=1, allow_nan=False)
+
+    def __str__(self) -> str:
+        timeline = self.timeline
+        slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
+        lines = [
+            f"{self.world_size} ranks: iteration {format_ms(timeline.iteration_s)} ms, "
+            f"efficiency {self.efficiency:.1%}{slowest}",
+            f"  computation {format_ms(timeline.alone_s)} ms, communication "
+            f"{format_ms(timeline.communication_s)}, exposed {format_ms(timeline.exposed_s)}, "
+            f"bound {format_ms(timeline.bound_s)}",
+            f"  an allreduce takes {self.cost.startup_s * 1e3:.3f} ms and "
+            f"{self.cost.s_per_mib * 1e3:.3f} ms per MiB",
+            f"  {self.basis}",
+            "",
+        ]
+        header = ("bucket", "size", "ready ms", "launch", "finish", "- waits, = runs")
+        rows = [self._row(index, bucket) for index, bucket in enumerate(timeline.buckets)]
+        num_hidden = len(rows) - 2 * _ROWS_AT_EACH_END
+        if num_hidden > 1:
+            gap = ("...", "", "", "", "", f"{num_hidden} more")
+            rows = [*rows[:_ROWS_AT_EACH_END], gap, *rows[-_ROWS_AT_EACH_END:]]
+        return "\n".join([*lines, *table(header, rows)])
+
+    def _row(self, index: int, bucket: BucketTimes) -> tuple[str, ...]:
+        times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
+        whole_s = self.timeline.backward_s or 1.0
+        # The part first: the width over a tiny time would be infinite.
+        ready, launched, finished = (math.floor(_BAR_WIDTH * (time / whole_s)) for time in times)
+        runs = max(1, finished - launched)
+        bar = " " * ready + "-" * (launched - ready) + "=" * runs
+        return (f"{index}", format_bytes(bucket.num_bytes), *map(format_ms, times), bar)
+
+
+def simulate(
+    plan: BucketPlan,
+    *,
+    world_size: int,
+    network: Network | AllreduceCost | None = None,
+    stragglers: Stragglers | None = None,
+) -> Simulation:
+    """Return one iteration of `plan` on a cluster of `world_size` ranks.
+
+    Without a network it is the one that the plan's cost implies for a ring with one rank a node;
+    an `AllreduceCost` is used as it is, whatever `world_size`. A bucket is ready when its last
+    gradient is ready on the slowest of the ranks.
+
+    Raises:
+        PlanError: `world_size` is no whole number above 0, or no network follows from the plan.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise PlanError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
+    cost, origin = _cost(plan, world_size, network)
+    slowdown = stragglers.slowdown(world_size) if stragglers else 1.0
+    profile = plan.profile
+    if stragglers:
+        names = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
+        times = {name: getattr(profile, name) * slowdown for name in names}
+        ready_s = [gradient.ready_s * slowdown for gradient in profile.gradients]
+        profile = profile.with_ready_times(ready_s, **times)
+    return Simulation(
+        world_size=world_size,
+        cost=cost,
+        timeline=predict(profile, plan.sizes, cost),
+        slowdown=slowdown,
+        basis=f"computation: {profile.source}; allreduce: {origin}",
+    )
+
+
+def _cost(
+    plan: BucketPlan, world_size: int, network: Network | AllreduceCost | None
+) -> tuple[AllreduceCost, str]:
+    if isinstance(network, AllreduceCost):
+        return network, "as given"
+    if network is not None:
+        return network.allreduce(world_size), f"{network.algorithm}, computed from given links"
+    if world_size == plan.world_size:
+        return plan.cost, "the plan's"
+    implied = Network.of_ring(plan.cost, plan.world_size)
+    return implied.allreduce(world_size), f"ring, extrapolated from {plan.world_size} ranks"
+
+
+# ---- many clusters ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Efficiencies on one cluster: of the saved plan, DDP's default buckets, a plan made for it.
+
+    `num_buckets` are those of the plan made for it.
+    """
+
+    world_size: int
+    bytes_per_s: float
+    saved: float
+    default: float
+    replanned: float
+    num_buckets: int
+
+    @property
+    def best(self) -> str:
+        """The best of the three; where they are equally good, the one that asks for least."""
+        efficiency = {"saved": self.saved, "default": self.default, "replanned": self.replanned}
+        enough = max(efficiency.values()) - _SAME
+        return next(name for name, value in efficiency.items() if value >= enough)
+
+
+def sweep(
+    plan: BucketPlan,
+    world_sizes: Sequence[int],
+    bandwidths: Sequence[float],
+    network: Network,
+    stragglers: Stragglers | None = None,
+) -> list[Cell]:
+    """Return a cell for each world size and each bandwidth of `network`'s nodes in bytes/s.
+
+    Plans are made without regard to stragglers.
+
+    Raises:
+        PlanError: a world size or a bandwidth is out of range.
+    """
+    default = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, DDP_DEFAULT_CAPS))
+    cells = []
+    for world_size in world_sizes:
+        for bytes_per_s in bandwidths:
+            links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
+            replanned = plan_buckets(plan.profile, links.allreduce(world_size), world_size)
+            plans = {"saved": plan, "default": default, "replanned": replanned}
+            efficiencies = {
+                name: simulate(
+                    each, world_size=world_size, network=links, stragglers=stragglers
+                ).efficiency
+                for name, each in plans.items()
+            }
+            cells.append(
+                Cell(
+                    world_size=world_size,
+                    bytes_per_s=bytes_per_s,
+                    num_buckets=len(replanned.buckets),
+                    **efficiencies,
+                )
+            )
+    return cells
+
+
+def render(cells: Sequence[Cell]) -> str:
+    """Return the cells as a table."""
+    header = ("ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best")
+    rows = [
+        (
+            f"{cell.world_size}",
+            format_bandwidth(cell.bytes_per_s),
+            *(f"{efficiency:.1%}" for efficiency in (cell.saved, cell.default, cell.replanned)),
+            f"{cell.num_buckets}",
+            cell.best,
+        )
+        for cell in cells
+    ]
+    return "\n".join(table(header, rows))
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return bytes per second of a rate such as `10gbit`, written as for `tc`.
+
+    Units are bit, kbit, mbit, gbit and tbit. A bare number, and tc's units in bytes (`bps`, which
+    elsewhere are bits), are refused.
+
+    Raises:
+        PlanError: the text is no such rate, or it is 0.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]+)", text.strip(), re.IGNORECASE)
+    scale = _BITS_PER_S.get(found[2].lower()) if found else None
+    if found is None or scale is None or not float(found[1]):
+        raise PlanError(
+            f"the bandwidth is {text!r}; give a number above 0 and one of the units "
+            f"{', '.join(_BITS_PER_S)} (bits per second), such as 10gbit"
+        )
+    return float(found[1]) * scale / 8
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Return a rate in the largest unit in which it is 1 or more."""
+    bits_per_s = bytes_per_s * 8
+    fitting = [unit for unit, scale in _BITS_PER_S.items() if bits_per_s >= scale]
+    unit = fitting[-1] if fitting else "bit"
+    return f"{bits_per_s / _BITS_PER_S[unit]:g}{unit}"

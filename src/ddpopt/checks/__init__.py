@@ -1,0 +1,1 @@
+"""Before a long run."""

@@ -1,0 +1,298 @@
+"""Steps on a copy of a compiled DDP model: the same code, another Reducer, nothing of the model's.
+
+It copies, calls and restores; `verify.py` and `warmup.py` know what the steps are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.bucketing import batch as batches
+from ddpopt.bucketing import tuner
+from ddpopt.bucketing.batch import Batch, as_batch, tensors_of
+from ddpopt.checks.copying import copy_model, deep_copy
+from ddpopt.errors import DDPOptError, OptionError
+from ddpopt.ranks.rendezvous import meeting
+from ddpopt.split import state
+from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+class Outcome(NamedTuple):
+    """What a step left: copies of its loss and buffers, gradients, and the outputs' dtypes."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    dtypes: frozenset[torch.dtype]
+
+
+class LocalStep(NamedTuple):
+    """The copy that a step was run on, and whether the step drew random numbers."""
+
+    rehearsal: Rehearsal
+    has_drawn: bool
+
+
+class DryRun:
+    """A model, a batch and a loss, to be tried in stages that end on all ranks or on none.
+
+    `stage` gives what is done in a `with` block a name; errors and warnings begin with `name`.
+
+    Raises:
+        OptionError: `silence_s` is no number of seconds above 0.
+        TypeError: there is no DistributedDataParallel in the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        loss_fn: LossFn | None,
+        name: str,
+        silence_s: float,
+    ) -> None:
+        self.model, self.ddp = model, state.ddp_of(model)
+        self.batch, self.loss_fn = as_batch(batch), loss_fn or default_loss
+        if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
+            raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
+        self.stage = functools.partial(meeting, self.ddp.process_group, name, silence_s=silence_s)
+
+    def step_locally(self, *, is_apart: bool = False) -> LocalStep:
+        """Run a step of a copy that communicates nothing: copying, forward and backward as stages.
+
+        A forward may communicate by itself, so none begins while another rank may find that it
+        cannot.
+
+        Raises:
+            OptionError: as `rehearse` and `copy_batch`; or the copy used the model's own
+                parameters, which are as they were.
+        """
+        with self.stage("copying"):
+            rehearsal, batch = rehearse(self.model, is_apart=is_apart), copy_batch(self.batch)
+        _torch.keep_local(rehearsal.ddp)
+        before = _randomness(self.ddp)
+        with (
+            torch.enable_grad(),
+            same_randomness(self.ddp),
+            rehearsal.drawing(),
+            _shielded(self.ddp, rehearsal),
+        ):
+            with self.stage("forward"):
+                loss, _ = rehearsal.forward(batch, self.loss_fn)
+            with self.stage("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+            return LocalStep(rehearsal, has_drawn=_randomness(self.ddp) != before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """A copy: `model` is to be called, `ddp` is the DDP module in it.
+
+    `initial_buffers` are those that each step starts with. One that `is_apart` runs code that was
+    compiled for it alone.
+    """
+
+    model: torch.nn.Module
+    ddp: DistributedDataParallel
+    initial_buffers: dict[str, torch.Tensor]
+    is_apart: bool
+
+    def forward(self, batch: Batch, loss_fn: LossFn) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
+        """Return the loss of a batch, and the dtypes of the output."""
+        output = self.model(*batch.args, **batch.kwargs)
+        dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
+        loss = loss_fn(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise OptionError(
+                f"the loss is {_describe(loss)}; loss_fn has to make a scalar of the output that "
+                "depends on a parameter"
+            )
+        return loss, dtypes
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Draw, in this block, the random numbers that its code was compiled for."""
+        return _torch.drawing_as_eager() if self.is_apart else contextlib.nullcontext()
+
+    def reset(self) -> None:
+        """Drop gradients, and give buffers the values that they had in the original."""
+        for parameter in self.ddp.parameters():
+            parameter.grad = None
+        for name, buffer in self.ddp.named_buffers():
+            initial = self.initial_buffers.get(name)
+            if initial is not None and initial.shape == buffer.shape:  # or forward made it anew
+                buffer.detach().copy_(initial)
+
+    def step(self, batch: Batch, loss_fn: LossFn) -> Outcome:
+        """Run forward and backward on a copy of the batch, from the original's buffers."""
+        self.reset()
+        loss, dtypes = self.forward(copy_batch(batch), loss_fn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        own = self.ddp.module
+        trained = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
+        return Outcome(
+            loss.detach().clone(),
+            {n: None if grad is None else grad.detach().clone() for n, grad in trained.items()},
+            {name: buffer.detach().clone() for name, buffer in own.named_buffers()},
+            dtypes,
+        )
+
+
+def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
+    """Return a copy of a compiled DDP model; see `copy_model`.
+
+    Raises:
+        OptionError: the model cannot be copied, or DDP is in a mode that cannot be rehearsed.
+    """
+    original = state.ddp_of(model)
+    mode = find_mode(original, KEEPING_FROM_REHEARSAL)
+    if mode is not None:
+        raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
+    try:
+        copied, ddp = copy_model(model, is_apart=is_apart)
+    except DDPOptError:
+        raise
+    except Exception as error:  # modules copy themselves as they like
+        raise OptionError(
+            f"the module in DistributedDataParallel cannot be copied ({error}); it has to be a "
+            "module that copy.deepcopy takes"
+        ) from error
+    own = state.of(ddp)
+    own.become_copy_of(state.of(original))
+    tuner.share(original, ddp)
+    buffers = {name: buffer.detach().clone() for name, buffer in ddp.named_buffers()}
+    return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers, is_apart=is_apart)
+
+
+def copy_batch(batch: Batch) -> Batch:
+    """Return a copy of a batch.
+
+    Raises:
+        OptionError: it has something that cannot be copied.
+    """
+    try:
+        copied: Batch = deep_copy(batch)
+    except Exception as error:  # what it holds copies itself as it likes
+        raise OptionError(
+            f"the batch cannot be copied ({error}); give what copy.deepcopy takes: lists in place "
+            "of generators, no files or locks"
+        ) from error
+    return copied
+
+
+@contextlib.contextmanager
+def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[None]:
+    """Let no backward in this block reach `ddp`'s gradients and Reducer; put its buffers back.
+
+    A copy uses the original where a function that both call holds a parameter or a module of it.
+    """
+
+    def refuse(name: str) -> Callable[[object], None]:
+        def raise_error(_gradients: object) -> None:
+            raise OptionError(
+                f"a copy of the module in DistributedDataParallel uses the original's {name}: a "
+                "function holds it, or a module that it is in (a lambda, a decorated forward); "
+                "have it take the module as an argument"
+            )
+
+        return raise_error
+
+    trained = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+    nodes = [(name, _torch.accumulate_node(parameter)) for name, parameter in trained]
+    hooks = [node.register_prehook(refuse(name)) for name, node in nodes]
+    buffers = dict(ddp.named_buffers())
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, buffer in buffers.items():
+            initial = rehearsal.initial_buffers[name]
+            if buffer.layout != torch.strided or not torch.equal(buffer, initial):
+                buffer.detach().copy_(initial)  # batch norm's writes change no version
+
+
+def is_compiled_by_us(model: torch.nn.Module) -> bool:
+    """Whether the model, a module in it or an attribute of one is compiled with our backend.
+
+    Other functions that it calls may be, which only shows when they run.
+    """
+    ours = _torch.lookup_backend("ddpopt")
+    return any(_torch.backend_of(part) is ours for part in _torch.compiled_parts(model))
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """Return the output's `loss` (attribute or key), or a scalar that depends on all of it.
+
+    The scalar gives each element a target of its own, so that gradients of normalized outputs do
+    not vanish. Where a module returns its loss, there is nothing else to depend on.
+    """
+    loss = batches.find_loss(output, _distance)
+    if loss is None:
+        raise OptionError(
+            f"the model's output ({_describe(output)}) has no floating point tensor that depends "
+            "on a parameter; give loss_fn, which makes a scalar of the output"
+        )
+    return loss
+
+
+def _distance(tensor: torch.Tensor) -> torch.Tensor:
+    exact = tensor if tensor.dtype is torch.float64 else tensor.float()
+    places = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)
+    targets = places.cos().view(tensor.shape)
+    return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Restore torch's, Python's and numpy's random number state at the end of the block.
+
+    Yields a function that sets it to what it was, so that each step draws the same numbers. The
+    accelerators that hold the model's parameters are included.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    on_devices = _states_on_devices(model)
+    before, pythons = torch.get_rng_state(), random.getstate()
+    numpys = numpy.random.get_state() if numpy else None
+
+    def restore() -> None:
+        torch.set_rng_state(before)
+        random.setstate(pythons)
+        if numpy:
+            numpy.random.set_state(numpys)
+        for device, own in on_devices.items():
+            torch.get_device_module(device).set_rng_state(own, device)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _randomness(model: torch.nn.Module) -> bytes:
+    """Return torch's random number state, to see whether a step drew numbers."""
+    states = [torch.get_rng_state(), *_states_on_devices(model).values()]
+    return b"".join(bytes(each.tolist()) for each in states)
+
+
+def _states_on_devices(model: torch.nn.Module) -> dict[torch.device, torch.Tensor]:
+    devices = {p.device: None for p in model.parameters() if p.device.type != "cpu"}
+    return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}

@@ -1,0 +1,114 @@
+"""How far two steps are from each other, and how far they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.checks.dry_run import Outcome
+
+_FLOOR = 1e-3  # a gradient's errors are relative to at least this part of the largest gradient
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-7,
+    torch.float32: 1e-3,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+"""The largest relative error that passes, by the coarsest dtype that a step computes in."""
+
+TF32_TOLERANCE = 1e-2
+
+
+class Errors(NamedTuple):
+    """Relative errors, the largest of several steps; see `relative_error`."""
+
+    gradients: dict[str, float]
+    buffers: dict[str, float]
+    loss: float
+
+
+class Precision(NamedTuple):
+    """The name of a dtype, and whether float32 is computed with fewer bits (TF32)."""
+
+    dtype: str
+    is_tf32: bool
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> Precision:
+    """Return the coarsest dtype in which a step computes, as far as it can be seen."""
+    device = next(ddp.parameters()).device
+    seen = {parameter.dtype for parameter in ddp.parameters()}.union(*(s.dtypes for s in steps))
+    if torch.is_autocast_enabled(device.type):
+        seen.add(torch.get_autocast_dtype(device.type))
+    known = [dtype for dtype in TOLERANCES if dtype in seen]
+    coarsest = known[-1] if known else torch.bfloat16  # TOLERANCES goes from fine to coarse
+    backends = torch.backends
+    may_use_tf32 = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
+    is_tf32 = device.type == "cuda" and coarsest is torch.float32 and may_use_tf32
+    return Precision(name_of(coarsest), is_tf32)
+
+
+def compare_steps(compiled: list[Outcome], eager: list[Outcome]) -> Errors:
+    """Compare steps one by one."""
+    gradients: dict[str, float] = {}
+    buffers: dict[str, float] = {}
+    loss = 0.0
+    for ours, theirs in zip(compiled, eager, strict=True):
+        floor = _FLOOR * max((_magnitude(g) for g in theirs.gradients.values()), default=0.0)
+        for name, expected in theirs.gradients.items():
+            error = relative_error(ours.gradients[name], expected, floor)
+            gradients[name] = max(gradients.get(name, 0.0), error)
+        for name, buffer in theirs.buffers.items():
+            error = relative_error(ours.buffers[name], buffer)
+            buffers[name] = max(buffers.get(name, 0.0), error)
+        loss = max(loss, relative_error(ours.loss, theirs.loss))
+    return Errors(gradients, buffers, loss)
+
+
+def relative_error(
+    actual: torch.Tensor | None, expected: torch.Tensor | None, floor: float = 0.0
+) -> float:
+    """Return the largest difference over the largest magnitude of `expected`, or over `floor`.
+
+    Infinite where one is missing, or shape, dtype, layout or non-finite elements differ.
+    """
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
+    kinds = [(t.shape, t.dtype, t.layout) for t in (actual, expected)]
+    if kinds[0] != kinds[1]:
+        return math.inf
+    if actual.is_sparse:
+        actual, expected = actual.to_dense(), expected.to_dense()
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    are_finite = expected.isfinite()
+    # Zeros where both are finite; infinities and NaNs have to be equal ones.
+    rest = [torch.where(t.isfinite(), 0.0, t) for t in (actual, expected)]
+    if not torch.allclose(rest[0], rest[1], rtol=0, atol=0, equal_nan=True):
+        return math.inf
+    difference = _magnitude(torch.where(are_finite, _exact(actual) - _exact(expected), 0.0))
+    scale = max(_magnitude(expected), floor)
+    return difference / scale if difference else 0.0
+
+
+def _magnitude(tensor: torch.Tensor | None) -> float:
+    """Return the largest finite magnitude of an element."""
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    values = _exact(tensor.to_dense() if tensor.is_sparse else tensor).abs()
+    return float(torch.where(values.isfinite(), values, 0.0).max())
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in a dtype in which differences of 16-bit numbers do not overflow."""
+    return tensor if tensor.dtype is torch.float64 or tensor.is_complex() else tensor.float()

@@ -1,0 +1,137 @@
+"""`warmup`: compile a DDP model's forward and backward before the first step, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt.bucketing import tuner
+from ddpopt.checks.dry_run import DryRun, LossFn, Rehearsal, is_compiled_by_us
+from ddpopt.checks.numerics import name_of
+from ddpopt.errors import OptionError, TorchDriftError
+from ddpopt.ranks import agreement
+from ddpopt.ranks.agreement import Fact
+from ddpopt.split import state
+from ddpopt.split.plan import SplitPlan
+
+SILENCE_S = 60.0
+
+
+def warmup(
+    ddp_model: torch.nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    silence_s: float = SILENCE_S,
+) -> None:
+    """Compile forward and backward of a compiled DDP model, and wait until all ranks have.
+
+    A step is run on a copy, which communicates nothing: parameters, gradients, buffers, random
+    number state and DDP's Reducer stay as they are. So does the optimizer. Training then runs the
+    code that was compiled here. Ranks wait for each other by the store of DDP's process group as
+    long as any of them compiles, whatever the group's timeout; every 30 s a warning says which are
+    missing and in which phase. A collective call: every rank has to make it. It takes memory for a
+    second set of parameters, gradients and buckets.
+
+    Args:
+        ddp_model: A DistributedDataParallel module in whose forward something is compiled with
+            `backend="ddpopt"`, by `torch.compile` or in place by `compile()`: the DDP module, its
+            module, parts of that, functions. Or what `torch.compile` made of a DDP module.
+        batch: A tensor, a tuple of positional arguments, or a mapping of keyword arguments, of the
+            shapes to be trained with; warm up with each shape that is to be compiled.
+        loss_fn: Makes a scalar of the model's output. Default: the output's `loss` (an attribute or
+            a key), or else one that depends on all its floating point tensors.
+        silence_s: After how many seconds without a sign of life a rank counts as lost.
+
+    Raises:
+        PeerError: another rank raised, ended, hangs, or did not make this call.
+        DisagreementError: ranks have different models, with `config.disagreement = "error"`.
+        OptionError: nothing is compiled with `backend="ddpopt"`, model or batch cannot be copied,
+            all parameters are frozen, or the loss is no scalar.
+        TypeError: there is no DistributedDataParallel in `ddp_model`.
+    """
+    compile_ahead(DryRun(ddp_model, batch, loss_fn, "warmup", silence_s))
+
+
+def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
+    """As `warmup`; return the copy, which may be compiled apart (see `rehearse`)."""
+    rehearsal = run.step_locally(is_apart=is_apart).rehearsal
+    with run.stage("comparing"):
+        _check_compiled(run.model, rehearsal)
+        if not is_apart:
+            _take_after(run.ddp, rehearsal.ddp)
+        facts = facts_of(run.ddp, state.of(rehearsal.ddp).plans)
+    agreement.compare(run.ddp, facts)
+    return rehearsal
+
+
+def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[Fact]:
+    """Return what has to be equal on all ranks, from the most to the least telling.
+
+    What else each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ,
+    since the Reducer has the same buckets on all ranks and launches them in the same order. But
+    where a graph has collectives of its own, cuts say which of DDP's come between them.
+    """
+    try:
+        reduced, caps = _torch.reducer_parameters(ddp), _torch.reducer_caps(ddp)
+    except TorchDriftError as error:
+        _logs.info("ranks do not compare what they compile: %s", error)
+        return []
+    parameters = [f"{p.name} {name_of(t.dtype)}{list(t.shape)}" for t, p in reduced.items()]
+    return [
+        *(Fact(f"parameter {place}", text) for place, text in enumerate(parameters)),
+        Fact("bucket limits in bytes", str(list(caps))),
+        Fact("find_unused_parameters", str(ddp.find_unused_parameters)),
+        Fact("static_graph", str(ddp.static_graph)),
+        Fact(
+            "where graphs with collectives of their own are cut",
+            str(sorted({_cuts_of(plan) for plan in plans if plan.num_collectives})),
+            "DDP's collectives come between others of the model there, so that ranks wait for each "
+            "other: compile with the same options on all ranks, all with options={'enabled': "
+            "False} if some must",
+        ),
+        Fact("torch", torch.__version__),
+        Fact("ddpopt", _own_version()),
+    ]
+
+
+def _cuts_of(plan: SplitPlan) -> str:
+    where = ", ".join(str(section.start) for section in plan.sections[1:])
+    cuts = f"{plan.split} cut at {where}" if where else "whole"
+    return f"{plan.num_collectives} collectives, {cuts}"
+
+
+def _own_version() -> str:
+    try:
+        return version("ddpopt")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _take_after(ddp: DistributedDataParallel, copied: DistributedDataParallel) -> None:
+    """Note for a module what compiling its copy made or began: code, the search for buckets."""
+    copys = state.of(copied)
+    state.of(ddp).code += copys.code
+    if tuner.of(copied) is not None and tuner.of(ddp) is None:
+        tuner.start(ddp, "forward" if copys.is_trial else "backward")
+
+
+def _check_compiled(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
+    if state.of(rehearsal.ddp).plans:
+        return
+    if is_compiled_by_us(model):
+        raise OptionError(
+            "torch.compile compiled nothing of this model; "
+            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up"
+        )
+    raise OptionError(
+        "nothing in this model is compiled with backend='ddpopt'; give the result of "
+        "torch.compile(DistributedDataParallel(module), backend='ddpopt'), or a "
+        "DistributedDataParallel that is compiled itself, ddp.compile(backend='ddpopt'), or in "
+        "whose forward something is"
+    )

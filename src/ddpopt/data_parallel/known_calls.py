@@ -1,0 +1,77 @@
+"""Whether a call may have to be compiled: has one like it been run before?
+
+[Note: new calls]
+Compiling is not safe beside running replicas (Dynamo and FX keep state that all threads share), so
+replicas run at the same time only where no compile is to be expected. What graphs are guarded on
+is approximated, rather too finely than too coarsely: shapes and types of arguments, plain values
+in them and in the attributes of the module's parts, and the modes of torch. A call that is new in
+one of these costs one forward without concurrency. What is not seen: globals, closures, and what is
+in objects of other classes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpopt.data_parallel.scatter import children
+
+_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+_MAX_STATES = 64
+_MAX_CALLS = 1024
+
+
+class KnownCalls:
+    """The calls that have been run. It forgets them all when they become many."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, set[Hashable]] = {}
+
+    def __contains__(self, call: tuple[Hashable, Hashable]) -> bool:
+        state, signature = call
+        return signature in self._calls.get(state, ())
+
+    def add(self, call: tuple[Hashable, Hashable]) -> None:
+        """Note a call: the state of the module and the modes, and the arguments' signature."""
+        state, signature = call
+        if state not in self._calls and len(self._calls) >= _MAX_STATES:
+            self._calls.clear()
+        signatures = self._calls.setdefault(state, set())
+        if len(signatures) >= _MAX_CALLS:
+            signatures.clear()
+        signatures.add(signature)
+
+
+def signature_of(value: Any) -> Hashable:
+    """Return what graphs may be guarded on in an argument; equal for arguments alike."""
+    if isinstance(value, torch.Tensor):
+        layout = value.stride() if value.layout is torch.strided else value.layout
+        kind = (type(value), value.dtype, value.device)
+        return (*kind, tuple(value.shape), layout, value.requires_grad)
+    if isinstance(value, _VALUES):
+        return (type(value), value)
+    held = children(value)
+    if held is None:
+        return (type(value),)
+    return (type(value), *((name, signature_of(child)) for name, child in held.items()))
+
+
+def state_of(module: nn.Module) -> Hashable:
+    """Return what graphs may be guarded on in a module: its parts, with their plain attributes."""
+    attributes = tuple(
+        _attribute(value) for part in module.modules() for value in vars(part).values()
+    )
+    tensors = (*module.parameters(), *module.buffers())
+    return (attributes, tuple((t.dtype, t.shape, t.requires_grad) for t in tensors))
+
+
+def _attribute(value: Any) -> Hashable:
+    if isinstance(value, _VALUES):
+        return (type(value), value)
+    if isinstance(value, dict):  # hooks too: by the numbers that their handles have
+        return tuple(value)
+    return (type(value), len(value) if isinstance(value, list | tuple) else None)

@@ -1,0 +1,240 @@
+"""`DataParallel`: one module on several devices of one process, its replicas compiled once.
+
+`scatter.py` divides and joins, `replicas.py` copies the module, and `known_calls.py` knows when
+replicas may run at the same time.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.data_parallel import replicas
+from ddpopt.data_parallel.known_calls import KnownCalls, signature_of, state_of
+from ddpopt.data_parallel.scatter import Share, gather, scatter
+from ddpopt.data_parallel.thread_modes import Modes, on, stream_of
+
+_numbers = itertools.count()
+
+
+class DataParallel(nn.Module):
+    """As `torch.nn.DataParallel`, but its replicas are compiled, on any list of devices.
+
+    Each forward divides the batch, copies the module to the other devices, runs the copies at the
+    same time, and joins their outputs. In backward the gradients of all replicas are summed on the
+    first device. If the loss is computed from the joined outputs, they equal those of the whole
+    batch on one device.
+
+    Parameters that no replica uses keep `grad` None, as on one device; in torch's they get
+    zeros. With one device the module itself is called, compiled.
+
+    Attributes:
+        module: The module that was given; its parameters are those that are trained.
+        devices: The devices; the first one holds the module.
+        output_device: Where outputs are joined.
+        dim: The dimension of the batch, in arguments and in outputs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device | str | int],
+        output_device: torch.device | str | int | None = None,
+        dim: int = 0,
+        **compile_options: Any,
+    ) -> None:
+        """Wrap a module that lies on the first device, or will before it is called.
+
+        Args:
+            module: What is to be replicated; not compiled.
+            devices: Names (`"cuda:0"`), numbers of accelerators, or devices; one may appear twice,
+                and `["cpu", "cpu"]` works.
+            output_device: Where outputs are joined; the first device if it is left out.
+            dim: The dimension along which arguments are divided and outputs are joined.
+            **compile_options: Keyword arguments of `torch.compile`: `backend`, `mode`, `options`,
+                `dynamic`, `fullgraph`.
+
+        Raises:
+            TypeError: `module` is not a module, `devices` not a list, `dim` not a number, or
+                `torch.compile` does not have such an argument.
+            ValueError: There is no device, or an unknown one; the module or a part of it is
+                compiled or parallel already; CUDA graphs are asked for on several devices.
+        """
+        super().__init__()
+        replicas.check_module(module, _PARALLEL)
+        if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
+            raise TypeError(f"devices is {devices!r}; give a list, as ['cuda:0', 'cuda:1']")
+        if not devices:
+            raise ValueError("devices is empty; name at least one, as ['cuda:0', 'cuda:1']")
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"dim is {dim!r}; give the number of the batch's dimension")
+        self.module = module
+        self.devices = tuple(_find_device(device) for device in devices)
+        first = self.devices[0]
+        self.output_device = first if output_device is None else _find_device(output_device)
+        if len(self.devices) == 1 and self.output_device != first:
+            raise ValueError(
+                f"output_device is {self.output_device} and the only device {first}, where the "
+                "module itself is called; leave output_device out"
+            )
+        self.dim = dim
+        self.compile_options = compile_options
+        _refuse_cuda_graphs(self.devices, compile_options)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._compiled = torch.compile(_call_of_its_own(self.module), **self.compile_options)
+        self._known_calls = KnownCalls()
+        self._last_calls: list[Any] = []
+        self._hooks = replicas.Hooks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        del state["_compiled"], state["_known_calls"], state["_last_calls"], state["_hooks"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
+
+    def extra_repr(self) -> str:
+        """Say where replicas run, in the module's repr."""
+        names = [str(device) for device in self.devices]
+        return f"devices={names}, output_device='{self.output_device}', dim={self.dim}"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module on the whole batch.
+
+        Args:
+            *args: The module's arguments. Tensors are divided along `dim`, in tuples, lists, dicts
+                and dataclasses too; 0-dimensional tensors go to each replica; other objects are
+                shared.
+            **kwargs: Its keyword arguments, treated alike.
+
+        Returns:
+            What the module returns, with tensors joined along `dim`. Tensors without dimensions
+            make a vector, with a number for each replica.
+
+        Raises:
+            ValueError: Batch sizes differ or are zero, outputs cannot be joined, the module is not
+                on the first device or was compiled meanwhile.
+            Exception: What a replica raised; a note names the replica and its device.
+        """
+        replicas.check_module(self.module, _PARALLEL)
+        replicas.check_placement(self.module, self.devices[0])
+        shares = scatter(args, kwargs, self.devices, self.dim)
+        if len(self.devices) == 1:
+            with on(self.devices[0], stream_of(self.devices[0])):
+                return self._compiled(self.module, *shares[0])
+        outputs = self._run(shares)
+        return gather(outputs, self.output_device, self.dim)
+
+    def _run(self, shares: Sequence[Share]) -> list[Any]:
+        """Run the replicas, one after another where one of the calls is new."""
+        used = self.devices[: len(shares)]
+        modes = Modes.current(used)
+        state = (state_of(self.module), modes)
+        calls = [(state, (d, signature_of(s))) for d, s in zip(used, shares, strict=True)]
+        # Dynamo moves the graph that it finds to the front of its list, and a thread that looks
+        # through the list meanwhile may miss its own, and compile. So a change is made in turn.
+        is_known = calls == self._last_calls and all(call in self._known_calls for call in calls)
+        self._last_calls = calls
+        modules = replicas.replicate(self.module, used, self._hooks)
+        pairs = zip(modules, shares, strict=True)
+        jobs = [self._job(index, modes, *pair) for index, pair in enumerate(pairs)]
+        if is_known:
+            with _torch.uncompiled_while_tracing():
+                return _run_all(jobs, in_turn=False)
+        with _torch.compiling_replicas(len(set(self.devices))):
+            outputs = _run_all(jobs, in_turn=True)
+        for call in calls:
+            self._known_calls.add(call)
+        return outputs
+
+    def _job(self, index: int, modes: Modes, module: nn.Module, share: Share) -> Callable[[], Any]:
+        device = self.devices[index]
+        stream = stream_of(device)
+
+        def run() -> Any:
+            try:
+                with modes.applied(), on(device, stream):
+                    return self._compiled(module, *share)
+            except Exception as error:
+                _add_note(error, f"in replica {index} on {device}")
+                raise
+
+        return run
+
+
+def _run_all(jobs: Sequence[Callable[[], Any]], *, in_turn: bool) -> list[Any]:
+    """Run the first job in this thread, each other one in a thread that ends with this call.
+
+    Jobs that run in turn get threads too: graphs are guarded on modes that belong to a thread.
+    """
+    first, *others = jobs
+    with ThreadPoolExecutor(1 if in_turn else max(1, len(others)), "ddpopt-replica") as pool:
+
+        def start(job: Callable[[], Any]) -> Future[Any]:
+            # Settings of Dynamo and Inductor are context variables.
+            return pool.submit(contextvars.copy_context().run, job)
+
+        if in_turn:
+            return [first(), *(start(job).result() for job in others)]
+        futures = [start(job) for job in others]
+        return [first(), *(future.result() for future in futures)]
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(*args, **kwargs)
+
+
+def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
+    """Return a function whose code only this DataParallel has.
+
+    Dynamo counts compiles by code, and learns by its name which sizes change.
+    """
+    name = f"call_{type(module).__name__}_{next(_numbers)}"
+    return types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+
+
+_PARALLEL = (DistributedDataParallel, nn.DataParallel, DataParallel)
+
+
+def _find_device(device: torch.device | str | int) -> torch.device:
+    """Return a device as its tensors name it."""
+    try:
+        return torch.empty(0, device=torch.device(device)).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device {device!r} is not available here ({str(error).splitlines()[0]}); "
+            f"there are 'cpu' and {torch.accelerator.device_count()} accelerators"
+        ) from error
+
+
+def _refuse_cuda_graphs(devices: Sequence[torch.device], options: dict[str, Any]) -> None:
+    if len(devices) == 1 or options.get("backend", "inductor") != "inductor":
+        return
+    if all(device.type == "cpu" for device in devices):
+        return
+    if _torch.has_cuda_graphs(_torch.inductor(options.get("mode"), options.get("options") or {})):
+        raise ValueError(
+            "CUDA graphs are kept by each thread, and replicas run in threads that end with the "
+            "forward; use a mode without them, such as 'max-autotune-no-cudagraphs'"
+        )
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}",)

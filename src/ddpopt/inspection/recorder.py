@@ -1,0 +1,329 @@
+"""`record`: measure real steps, section by section and bucket by bucket.
+
+[Note: recording]
+Sections tell of themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
+note when each gradient arrives. DDP's own hook runs between the two of ours on one node, and
+launches the allreduces of the buckets that are complete, so the second tells the launch. After the
+first step hooks stay on the gradients that completed a bucket in it, since autograd's order is the
+same in each step of the same graphs, and hooks on hundreds of gradients would cost time. When an
+allreduce has finished is known to the process group alone: torch's profiler has it. The profiler
+cannot be on twice; where it is on already, that time is left out, and sections and buckets appear
+as named ranges in the profile of whoever turned it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+
+from ddpopt import _torch
+from ddpopt._events import Label, Observer, Turn, ignore, listen, observe
+from ddpopt._files import check_can_write
+from ddpopt._text import format_bytes
+from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
+from ddpopt.split import state
+
+# What process groups call their allreduces in a profile: gloo:all_reduce, nccl:all_reduce; on a
+# GPU the kernel tells when it has finished.
+_ALLREDUCE = re.compile(r"^(gloo|mpi|ucc|xccl):all_?reduce$")
+_KERNEL = re.compile(r"^nccl\w*Kernel.*AllReduce")
+_COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
+_DEPTH = 4  # of views that may lie between an output and that node
+
+_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
+
+
+@contextlib.contextmanager
+def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
+    """Record the training steps of this block.
+
+    For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
+    was launched and when it finished; see [Note: recording]. `explain` shows the medians, and
+    `Recording.save` writes a trace. Not a collective: any ranks may record, each by itself, and
+    nothing is communicated. Steps that do not communicate (`no_sync`) are left out. Buckets are
+    known from the fourth step of training on.
+
+    Args:
+        model: A DistributedDataParallel module, or what `torch.compile` made of one, under any
+            backend or none; sections are those of ddpopt.
+        folder: Where to write this rank's trace, as `rank0.json`; it is made if it is missing.
+            A file of yours is replaced, a link is not followed.
+
+    Raises:
+        TypeError: there is no DistributedDataParallel at the top of `model`.
+        RuntimeError: another `record` block is open.
+        OSError: the trace cannot be written.
+    """
+    ddp = state.ddp_of(model)
+    rank, path = dist.get_rank(ddp.process_group), None
+    if folder is not None:  # that it cannot be written is better told before the training steps
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"rank{rank}.json"
+        check_can_write(path)
+    recording = Recording(
+        rank=rank,
+        world_size=dist.get_world_size(ddp.process_group),
+        host=socket.gethostname(),
+        machine=_machine(),
+        origin_unix_ns=time.time_ns(),
+    )
+    is_profiled = _torch.is_profiling()
+    recorder = _Recorder(ddp)
+    with contextlib.ExitStack() as stack:
+        stack.callback(recorder.remove)
+        stack.enter_context(listen(recorder))
+        observe(ddp, Turn.RECORDER, recorder)
+        stack.callback(ignore, ddp, Turn.RECORDER)
+        has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
+        events = None if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
+        yield recording
+    reader = _Reader(ddp, recording.origin_unix_ns, events)
+    recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
+    recording.notes = tuple(reader.notes)
+    _recordings[ddp] = recording
+    if path is not None:
+        recording.save(path)
+
+
+def recording_of(ddp: DistributedDataParallel) -> Recording | None:
+    """Return the last recording of a module, None if there is none."""
+    return _recordings.get(ddp)
+
+
+def _machine() -> str:
+    """Return what identifies this machine until it is rebooted, or its name if there is no more."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
+
+
+@dataclass(slots=True)
+class _Step:
+    """Raw times in nanoseconds of the system's clock, by which the profiler's times are too."""
+
+    forward_start_ns: int
+    forward_stop_ns: int = 0
+    backward_stop_ns: int = 0
+    arrivals: dict[int, tuple[int, int]] = field(default_factory=dict)  # before, after DDP's hook
+    sections: list[tuple[Label, str, int, int]] = field(default_factory=list)
+
+
+class _Recorder(Observer):
+    """Notes times while a recording runs; see `_events.Listener`."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.steps: list[_Step] = []
+        self._step: _Step | None = None  # the one whose backward is to come or runs
+        self._nodes: set[Any] = set()  # of sections that are watched in this step
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
+        self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
+        self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
+        self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
+        self._buckets = buckets = state.of(ddp).buckets or ()
+        self._bucket_of = {index: k for k, bucket in enumerate(buckets) for index in bucket}
+        self._sizes = [len(bucket) for bucket in buckets]  # how many gradients have hooks
+        parameters = _torch.reducer_parameters(ddp)
+        sizes = {p.index: p.num_bytes for p in parameters.values()}
+        self._names = [
+            f"ddpopt: bucket {k} ready ({format_bytes(sum(sizes[i] for i in bucket))})"
+            for k, bucket in enumerate(buckets)
+        ]
+        for tensor, parameter in parameters.items():
+            node = _torch.accumulate_node(tensor)
+            self._kept.append(node)
+            self._watch_arrival(node, parameter.index)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Begin a step, unless this forward belongs to the one that has begun, or is none."""
+        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+            self._step = None
+        elif self._step is None or self._step.arrivals:
+            self._step = _Step(time.time_ns())
+            self._nodes.clear()
+            self.steps.append(self._step)
+
+    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        """Note when it ended."""
+        if self._step is not None:
+            self._step.forward_stop_ns = time.time_ns()
+
+    @contextlib.contextmanager
+    def section(self, label: Label, kind: str) -> Iterator[None]:
+        """Note a section that runs in this block."""
+        step = self._step
+        if step is None:
+            yield
+            return
+        with record_function(f"ddpopt: {label.graph} section {label.section} {kind}"):
+            start_ns = time.time_ns()
+            yield
+            step.sections.append((label, kind, start_ns, time.time_ns()))
+
+    def watch(self, label: Label, outputs: Any) -> None:
+        """Note the backward that AOTAutograd's node of these outputs will run."""
+        node = _find_node(outputs, self._nodes)
+        if node is None or self._step is None:
+            return
+        self._nodes.add(node)
+        running: list[contextlib.AbstractContextManager[None]] = []
+
+        def start(_gradients: object) -> None:
+            running.append(self.section(label, "backward"))
+            running[-1].__enter__()
+
+        def stop(_inputs: object, _outputs: object) -> None:
+            running.pop().__exit__(None, None, None)
+
+        node.register_prehook(start)
+        node.register_hook(stop)
+
+    def _watch_arrival(self, node: Any, index: int) -> None:
+        """Note when a gradient arrives, and when DDP's own hook on its node is done."""
+        bucket = self._bucket_of.get(index)
+
+        def before(_gradients: object) -> None:
+            step = self._step
+            if step is None or step.backward_stop_ns:
+                return
+            if not step.arrivals:
+                _torch.at_end_of_backward(self._end_backward)
+                self._missing = list(self._sizes)
+            step.arrivals[index] = (time.time_ns(), 0)
+            if bucket is not None:
+                self._missing[bucket] -= 1
+                if not self._missing[bucket]:
+                    self._range.enter_context(record_function(self._names[bucket]))
+
+        def after(_inputs: object, _outputs: object) -> None:
+            self._range.close()
+            step = self._step
+            if step is not None and not step.backward_stop_ns:
+                step.arrivals[index] = (step.arrivals[index][0], time.time_ns())
+
+        self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
+
+    def _end_backward(self) -> None:
+        self._nodes.clear()
+        step = self._step
+        if step is None:
+            return
+        step.backward_stop_ns = time.time_ns()
+        if self._buckets and step.arrivals.keys() >= self._bucket_of.keys():
+            last = {max(bucket, key=lambda i: step.arrivals[i][1]) for bucket in self._buckets}
+            for index in self._hooks.keys() - last:
+                for hook in self._hooks.pop(index):
+                    hook.remove()
+            self._sizes = [1] * len(self._buckets)
+
+
+def _find_node(outputs: Any, known: set[Any]) -> Any:
+    """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
+    tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    level = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    for _ in range(_DEPTH):
+        for node in level:
+            if node.name() == _COMPILED_BACKWARD and node not in known:
+                return node
+        level = [
+            following
+            for node in level
+            if node.name() != _COMPILED_BACKWARD
+            for following, _ in node.next_functions
+            if following is not None
+        ]
+    return None
+
+
+class _Reader:
+    """Makes steps of raw times; `notes` collects what could not be known."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, origin_ns: int, events: Sequence[Any] | None
+    ) -> None:
+        self.notes: list[str] = []
+        self._origin_ns = origin_ns
+        found = [
+            (event.start_ns(), event.end_ns())
+            for event in events or ()
+            if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
+        ]
+        self._allreduces = None if events is None else sorted(found)  # in the order of their launch
+        self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
+        self._buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp) or ()
+        if not self._buckets:
+            self._note("buckets: DDP has not told its own; record after the first four steps")
+
+    def read(self, step: _Step) -> RecordedStep:
+        """Return a step whose times count from the recording's origin."""
+        return RecordedStep(
+            forward_start_s=self._seconds(step.forward_start_ns),
+            forward_stop_s=self._seconds(step.forward_stop_ns),
+            backward_stop_s=self._seconds(step.backward_stop_ns),
+            sections=tuple(
+                RecordedSection(*label, kind, self._seconds(start_ns), self._seconds(stop_ns))
+                for label, kind, start_ns, stop_ns in step.sections
+            ),
+            buckets=tuple(self._read_buckets(step)),
+        )
+
+    def _read_buckets(self, step: _Step) -> Iterator[RecordedBucket]:
+        arrivals = [[step.arrivals[i] for i in b if i in step.arrivals] for b in self._buckets]
+        if not all(arrivals):
+            self._note("buckets: not all of them got a gradient in each step")
+            return
+        allreduces = self._allreduces_of(step)
+        after_ns = 0
+        for k, bucket in enumerate(self._buckets):
+            arrived_ns = max(arrivals[k])
+            after_ns = max(after_ns, arrived_ns[1])  # buckets are launched in order
+            start_ns, stop_ns = allreduces[k] if allreduces else (after_ns, None)
+            yield RecordedBucket(
+                index=k,
+                num_bytes=sum(self._sizes[index] for index in bucket),
+                ready_s=self._seconds(arrived_ns[0]),
+                launched_s=self._seconds(min(start_ns, after_ns)),
+                # The profiler is told a little later than DDP, which waits for all of them.
+                finished_s=stop_ns and self._seconds(min(stop_ns, step.backward_stop_ns)),
+            )
+
+    def _allreduces_of(self, step: _Step) -> list[tuple[int, int]]:
+        """Return when each bucket's allreduce started and finished, nothing if that is unknown."""
+        if self._allreduces is None:
+            self._note("finish: torch.profiler was on already; its profile has the allreduces")
+            return []
+        own = [
+            (start_ns, stop_ns)
+            for start_ns, stop_ns in self._allreduces
+            if step.forward_stop_ns <= start_ns <= step.backward_stop_ns
+        ]
+        if len(own) == len(self._buckets):
+            return own
+        self._note(
+            f"finish: the profiler saw {len(own)} allreduces in a backward of {len(self._buckets)} "
+            "buckets, so it is not known which is which (a comm hook or a layer communicates too)"
+        )
+        return []
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _seconds(self, time_ns: int) -> float:
+        return (time_ns - self._origin_ns) / 1e9

@@ -1,0 +1,254 @@
+"""Whether all ranks say the same: by one collective, or through the store without waiting.
+
+Facts are the callers'; here the first difference is found and named, on all ranks alike.
+
+[Note: agreement]
+Ranks average gradients of different parameters, or wait for each other, if they compile for
+different DDP modules. `warmup` has all ranks `compare` what a module's buckets follow from.
+Compiling by itself asks nobody, unless `config.disagreement` wants an error. Then each rank tells
+its facts when a graph is compiled, by the store: a digest of them, once for each DDP module, and
+again only if it changed; the first rank of a digest adds what it is of. A counter says how many
+ranks have told, another how many of them told the same. The last one to tell also says in which
+step the verdict is due: before the forward of the next one (of the one after the next, if no step
+was under way that communicates). All ranks have ended a backward since then, so all find the
+verdict in the same step, and none raises while another waits in an allreduce. If some rank tells
+nothing within a minute, since it compiles nothing, nothing is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, config
+from ddpopt._events import Observer
+from ddpopt.errors import DisagreementError, PeerError, TorchDriftError
+from ddpopt.ranks import faults
+from ddpopt.ranks.rendezvous import name_ranks
+from ddpopt.ranks.stores import Board, next_key
+
+_LIMIT_S = 60.0  # after which ranks that have told nothing are not waited for
+_STORE_S = 10.0  # for one exchange with the store
+_TITLE = "comparing what ranks compile for"
+_REMEDY = (
+    "gradients are averaged in the order of parameters, whatever their names: build model and DDP "
+    "alike on all ranks, with the same releases"
+)
+
+T = TypeVar("T")
+
+
+class Fact(NamedTuple):
+    """Something that has to be equal on all ranks, and a remedy of its own, if it has one."""
+
+    name: str
+    value: str
+    remedy: str = ""
+
+
+class Word(NamedTuple):
+    """What a rank says: its facts, from the most to the least telling, and what it cannot do."""
+
+    facts: Sequence[Fact]
+    problem: Exception | None = None
+
+
+def gather(
+    ddp: DistributedDataParallel, own: T, what: str, group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Return what each rank gives, by a group (default: DDP's) and on DDP's device. Collective.
+
+    Raises:
+        PeerError: a rank did not make this call; it begins with `what`.
+    """
+    faults.introduce_if_asked()
+    group = group or ddp.process_group
+    given = [own] * dist.get_world_size(group)
+    device = next(ddp.parameters()).device  # NCCL sends objects by the current one
+    index = None if device.type == "cpu" else device.index
+    with faults.communicating(what), torch.accelerator.device_index(index):
+        dist.all_gather_object(given, own, group=group)
+    return given
+
+
+def agree(
+    ddp: DistributedDataParallel,
+    own: Word,
+    error: type[Exception],
+    remedy: str,
+    *,
+    title: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise on all ranks unless all have equal facts and none has a problem. Collective.
+
+    Raises:
+        Exception: the first problem, with its class and its rank; or else `error`, with the ranks
+            that differ, the first difference and a remedy. The message begins with `title`.
+        PeerError: a rank did not make this call.
+    """
+    words = gather(ddp, own, "comparing settings with the other ranks", group)
+    for rank, word in enumerate(words):
+        if word.problem is not None:
+            raise type(word.problem)(f"{title}on rank {rank}: {word.problem}")
+    difference = find_difference([word.facts for word in words], remedy)
+    if difference:
+        raise error(f"{title}{difference}")
+
+
+def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str:
+    """Say in what ranks first differ from rank 0, which do, and what to do; "" if none does."""
+    if all(facts == said[0] for facts in said):
+        return ""
+    by_name = [{fact.name: fact for fact in facts} for facts in said]
+    for name in dict.fromkeys(fact.name for facts in said for fact in facts):
+        ours = by_name[0].get(name)
+        ranks = [rank for rank, facts in enumerate(by_name) if facts.get(name) != ours]
+        if not ranks:
+            continue
+        theirs = by_name[ranks[0]].get(name)
+        if ours is None or theirs is None:
+            what = f"{name} is missing{' on rank 0' if ours is None else ''}"
+        else:
+            what = f"{name} is {theirs.value} instead of {ours.value}"
+        verb = "differs" if len(ranks) == 1 else "differ"
+        why = next((fact.remedy for fact in (ours, theirs) if fact and fact.remedy), remedy)
+        return f"{name_ranks(ranks)} {verb} from rank 0: {what}; {why}"
+    return ""  # the same facts in another order
+
+
+# ---- what ranks compile for -------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Told:
+    """What this rank told of one DDP module; it has a board until all is compared."""
+
+    key: str
+    digest: str
+    since_s: float
+    board: Board | None = None
+
+
+_told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakKeyDictionary()
+_num_steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+
+
+def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
+    """Compare what ranks compile for. Collective.
+
+    Raises:
+        DisagreementError: they differ, and `config.disagreement` is "error"; on all ranks.
+        PeerError: a rank did not make this call.
+    """
+    said = gather(ddp, tuple(facts), _TITLE)
+    told = _note(ddp, json.dumps(facts)) or _told[ddp]
+    told.board = None
+    _act_on(ddp, said)
+
+
+def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
+    """Tell the other ranks what a graph is compiled for, without waiting for them."""
+    text = json.dumps(facts)
+    told = _note(ddp, text) if dist.get_world_size(ddp.process_group) > 1 else None
+    if told is None:
+        return
+    is_counted = ddp.require_backward_grad_sync and torch.is_grad_enabled()
+    due = _num_steps.get(ddp, 0) + (1 if is_counted else 2)
+    try:
+        told.board = board = Board(ddp.process_group, _TITLE, told.key, _STORE_S)
+        board.tell(told.digest)
+        if board.count(f"num/{told.digest}") == 1:  # once for all ranks: facts can be long
+            board.put(f"facts/{told.digest}", text)
+        if board.count("num_told") == board.size:
+            board.put("due", str(due))
+    except (PeerError, TorchDriftError) as error:
+        told.board = None
+        _logs.info("ranks do not compare what they compile: %s", error)
+
+
+def observe(_ddp: DistributedDataParallel) -> Observer | None:
+    """Return what counts a module's steps, if ranks are to find out by themselves."""
+    return _Steps() if config.disagreement == "error" else None
+
+
+class _Steps(Observer):
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        count_step(ddp)
+
+
+def count_step(ddp: DistributedDataParallel) -> None:
+    """Count a step, and compare if that is due.
+
+    Raises:
+        DisagreementError: as `compare`.
+    """
+    if not ddp.require_backward_grad_sync or not torch.is_grad_enabled():
+        return
+    step = _num_steps[ddp] = _num_steps.get(ddp, 0) + 1
+    told = _told.get(ddp)
+    if told is None or told.board is None:
+        return
+    try:
+        (due,) = told.board.get("due")
+        if due and step < int(due):
+            return
+        said = _read(told.board) if due else []
+    except PeerError as error:
+        told.board = None
+        _logs.info("ranks do not compare what they compile: %s", error)
+        return
+    if due:
+        told.board = None
+        _act_on(ddp, said)
+    elif time.monotonic() - told.since_s > _LIMIT_S:
+        told.board = None
+        _logs.info(
+            "some rank has compiled nothing for this DDP module within %.0f s, so ranks do not "
+            "compare what they compile",
+            _LIMIT_S,
+        )
+
+
+def _note(ddp: DistributedDataParallel, facts: str) -> _Told | None:
+    """Return what is to be told of a module, None if that was told before."""
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    before = _told.get(ddp)
+    if before is not None and before.digest == digest:
+        return None
+    name = f"agreement/{type(ddp.module).__name__}"
+    key = next_key(ddp.process_group, name) if before is None else f"{before.key}+"
+    _told[ddp] = told = _Told(key, digest, time.monotonic())
+    return told
+
+
+def _read(board: Board) -> list[list[Fact]]:
+    """Return each rank's facts, none at all if they are equal."""
+    digests = board.words()
+    known = list(set(digests))
+    if len(known) == 1:
+        return []
+    texts = dict(zip(known, board.get(*(f"facts/{each}" for each in known)), strict=True))
+    return [[Fact(*fact) for fact in json.loads(texts[each])] for each in digests]
+
+
+def _act_on(ddp: DistributedDataParallel, said: Sequence[Sequence[Fact]]) -> None:
+    difference = find_difference(said, _REMEDY)
+    if not difference:
+        return
+    text = (
+        f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
+        f"modules: {difference}"
+    )
+    if config.disagreement == "error":
+        raise DisagreementError(text)
+    _logs.warning("%s", text)

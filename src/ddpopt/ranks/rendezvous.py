@@ -1,0 +1,179 @@
+"""Where the ranks of a group find out, by its store, whether all are here and can all go on.
+
+No collective is used, so no time limit of the process group's runs. What ranks do before and after
+is up to the caller.
+
+[Note: meetings]
+Ranks meet at a *board*: what they told under one name, which is equal on all ranks and is used
+once. In a *meeting* each rank tells in which phase it is, and a thread of it that it lives; it ends
+when all are done, however long one of them works, or with an error if one fails or falls silent. An
+*appointment* has one deadline and one answer, that of the first rank to write it: the last one to
+come, one that cannot go on, or one that waited too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import torch.distributed as dist
+
+from ddpopt import _logs
+from ddpopt.errors import PeerError
+from ddpopt.ranks.stores import Board, next_key
+
+_POLL_S = 0.05
+_REPORT_S = 30.0
+_BEATS = 10  # in the time after which a rank is given up
+_LONGEST_TEXT = 500  # characters of an error that other ranks are told
+_RANKS_SHOWN = 8
+
+_DONE, _FAILED, _ABSENT = "done", "failed", "absent"
+_ANNOUNCED, _CAME, _GO = "announced", "came", "go"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 3 and 5 more`, showing at most 8."""
+    all_ranks = sorted(ranks)
+    shown = ", ".join(map(str, all_ranks[:_RANKS_SHOWN]))
+    more = f" and {len(all_ranks) - _RANKS_SHOWN} more" if len(all_ranks) > _RANKS_SHOWN else ""
+    return f"rank{'s' if len(all_ranks) > 1 else ''} {shown}{more}"
+
+
+# ---- as long as somebody works ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def meeting(group: dist.ProcessGroup, name: str, phase: str, *, silence_s: float) -> Iterator[None]:
+    """Give a block that all ranks run a name; it ends on no rank before it has ended on all.
+
+    Every rank of the group must make equally many meetings of a name.
+
+    Raises:
+        PeerError: another rank raised in the block or has told nothing for `silence_s` seconds, or
+            the store does not answer for as long.
+    """
+    with contextlib.closing(Board(group, name, next_key(group, name), silence_s)) as board:
+        board.tell(phase)
+        try:
+            with _beating(board, phase):
+                yield
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+            with contextlib.suppress(PeerError):  # the block's error is the one to see
+                board.tell(f"{_FAILED}\nin {phase}, {reason}")
+            raise
+        board.tell(_DONE)
+        _wait(board)
+
+
+@contextlib.contextmanager
+def _beating(board: Board, phase: str) -> Iterator[None]:
+    """Tell a new word every now and then, from a thread."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        for number in itertools.count():
+            if is_over.wait(board.limit_s / _BEATS):
+                return
+            with contextlib.suppress(PeerError):  # the main thread finds out too
+                board.tell(f"{phase}\n{number}")
+
+    thread = threading.Thread(target=beat, name=f"ddpopt {board.title}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _wait(board: Board) -> None:
+    """Return when all ranks are done."""
+    heard = {rank: ("", time.monotonic()) for rank in range(board.size)}  # words, and since when
+    report_s = time.monotonic() + _REPORT_S
+    while missing := _hear(board, heard):
+        now_s = time.monotonic()
+        silent = [rank for rank in missing if now_s - heard[rank][1] > board.limit_s]
+        if silent:
+            raise PeerError(
+                f"{board.title}: rank {silent[0]} has told nothing for {board.limit_s:.0f} s (its "
+                f"last word: {missing[silent[0]]}); it has ended, hangs, or did not make this "
+                "call; look at its log and start all ranks again, or give a higher silence_s"
+            )
+        if now_s > report_s:
+            report_s = now_s + _REPORT_S
+            if board.rank == min(heard.keys() - missing.keys()):  # one rank's log is enough
+                named = ", ".join(f"rank {rank} ({phase})" for rank, phase in missing.items())
+                _logs.warning("%s: still waiting for %s", board.title, named)
+        time.sleep(_POLL_S)
+
+
+def _hear(board: Board, heard: dict[int, tuple[str, float]]) -> dict[int, str]:
+    """Return the phase of each rank that is not done; note new words."""
+    missing: dict[int, str] = {}
+    for rank, word in enumerate(board.words()):
+        phase, _, text = word.partition("\n")
+        if phase == _FAILED:
+            raise PeerError(
+                f"{board.title}: rank {rank} raised {text}; this is that rank's error: look at its "
+                "log"
+            )
+        if word != heard[rank][0]:
+            heard[rank] = (word, time.monotonic())
+        if phase != _DONE:
+            missing[rank] = phase or _ABSENT
+    return missing
+
+
+# ---- a moment, and one answer -----------------------------------------------------------------
+
+
+class Appointment:
+    """All ranks go on together, or none does; nobody waits longer than `limit_s`.
+
+    Making it announces this rank, before the last collective that comes before the appointment; so
+    nobody waits for one that is not announced. `absence` is what is said of it then.
+
+    Raises:
+        PeerError: the store has gone or does not answer.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, title: str, key: str, limit_s: float, *, absence: str
+    ) -> None:
+        self._absence = absence
+        self._board = Board(group, title, key, limit_s)
+        self._board.tell(_ANNOUNCED)
+
+    def keep(self, problem: str) -> str:
+        """Return why ranks do not go on, "" if they do; the same on all ranks.
+
+        Raises:
+            PeerError: the store has gone or does not answer, so that nobody knows.
+        """
+        with contextlib.closing(self._board):
+            answer = self._board.put_first("answer", self._find_answer(problem))
+        return "" if answer == _GO else answer
+
+    def _find_answer(self, problem: str) -> str:
+        """Return what this rank would answer as soon as there is something to say or an answer."""
+        board = self._board
+        if problem:
+            return f"on rank {board.rank}: {problem}"
+        absent = [rank for rank, word in enumerate(board.words()) if not word]
+        if absent:
+            return f"{name_ranks(absent)} {self._absence}"
+        board.tell(_CAME)
+        until_s = time.monotonic() + board.limit_s
+        while board.get("answer") == [""]:
+            late = [rank for rank, word in enumerate(board.words()) if word != _CAME]
+            if not late:
+                return _GO
+            if time.monotonic() > until_s:
+                return f"{name_ranks(late)} did not come within {board.limit_s:.0f} s"
+            time.sleep(_POLL_S)
+        return ""

@@ -1,0 +1,145 @@
+"""What the ranks of a group tell each other through its store, waited for no longer than a limit.
+
+A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits
+forever for most answers; if the store has ended, torch tries to connect for minutes. So no other
+module calls a store, and this one does from a thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ddpopt import _torch
+from ddpopt.errors import PeerError
+
+_CLOSING_S = 1.0
+_LONGEST_TEXT = 500
+
+T = TypeVar("T")
+_Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
+_Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], _Answers] | None]  # None is the last
+
+_num_made: collections.Counter[str] = collections.Counter()
+
+
+def next_key(group: dist.ProcessGroup, name: str) -> str:
+    """Return a key that no board had, equal on all ranks if they ask equally often for a name."""
+    own = f"{group.group_name}/{name}"
+    _num_made[own] += 1
+    return f"ddpopt/{name}/{_num_made[own]}"
+
+
+class Board:
+    """What ranks tell under one key: a word of each, and notes that have names.
+
+    It has a connection of its own to the store, so that other calls do not wait for it, and a
+    thread, which ends with it. Each call raises PeerError, which begins with `title`, if the store
+    fails or has not answered after `limit_s` seconds; `problem` says so then, and no further call
+    is made.
+
+    Raises:
+        TorchDriftError: this release tells no group's store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.title, self.limit_s = title, limit_s
+        self.problem = ""
+        self._key = key
+        self._calls: _Calls = queue.SimpleQueue()
+        held = [_torch.store_of(group)]  # the thread drops it, or it would outlive its group
+        self._thread = threading.Thread(
+            target=_serve, args=(held, self._calls), name="ddpopt store", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def tell(self, word: str) -> None:
+        """Write this rank's word, in place of the one before."""
+        self.put(str(self.rank), word)
+
+    def words(self) -> list[str]:
+        """Return each rank's word, "" of those that told none."""
+        return self.get(*map(str, range(self.size)))
+
+    def put(self, name: str, text: str) -> None:
+        """Write a note, in place of the one before."""
+        self._ask(lambda store: store.set(f"{self._key}/{name}", text))
+
+    def put_first(self, name: str, text: str) -> str:
+        """Write a note unless there is one; return the one that there is then."""
+        key = f"{self._key}/{name}"
+        first: bytes = self._ask(lambda store: store.compare_set(key, "", text))
+        return first.decode()
+
+    def get(self, *names: str) -> list[str]:
+        """Return these notes, "" where there is none."""
+        keys = [f"{self._key}/{name}" for name in names]
+
+        def read(store: Any) -> list[str]:
+            if store.check(keys):
+                return [value.decode() for value in store.multi_get(keys)]
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
+        return self._ask(read)
+
+    def count(self, name: str) -> int:
+        """Add 1 to a number, and return it."""
+        number: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
+        return number
+
+    def close(self) -> None:
+        """Make no further call, and end the thread unless the store keeps it."""
+        self._calls.put(None)
+        if not self.problem:
+            self._thread.join(_CLOSING_S)
+
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        cause: Exception | None = None
+        if not self.problem:
+            answers: _Answers = queue.SimpleQueue()
+            self._calls.put((call, answers))
+            try:
+                answer, cause = answers.get(timeout=self.limit_s)
+                if cause is None:
+                    return answer  # type: ignore[no-any-return]
+                self.problem = str(cause)[:_LONGEST_TEXT] or type(cause).__name__
+            except queue.Empty:
+                self.problem = f"no answer within {self.limit_s:g} s"
+                self._calls.put(None)
+        raise PeerError(
+            f"{self.title}: the process group's store has gone ({self.problem}); the process that "
+            "holds it, mostly rank 0's, has ended or hangs: look at its log and start all ranks "
+            "again"
+        ) from cause
+
+
+def _serve(held: list[Any], calls: _Calls) -> None:
+    own = None
+    while (request := calls.get()) is not None:
+        call, answers = request
+        try:
+            if held:
+                own = _connect_anew(held.pop())
+            answers.put((call(own), None))
+        except Exception as error:  # the asker's to see, whatever it is
+            answers.put((None, error))
+            return
+        del request, call, answers  # they may hold the board, which would never end
+
+
+def _connect_anew(store: Any) -> Any:
+    """Return another connection to a store; the store itself if it is one written in Python."""
+    try:
+        return store.clone()
+    except RuntimeError as error:
+        if "pure virtual" in str(error):
+            return store
+        raise

@@ -1,0 +1,191 @@
+"""A model of DDP's Reducer: which parameters will share a bucket, and when buckets close.
+
+Pure: it reads no graph, no module and no process group. `_torch` reads the facts off a live DDP
+module; `split` decides where to cut.
+
+[Note: buckets]
+A *bucket* is the Reducer's unit: gradients that are packed together and reduced by one allreduce.
+The Reducer forms buckets twice. At construction it takes the parameters in registration order.
+Unless it has to look for unused parameters in every iteration, it then forms them again, once,
+from the *arrival order*: the order in which gradients became final in the first backward. A
+bucket closes when its size reaches its limit after a gradient was added, so a bucket may exceed
+its limit, and one limit serves each further bucket once the list of limits is used up. Buckets
+are launched in order: bucket k + 1 waits for bucket k.
+Source: `compute_bucket_assignment_by_size` and `Reducer::rebuild_buckets` of torch's
+`reducer.cpp`, read as a specification; tests compare with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter that the Reducer reduces.
+
+    `index` is its position in the Reducer's list, `name` its name in the module inside DDP.
+    Parameters of equal `group` (dtype and device) may share a bucket.
+    """
+
+    index: int
+    name: str
+    num_bytes: int
+    group: str
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerRules:
+    """How a Reducer forms buckets.
+
+    `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
+    further ones. `is_rebuilt` tells whether buckets follow the arrival order (see
+    [Note: buckets]). `is_trial` says that they are about to be replaced by better ones.
+    """
+
+    caps_bytes: tuple[int, ...]
+    is_rebuilt: bool
+    is_trial: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that one allreduce carries. `cap_bytes` is the limit that applied."""
+
+    index: int
+    parameters: tuple[Parameter, ...]
+    cap_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the bucket's gradients in bytes."""
+        return sum(parameter.num_bytes for parameter in self.parameters)
+
+
+@dataclass(slots=True)
+class _OpenBucket:
+    """A bucket being filled, with the number of buckets of its group closed before it."""
+
+    parameters: list[Parameter]
+    num_bytes: int = 0
+    num_closed: int = 0
+
+
+def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[Bucket, ...]:
+    """Return the buckets that the Reducer will use, in the order of their launch.
+
+    `arrival` holds every parameter of the Reducer in the order in which gradients will become
+    final in the first backward.
+    """
+    if rules.is_rebuilt:
+        return _number(_fill(arrival, rules.caps_bytes))
+    registered = sorted(arrival, key=lambda parameter: parameter.index)
+    closed = _fill(registered, rules.caps_bytes)
+    # At construction buckets are ordered by their first parameter, then reversed, because
+    # gradients are expected in reverse order of registration.
+    closed.sort(key=lambda bucket: min(p.index for p in bucket[0]), reverse=True)
+    return _number(closed)
+
+
+def known_buckets(
+    parameters: Sequence[Parameter], actual: Sequence[Sequence[int]], rules: ReducerRules
+) -> tuple[Bucket, ...]:
+    """Return the buckets that the Reducer told of, by parameter index, in launch order."""
+    by_index = {parameter.index: parameter for parameter in parameters}
+    members = ([by_index[index] for index in bucket] for bucket in actual)
+    return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])
+
+
+# Where fine buckets end, as parts of all bytes: finer at both ends, because the first bucket and
+# the last one are what cannot be hidden.
+_FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
+
+
+def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
+    """Return small buckets at whose ends a graph is cut when the best buckets are yet to be found.
+
+    Some twenty at most, so that cuts stay cheap.
+    """
+    total = sum(parameter.num_bytes for parameter in arrival)
+    ends = iter([*(end * total for end in _FINE_ENDS), float("inf")])
+    end = next(ends)
+    closed: list[tuple[list[Parameter], int]] = []
+    members: list[Parameter] = []
+    num_bytes = 0
+    for parameter in arrival:
+        members.append(parameter)
+        num_bytes += parameter.num_bytes
+        if num_bytes >= end:
+            closed.append((members, 0))
+            members = []
+            end = next(e for e in ends if e > num_bytes)
+    return _number([*closed, (members, 0)] if members else closed)
+
+
+class Misplaced(NamedTuple):
+    """A parameter in another bucket than planned; buckets by launch order."""
+
+    parameter: Parameter
+    planned: int
+    actual: int
+
+
+def find_misplaced(
+    own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[int]]
+) -> Misplaced | None:
+    """Return the first parameter of `own` that is reduced with others than planned, or out of turn.
+
+    `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
+    how the rest of a bucket is composed changes nothing for a graph that holds `own`.
+    """
+    indices = {parameter.index for parameter in own}
+    bucket_of = {index: bucket for bucket, members in enumerate(actual) for index in members}
+    turns = [turn for members in actual if (turn := indices.intersection(members))]
+    for bucket in planned:
+        members = [p for p in bucket.parameters if p.index in indices and p.index in bucket_of]
+        turn = turns.pop(0) if members and turns else set()
+        if turn != {parameter.index for parameter in members}:
+            outside = [parameter for parameter in members if parameter.index not in turn]
+            first = (outside or members)[0]
+            return Misplaced(first, bucket.index, bucket_of[first.index])
+    return None
+
+
+def _fill(
+    order: Sequence[Parameter], caps_bytes: Sequence[int]
+) -> list[tuple[list[Parameter], int]]:
+    """Pack parameters in the given order; return the buckets in the order of their closing."""
+    closed: list[tuple[list[Parameter], int]] = []
+    open_buckets: dict[str, _OpenBucket] = {}
+    for parameter in order:
+        if parameter.is_sparse:
+            closed.append(([parameter], parameter.num_bytes))
+            continue
+        bucket = open_buckets.setdefault(parameter.group, _OpenBucket([]))
+        bucket.parameters.append(parameter)
+        bucket.num_bytes += parameter.num_bytes
+        cap = cap_of(caps_bytes, bucket.num_closed)
+        if bucket.num_bytes >= cap:
+            closed.append((bucket.parameters, cap))
+            bucket.parameters, bucket.num_bytes = [], 0
+            bucket.num_closed += 1
+    # What is left over closes in reverse order of the groups' first appearance: the Reducer
+    # walks a hash table that puts new keys in front.
+    left_over = [bucket for bucket in open_buckets.values() if bucket.parameters]
+    closed += [(b.parameters, cap_of(caps_bytes, b.num_closed)) for b in reversed(left_over)]
+    return closed
+
+
+def cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
+    """Return the limit of the bucket that follows `num_closed` others of its group."""
+    return caps_bytes[min(num_closed, len(caps_bytes) - 1)]
+
+
+def _number(closed: Sequence[tuple[list[Parameter], int]]) -> tuple[Bucket, ...]:
+    return tuple(
+        Bucket(index=index, parameters=tuple(parameters), cap_bytes=cap)
+        for index, (parameters, cap) in enumerate(closed)
+    )

@@ -1,0 +1,1 @@
+"""Divides one graph so that DDP communicates in its backward: facts, plan, cut, compile, run."""

@@ -1,0 +1,1 @@
+"""The split of the backward graph alone."""

@@ -1,0 +1,240 @@
+"""Read off AOTAutograd's backward graph what the planner must know to cut it.
+
+It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
+
+[Note: calls and repeats]
+A backward graph is functional: calls, numbered from 0 in graph order, and an output that lists a
+gradient for each argument of the forward. Some calls cost next to nothing: views and constants.
+Such a call is a *repeat*: each section that needs it makes its own, so its value never crosses a
+cut, and no two values that cross share memory. `reads` looks through repeats.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.split.nodes import call_nodes, name_of, output_values
+
+
+class Tie(enum.Enum):
+    """What a cut between a value and its reader would lose, besides keeping the value."""
+
+    NONE = "nothing: they are separate kernels anyway"
+    FUSED = "a fusion: the value would not exist in memory"
+    UNROUNDED = "digits: fused, the value is not rounded to what can be stored"
+    ONE = "everything: the value is a tuple, which only exists to be taken apart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardFacts:
+    """A backward graph as the planner sees it; see [Note: calls and repeats].
+
+    `reads[i]` maps each call whose value call i uses to their tie; it is empty for a repeat.
+    `gradients` maps an argument of the forward to the calls that its gradient is computed from
+    (none if it is an input handed through); `argument_reads` maps it to the calls that read its
+    memory. `num_bytes[i]` is the size of what call i returns, `is_ordered[i]` whether call i has
+    effects and must keep its place among such calls.
+    """
+
+    call_names: Sequence[str]
+    is_repeat: Sequence[bool]
+    is_ordered: Sequence[bool]
+    reads: Sequence[Mapping[int, Tie]]
+    num_bytes: Sequence[int]
+    gradients: Mapping[int, tuple[int, ...]]
+    argument_reads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls."""
+        return len(self.call_names)
+
+
+def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
+    """Return the node of each gradient by the position of its argument in the forward's graph.
+
+    Raises:
+        CutRefusedError: the graph returns something else as well.
+    """
+    found: dict[int, fx.Node] = {}
+    for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
+        if isinstance(node, fx.Node):
+            if argument is None or argument in found:
+                raise CutRefusedError(ForwardInstead.OTHER_OUTPUTS, f"{node} is such an output")
+            found[argument] = node
+    return found
+
+
+def saved_arguments(forward: fx.GraphModule) -> dict[str, int]:
+    """Return which of the values that a forward graph saves are memory of its arguments.
+
+    By name, which is that of the backward graph's input; views of an argument included.
+    """
+    repeats = repeats_of(forward)
+    arguments = _torch.argument_placeholders(forward)
+    found = {}
+    for node in output_values(forward):
+        if isinstance(node, fx.Node) and (memory := memory_of(node, repeats)) in arguments:
+            found[node.name] = arguments[memory]
+    return found
+
+
+def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
+    """Return the node that made the memory which a node's value lives in."""
+    while node in repeats and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts:
+    """Return the facts about a backward graph; `saved` is what `saved_arguments` returned.
+
+    Raises:
+        CutRefusedError: the graph returns something besides gradients.
+    """
+    calls = call_nodes(gm.graph)
+    position = {node: i for i, node in enumerate(calls)}
+    repeated: set[fx.Node] = set()
+    sources: dict[fx.Node, tuple[int, ...]] = {}
+    reads: list[dict[int, Tie]] = []
+    for node in calls:
+        found = {
+            source: _tie(calls[source], node)
+            for origin in node.all_input_nodes
+            for source in sources.get(origin, ())
+        }
+        if _is_repeat(node, repeated):
+            repeated.add(node)
+            sources[node] = tuple(found)
+            reads.append({})
+        else:
+            sources[node] = (position[node],)
+            reads.append(found)
+    return BackwardFacts(
+        call_names=[node.name for node in calls],
+        is_repeat=[node in repeated for node in calls],
+        is_ordered=[node.is_impure() for node in calls],
+        reads=reads,
+        num_bytes=[_num_bytes(node.meta.get("val")) for node in calls],
+        gradients={a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()},
+        argument_reads=_find_argument_reads(gm, saved, position, repeated),
+    )
+
+
+def _find_argument_reads(
+    gm: fx.GraphModule,
+    saved: Mapping[str, int],
+    position: Mapping[fx.Node, int],
+    repeated: AbstractSet[fx.Node],
+) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in saved:
+            readers: set[int] = set()
+            pending = [node]
+            while pending:
+                for user in pending.pop().users:
+                    if user in repeated:
+                        pending.append(user)
+                    elif user in position:
+                        readers.add(position[user])
+            argument = saved[node.name]
+            found[argument] = (*found.get(argument, ()), *sorted(readers))
+    return found
+
+
+def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
+    """Return the calls that each section makes for itself; see [Note: calls and repeats]."""
+    repeated: set[fx.Node] = set()
+    for node in call_nodes(gm.graph):
+        if _is_repeat(node, repeated):
+            repeated.add(node)
+    return repeated
+
+
+def _is_repeat(node: fx.Node, repeated: set[fx.Node]) -> bool:
+    if node.is_impure():
+        return False
+    if name_of(node) == "getitem":
+        return node.args[0] in repeated
+    if getattr(node.target, "is_view", False) or name_of(node) == "_unsafe_view.default":
+        return True
+    return not node.all_input_nodes  # a constant
+
+
+def _tie(value: fx.Node, reader: fx.Node) -> Tie:
+    if not isinstance(value.meta.get("val"), torch.Tensor | torch.SymInt | torch.SymFloat):
+        return Tie.ONE
+    if _is_matrix_product(value) and name_of(reader).startswith("add."):
+        return Tie.UNROUNDED  # the library's product can add to a tensor
+    if not (_is_generated(value) and _is_generated(reader)):
+        return Tie.NONE
+    return Tie.UNROUNDED if _is_short_float(value.meta["val"]) else Tie.FUSED
+
+
+def _is_short_float(value: torch.Tensor) -> bool:
+    """Whether compilers compute in longer numbers than this tensor stores."""
+    return value.dtype.is_floating_point and value.dtype.itemsize < torch.float32.itemsize
+
+
+def _is_matrix_product(node: fx.Node) -> bool:
+    return name_of(node).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
+
+
+def _is_generated(node: fx.Node) -> bool:
+    """Whether a compiler would write the loop for this call itself, and could fuse it."""
+    tags = set(getattr(node.target, "tags", ()))
+    return not tags.isdisjoint(_GENERATED_TAGS)
+
+
+# Not all releases have the tag for reductions.
+_GENERATED_TAGS = {
+    getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)
+}
+
+
+def _num_bytes(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(map(_torch.size_hint, value.shape)) * value.element_size()
+
+
+# ---- Gradients of outputs that the loss does not use -------------------------------------------
+
+# All bits: a gradient that does not depend on outputs, or outputs that all have gradients.
+ANY = -1
+
+
+def find_descent(backward: fx.GraphModule, places: Mapping[Hashable, int]) -> dict[int, int]:
+    """Return from which of the forward's outputs the gradient of each argument descends, as bits.
+
+    AOTAutograd fills zeros in for the gradients of outputs that the loss does not use. In eager a
+    parameter behind nothing but such outputs has no gradient, which optimizers leave alone.
+
+    `places` tells of each output of the forward, as AOTAutograd describes it, which it is. The
+    result is empty where there is nothing to choose: the outputs that can have gradients are one
+    besides the token, or AOTAutograd does not tell them all.
+    """
+    descent: dict[fx.Node, int] = {}
+    for placeholder, output in _torch.tangents(backward).items():
+        if output not in places:
+            return {}
+        descent[placeholder] = 1 << places[output]
+    if len(descent) <= 2:
+        return {}
+    for node in backward.graph.nodes:
+        for source in node.all_input_nodes:
+            descent[node] = descent.get(node, 0) | descent.get(source, 0)
+    return {
+        argument: descent.get(node, 0) or ANY for argument, node in gradient_nodes(backward).items()
+    }

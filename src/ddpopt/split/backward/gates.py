@@ -1,0 +1,225 @@
+"""Run a cut backward: gates, the autograd nodes that release one section's gradients each.
+
+It compiles nothing and cuts nothing.
+
+[Note: tokens, gates and runs]
+A *gate* is an autograd node per backward section but the first, which runs in AOTAutograd's own
+node. It takes the arguments of the forward whose gradients its section makes, so that autograd
+knows where they go, and returns nothing but a *token*: a tensor of one element that ties gates in a
+chain that ends in AOTAutograd's node.
+
+    forward:    token -> gate 2 -> gate 1 -> compiled forward -> outputs
+                           ^          ^            ^
+                         w, b       u, v         s, t, and all other arguments
+
+    backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
+
+The first section puts a *handle* in the place of the token's gradient: a tensor that carries the
+*run*, the list of values on which the further sections of this one backward work. The last item
+of a run says which outputs of the forward have gradients. Autograd gives the handle to gate 1,
+which hands it on to gate 2, and so on. Accumulation comes before any gate, because autograd runs
+AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the next section
+starts. An abandoned backward drops the handle, which frees the run's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpopt import _events, _torch
+from ddpopt._events import Label
+from ddpopt.split.backward.facts import ANY
+
+TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Run = list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledSection:
+    """A section as it is run; the numbers are those of `SectionGraph`.
+
+    `call` takes its values as a list, which it empties. The gradients that it makes come in the
+    order of `releases`. `descent` has, as bits, the outputs that each descends from; if none of
+    these has a gradient, None is released. Where autocast was on in forward, `call` is
+    `without_autocast`: what was to be cast has been. `label` says which section it is.
+    """
+
+    call: Boxed
+    takes: tuple[int, ...]
+    keeps: tuple[int, ...]
+    drops: tuple[int, ...]
+    releases: tuple[int, ...]
+    descent: tuple[int, ...]
+    label: Label
+    without_autocast: bool = False
+
+    def run(self, run: Run) -> Sequence[Any]:
+        """Run this section of a backward; return its gradients."""
+        if _events.current is None:
+            return self._run(run)
+        with _events.current.section(self.label, "backward"):
+            return self._run(run)
+
+    def _run(self, run: Run) -> Sequence[Any]:
+        values = [run[slot] for slot in self.takes]
+        for slot in self.drops:
+            run[slot] = None
+        made = self.call(values)
+        num_kept = len(self.keeps)
+        for slot, value in zip(self.keeps, made, strict=False):
+            run[slot] = value
+        given = run[-1]
+        return [
+            _in_own_memory(gradient) if descent & given else None
+            for gradient, descent in zip(made[num_kept:], self.descent, strict=True)
+        ]
+
+
+def _in_own_memory(gradient: Any) -> Any:
+    """Return a sparse gradient with rows of its own, anything else as it is.
+
+    Its rows can be a value that a later section reads, and DDP divides them in place. No graph can
+    say so: Inductor takes copies of sparse tensors out.
+    """
+    if isinstance(gradient, torch.Tensor) and gradient.layout is not torch.strided:
+        return gradient.clone()
+    return gradient
+
+
+def run_first_section(
+    section: CompiledSection,
+    arguments: Sequence[int | None],
+    token_argument: int,
+    num_kept: int,
+    device: torch.device,
+    has_descent: bool,
+) -> Boxed:
+    """Return what AOTAutograd is to run as its backward: one section, and the start of a run.
+
+    `arguments` tells of each gradient that AOTAutograd expects which argument it belongs to;
+    `num_kept` is how many values all sections keep, `has_descent` is as in `GatedGraph`.
+    """
+    places = {argument: place for place, argument in enumerate(arguments)}
+    released = [places[argument] for argument in section.releases]
+    token_place = places[token_argument]
+
+    def backward(inputs: list[Any]) -> list[Any]:
+        run: Run = [*inputs, *[None] * num_kept, _given_outputs() if has_descent else ANY]
+        inputs.clear()
+        gradients: list[Any] = [None] * len(arguments)
+        for place, gradient in zip(released, section.run(run), strict=True):
+            gradients[place] = gradient
+        gradients[token_place] = handle = torch.zeros(1, device=device, dtype=TOKEN_DTYPE)
+        handle.ddpopt_run = run  # type: ignore[attr-defined]
+        return gradients
+
+    return _torch.boxed(backward)
+
+
+def _note_given(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Note for the node that is about to run which of its outputs have gradients."""
+    given = sum(1 << i for i, gradient in enumerate(gradients) if gradient is not None)
+    _torch.autograd_node().ddpopt_given = given
+
+
+def _given_outputs() -> int:
+    """Return what was noted for the node that runs, as bits."""
+    return getattr(_torch.autograd_node(), "ddpopt_given", ANY)
+
+
+class Gate(torch.autograd.Function):
+    """See [Note: tokens, gates and runs]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
+    ) -> torch.Tensor:
+        """Return the token for the next gate. `is_last` says that no section runs after this."""
+        ctx.set_materialize_grads(False)
+        ctx.section, ctx.is_last = section, is_last
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run the section, release its gradients, and hand the run on."""
+        section: CompiledSection = ctx.section
+        if handle is None:
+            return (None, None, None, *[None] * len(section.releases))
+        run: Run = handle.ddpopt_run  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            gradients = refuse_double_backward(lambda: _run(section, run), handle)
+        else:
+            gradients = _run(section, run)
+        return (None, None, None if ctx.is_last else handle, *gradients)
+
+
+def _run(section: CompiledSection, run: Run) -> Sequence[Any]:
+    if not section.without_autocast:
+        return section.run(run)
+    with _torch.no_autocast():
+        return section.run(run)
+
+
+def refuse_double_backward(
+    make: Callable[[], Sequence[Any]], *sources: torch.Tensor
+) -> Sequence[Any]:
+    """Return the gradients that `make` returns, so that differentiating them raises.
+
+    As AOTAutograd's do. Autograd finds out when it is asked for gradients of `sources`, or of what
+    they were made from.
+    """
+    return _once(make, *sources)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, make: Callable[[], Sequence[Any]], *_sources: torch.Tensor) -> Any:
+        return tuple(make())
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
+        raise RuntimeError(
+            "torch.compile with aot_autograd does not currently support double backward"
+        )
+
+
+# Function.apply looks at each argument for functorch's wrappers, which never reach a compiled
+# graph, and takes a third of a gate's time for it; its base class only applies.
+_gate: Callable[..., torch.Tensor] = super(torch.autograd.Function, Gate).apply
+_once: Callable[..., Sequence[Any]] = _Once.apply
+
+
+class GatedGraph:
+    """The compiled forward of a graph, with a gate for each of the further backward sections.
+
+    It has the signature of Dynamo's graph. `compiled` takes the token as one more argument, and
+    returns one more output. `has_descent` says that sections ask which outputs have gradients.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Sequence[Any]],
+        further: Sequence[CompiledSection],
+        device: torch.device,
+        has_descent: bool,
+    ) -> None:
+        self._compiled = compiled
+        # The gate of the last section is made first: autograd runs later-made nodes first.
+        self._gates = [(section, section is further[-1]) for section in reversed(further)]
+        self._device = device
+        self._has_descent = has_descent
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Run the forward on Dynamo's arguments."""
+        token = torch.empty(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
+        for section, is_last in self._gates:
+            token = _gate(section, is_last, token, *[args[i] for i in section.releases])
+        *outputs, token = self._compiled(*args, token)
+        if self._has_descent and token.grad_fn is not None:
+            token.grad_fn.register_prehook(_note_given)
+        return outputs

@@ -1,0 +1,264 @@
+"""Choose the sections of a backward graph: which calls run before which gradients are released.
+
+Pure: from what a graph is like (`BackwardFacts`) and what the Reducer will do (`reducer.py`) to
+an order of the calls and to sections.
+
+[Note: stages and cuts]
+The calls that bucket k waits for, and no earlier bucket does, are *stage* k; a call that no bucket
+waits for belongs to the stage in which it stands, or to the last one. A hook that gets a gradient
+may update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that
+read its parameters. Running the stages in order completes each bucket as soon as that is possible
+without changing any arithmetic. The cut after stage k may move further on, up to the first gradient
+of the next stage, to where the fewest bytes have to be kept for later sections. Everything is
+linear in the graph's size.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from ddpopt.errors import Fallback
+from ddpopt.reducer import Bucket
+from ddpopt.split.backward.facts import BackwardFacts, Tie
+from ddpopt.split.plan import BackwardCuts, Section
+
+
+def final_positions(
+    facts: BackwardFacts, arguments: Mapping[int, int], elsewhere: Collection[int]
+) -> dict[int, int]:
+    """Return, by parameter index, the position of the call after which its gradient is final.
+
+    `arguments` gives the position among the forward's arguments of each parameter. Parameters
+    `elsewhere` are used again by a graph whose backward runs later.
+    """
+    return {
+        index: max(facts.gradients[argument], default=-1)
+        for index, argument in arguments.items()
+        if argument in facts.gradients and index not in elsewhere
+    }
+
+
+def plan_backward(
+    facts: BackwardFacts,
+    buckets: Sequence[Bucket],
+    arguments: Mapping[int, int],
+    final: Mapping[int, int],
+) -> BackwardCuts | Fallback:
+    """Return two or more sections of a backward graph, or why it should stay whole.
+
+    `arguments` and `final` are as in `final_positions`.
+    """
+    own = [(b, [p for p in b.parameters if p.index in final]) for b in buckets]
+    own = [(bucket, parameters) for bucket, parameters in own if parameters]
+    if not own:
+        return Fallback.NO_PARAMETERS
+    if len(own) == 1:
+        return Fallback.ONE_BUCKET
+    released = [[arguments[p.index] for p in parameters] for _, parameters in own]
+    stage = _assign_stages(facts, released)
+    _pull_fused_gradients(facts, stage)
+    order = _order_calls(facts, stage)
+    num_calls = collections.Counter(stage[call] for call in order)
+    ends = list(itertools.accumulate(num_calls[k] for k in range(len(own))))
+    cuts = _choose_cuts(facts, order, ends)
+    if not cuts:
+        return Fallback.COMPLETE_TOGETHER
+    bounds = [0, *cuts, len(order)]
+    # The first section that stops behind the end of a stage completes its bucket.
+    completed_in = [bisect.bisect_left(bounds, max(end, 1)) - 1 for end in ends]
+    sections = []
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        completed = [own[k] for k, section in enumerate(completed_in) if section == index]
+        parameters = [parameter for _, parameters in completed for parameter in parameters]
+        parameters.sort(key=lambda parameter: (final[parameter.index], -parameter.index))
+        sections.append(
+            Section(
+                index=index,
+                start=start,
+                stop=stop,
+                first_node=facts.call_names[order[start]],
+                parameters=tuple(parameter.name for parameter in parameters),
+                completes=tuple(bucket.index for bucket, _ in completed),
+            )
+        )
+    return BackwardCuts(
+        order=tuple(order),
+        sections=tuple(sections),
+        releases=_releases(facts, order, bounds, released, completed_in),
+    )
+
+
+def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
+    """Return the stage of each call: the first bucket that waits for it."""
+    stage = _gradient_stages(facts, released)
+    ordered = len(released) - 1
+    for call in reversed(range(facts.num_calls)):
+        if facts.is_ordered[call]:
+            ordered = stage[call] = min(stage[call], ordered)
+        for source in facts.reads[call]:
+            stage[source] = min(stage[source], stage[call])
+    return stage
+
+
+def _gradient_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
+    """Return the stages of the calls that buckets wait for directly; the last one for others."""
+    last = len(released) - 1
+    stage = [last] * facts.num_calls
+    reached = -1  # where, in graph order, the last gradient of the buckets so far is made
+    reached_by = []
+    for k, arguments in enumerate(released):
+        for call in itertools.chain.from_iterable(facts.gradients[a] for a in arguments):
+            stage[call] = min(stage[call], k)
+            reached = max(reached, call)
+        for call in itertools.chain.from_iterable(
+            facts.argument_reads.get(a, ()) for a in arguments
+        ):
+            stage[call] = min(stage[call], k)
+        reached_by.append(reached)
+    in_bucket = set(itertools.chain.from_iterable(released))
+    for argument, calls in facts.gradients.items():
+        for call in calls if argument not in in_bucket else ():
+            stage[call] = min(stage[call], bisect.bisect_left(reached_by, call))
+    return stage
+
+
+def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
+    """Move gradients that are by-products of an earlier stage's loops into that stage.
+
+    A bias's gradient, for example, sums the values from which the weight's is computed. That costs
+    nothing while they are in registers; a later section would have to read them from memory.
+    """
+    readers: list[list[int]] = [[] for _ in range(facts.num_calls)]
+    for call, reads in enumerate(facts.reads):
+        for source in reads:
+            readers[source].append(call)
+    for calls in facts.gradients.values():
+        for gradient in calls:
+            own = _fused_calls_of(gradient, facts, readers)
+            outside = [
+                (stage[source], tie in _FUSED)
+                for call in own
+                for source, tie in facts.reads[call].items()
+                if source not in own
+            ]
+            reads_from, is_fused = max(outside, default=(stage[gradient], False))
+            if is_fused and reads_from < stage[gradient]:
+                for call in own:
+                    stage[call] = reads_from
+
+
+_FUSED = (Tie.FUSED, Tie.UNROUNDED)
+
+
+def _fused_calls_of(
+    gradient: int, facts: BackwardFacts, readers: Sequence[Sequence[int]]
+) -> set[int]:
+    """Return the calls that only serve this gradient and are fused with it, itself included."""
+    own = {gradient}
+    pending = [gradient]
+    while pending:
+        for source, tie in facts.reads[pending.pop()].items():
+            if tie in _FUSED and own.issuperset(readers[source]):
+                own.add(source)
+                pending.append(source)
+    return own
+
+
+def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
+    """Return the calls stage by stage, and each tuple taken apart right behind its maker."""
+    elements: dict[int, list[int]] = {}
+    roots = []
+    for call, reads in enumerate(facts.reads):
+        (maker, tie), *others = reads.items() or [(call, Tie.NONE)]
+        if tie is Tie.ONE and not others:
+            stage[call] = stage[maker]
+            elements.setdefault(maker, []).append(call)
+        elif not facts.is_repeat[call]:
+            roots.append(call)
+    order: list[int] = []
+    for call in sorted(roots, key=lambda call: (stage[call], call)):
+        pending = [call]
+        while pending:
+            order.append(pending.pop())
+            pending.extend(reversed(elements.get(order[-1], ())))
+    return order
+
+
+def _choose_cuts(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Return the places to cut: for each stage but the last, the cheapest one allowed."""
+    costs = _cut_costs(facts, order)
+    cuts: set[int] = set()
+    for end, following in itertools.pairwise(sorted(set(ends))):
+        start = next(c for c in range(max(end, 1), len(costs)) if costs[c] is not None)
+        stop = _first_gradient(facts, order, start, following)
+        legal = (c for c in range(start, stop + 1) if costs[c] is not None)
+        cuts.add(min(legal, key=lambda c: (costs[c], c)))
+    return sorted(cut for cut in cuts if cut < len(order))
+
+
+def _first_gradient(facts: BackwardFacts, order: Sequence[int], start: int, stop: int) -> int:
+    """Return the first place in [start, stop) that makes a gradient."""
+    made = set(itertools.chain.from_iterable(facts.gradients.values()))
+    return next((place for place in range(start, stop) if order[place] in made), start)
+
+
+def _cut_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, int] | None]:
+    """Return what a cut in front of each place of `order` costs, None where it cannot be made.
+
+    Values that would be rounded here but not in the whole graph count before bytes. Bytes kept
+    alive that a fusion would never have written count twice.
+    """
+    place = {call: index for index, call in enumerate(order)}
+    size = len(order) + 2
+    rounded, num_bytes, forbidden = ([0] * size for _ in range(3))
+
+    def add(changes: list[int], first: int, last: int, amount: int) -> None:
+        """Add to all cuts behind place `first` and up to place `last`."""
+        changes[first + 1] += amount
+        changes[last + 1] -= amount
+
+    last_use: dict[int, int] = {}
+    last_fused: dict[int, int] = {}
+    for at, call in enumerate(order):
+        for source, tie in facts.reads[call].items():
+            last_use[source] = at
+            if tie in _FUSED:
+                last_fused[source] = at
+            if tie is Tie.UNROUNDED:
+                add(rounded, place[source], at, 1)
+            if tie is Tie.ONE:
+                add(forbidden, place[source], at, 1)
+    for uses in (last_use, last_fused):
+        for source, at in uses.items():
+            add(num_bytes, place[source], at, facts.num_bytes[source])
+    sums = zip(*(itertools.accumulate(c) for c in (rounded, num_bytes, forbidden)), strict=True)
+    return [None if no else (num_rounded, kept) for num_rounded, kept, no in sums]
+
+
+def _releases(
+    facts: BackwardFacts,
+    order: Sequence[int],
+    bounds: Sequence[int],
+    released: Sequence[Sequence[int]],
+    completed_in: Sequence[int],
+) -> tuple[tuple[int, ...], ...]:
+    """Return the arguments whose gradients each section releases.
+
+    A bucket's are released together. Any other gradient is released as soon as it is there and its
+    argument is not read any more.
+    """
+    place = {call: index for index, call in enumerate(order)}
+    section_of = {
+        argument: section
+        for section, arguments in zip(completed_in, released, strict=True)
+        for argument in arguments
+    }
+    result: list[list[int]] = [[] for _ in bounds[1:]]
+    for argument, calls in facts.gradients.items():
+        reads = facts.argument_reads.get(argument, ())
+        made = max((place[call] for call in (*calls, *reads)), default=0)
+        result[section_of.get(argument, bisect.bisect_right(bounds, made) - 1)].append(argument)
+    return tuple(tuple(sorted(arguments)) for arguments in result)

@@ -1,0 +1,164 @@
+"""Cut a forward graph into section graphs and a graph that calls them in order.
+
+As `torch.fx.passes.split_module`, which does the partitioning, but: sections are the plan's, each
+returns a tuple, and Dynamo's metadata goes to the sections that it belongs to. The given graph
+is left as it is, because Dynamo goes on using it.
+
+    x, w0, w1                                 x, w0, w1
+        |                                         |
+    linear(x, w0)                             submod_0(x, w0)    linear, relu
+    relu                        ->                |
+    linear(relu, w1)    <- cut                submod_1(_, w1)    linear
+        |                                         |
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from ddpopt import _torch
+from ddpopt.split.forward.writes import find_overwritten, written_by
+from ddpopt.split.nodes import call_nodes, is_differentiable
+from ddpopt.split.plan import Section
+
+
+def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return an equal graph in which as little as possible stands in the way of a cut.
+
+    It shares parameters and submodules with the given one.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, val_map={}))
+    for node in list(graph.nodes):
+        _inline_constant(node)
+        _read_again_for_each_user(node)
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            _move_next_to_producer(node, node.args[0])
+    copied = fx.GraphModule(gm, graph)
+    _torch.carry_dynamo_metadata(gm, copied)
+    return copied
+
+
+def _inline_constant(node: fx.Node) -> None:
+    """Replace a symbolic integer that tracing has since found to be a number by that number.
+
+    AOTAutograd would return it from its section as a plain int, which it cannot do.
+    """
+    constant = _torch.constant_of(node.meta.get("example_value"))
+    if node.op == "placeholder" or constant is None:
+        return
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: constant if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: constant if n is node else n)
+
+
+def _read_again_for_each_user(node: fx.Node) -> None:
+    """Give each user of a float argument its own `item` call: the tensor behind it can cross."""
+    is_float_argument = (
+        node.target == "item"
+        and isinstance(node.meta.get("example_value"), torch.SymFloat)
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].op == "placeholder"
+    )
+    if is_float_argument:
+        for user in list(node.users)[1:]:
+            with node.graph.inserting_before(user):
+                user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
+
+
+def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
+    """Take a tuple apart right where it is made: it cannot cross a cut, its elements can."""
+    takes_tuple_apart = isinstance(producer.meta.get("example_value"), tuple | list)
+    if takes_tuple_apart and not isinstance(node.args[1], fx.Node):
+        place = producer
+        while place.next.target is operator.getitem and place.next.args[0] is producer:
+            place = place.next
+            if place is node:
+                return
+        place.append(node)
+
+
+def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphModule:
+    """Return a graph whose calls are the sections, as submodules `submod_0`, `submod_1`, ...
+
+    `gm` comes from `copy_for_splitting`.
+    """
+    calls = call_nodes(gm.graph)
+    section_of = {
+        node: section.index for section in sections for node in calls[section.start : section.stop]
+    }
+    # From the last cut to the first, so that a value that crosses several is copied at each.
+    for cut, value in reversed(find_overwritten(gm.graph, [s.start for s in sections[1:]])):
+        _pass_on("clone", value, calls[cut], section_of)
+    for value in _find_to_detach(gm.graph, section_of):
+        next_start = sections[section_of[value] + 1].start
+        _pass_on("detach", value, calls[next_start], section_of)
+    stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
+    for node in list(stitched.graph.find_nodes(op="call_module")):
+        section_graph = stitched.get_submodule(str(node.target))
+        assert isinstance(section_graph, fx.GraphModule)
+        _return_tuple(section_graph, node)
+        _torch.carry_dynamo_metadata(gm, section_graph)
+    stitched.recompile()
+    return stitched
+
+
+def _pass_on(method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.Node, int]) -> None:
+    """Have all calls from `place` on use `value.method()`, which the section before makes."""
+    section = section_of[place]
+    with place.graph.inserting_before(place):
+        passed = place.graph.call_method(method, (value,))
+    passed.meta = dict(value.meta)
+    section_of[passed] = section - 1
+    value.replace_all_uses_with(
+        passed, delete_user_cb=lambda user: section_of.get(user, section) >= section
+    )
+
+
+def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Return the values that require grad and that later sections pass no gradient back to.
+
+    The backward of the section that made them would get zeros otherwise, and give zeros to
+    parameters that have no gradient in eager DDP, which an optimizer leaves alone.
+    """
+    passing = find_passing_gradients(graph)
+    found = []
+    for node, section in section_of.items():
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            later = [user for user in node.users if section_of.get(user) != section]
+            if later and passing.isdisjoint(later):
+                found.append(node)
+    return found
+
+
+def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
+    """Make a section that returns one bare value return a tuple, as AOTAutograd requires."""
+    output = next(iter(section_graph.graph.find_nodes(op="output")))
+    if isinstance(output.args[0], tuple):
+        return
+    output.args = ((output.args[0],),)
+    section_graph.recompile()
+    with call.graph.inserting_after(call):
+        element = call.graph.call_function(operator.getitem, (call, 0))
+    call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
+
+
+def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes from which a gradient may come back to their inputs, the output among them.
+
+    The others detach or compare them, or make what is only used by nodes of this kind. Where that
+    cannot be seen a node counts as passing.
+    """
+    passing = set(graph.find_nodes(op="output"))
+    for node in reversed(call_nodes(graph)):
+        is_used = not passing.isdisjoint(node.users)
+        has_other_readers = bool(written_by(node))  # of the memory that it writes to
+        if has_other_readers or (is_used and is_differentiable(node)):
+            passing.add(node)
+    return passing

@@ -1,0 +1,140 @@
+"""Read off a forward graph what the planner must know: uses of parameters, and legal cuts.
+
+It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
+
+[Note: positions and cuts]
+A graph's calls (all nodes but placeholders, get_attrs and the output) are numbered from 0 in
+graph order. A *cut* at p separates the calls before p from p and those after it. Moving a cut
+towards the start keeps every bucket complete that was complete, so that is the way to go when a
+place cannot be cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.split.forward.writes import find_written_memory, mutation_spans, written_by
+from ddpopt.split.nodes import call_nodes, name_of
+from ddpopt.split.parameters import first_uses
+
+# Calls that switch a global state on until their partner switches it off, and whose value does
+# not tie the two together. Autocast regions may be cut: split_module closes and reopens them.
+_REGION_PARTNERS = {
+    "_vmap_increment_nesting": "_vmap_decrement_nesting",
+    "_grad_increment_nesting": "_grad_decrement_nesting",
+    "_jvp_increment_nesting": "_jvp_decrement_nesting",
+    "_saved_tensors_hooks_disable": "_saved_tensors_hooks_enable",
+    "_enter_dual_level": "_exit_dual_level",
+}
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFacts:
+    """A graph as the planner sees it; see [Note: positions and cuts].
+
+    `first_use` maps the index of each DDP parameter to the position of its first differentiable
+    use, `legal_cuts[p]` says whether a cut at p is possible, and `last_effect[i]` is the position
+    of the last call that uses what call i returns or writes to (`num_calls` for the output).
+    """
+
+    num_calls: int
+    first_use: Mapping[int, int]
+    legal_cuts: Sequence[bool]
+    last_effect: Sequence[int]
+    call_names: Sequence[str]
+
+
+def read_facts(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, Sequence[int]],
+    elsewhere: Collection[int] = (),
+) -> GraphFacts:
+    """Return the facts about a graph; `parameters` gives the DDP parameters behind each node.
+
+    A node may stand for several: a `call_module` for those of its module. Parameters `elsewhere`
+    are first used in a graph that runs before this one, so their gradients are not final here.
+    """
+    calls = call_nodes(gm.graph)
+    positions = {node: position for position, node in enumerate(calls)}
+    last_use = [_last_use([node], positions, len(calls)) for node in calls]
+    last_effect = [_last_use([n, *written_by(n)], positions, len(calls)) for n in calls]
+    blocked = itertools.chain(
+        _uncrossable_spans(gm, calls, last_use),
+        _region_spans(calls),
+        mutation_spans(find_written_memory(gm.graph)),
+    )
+    return GraphFacts(
+        num_calls=len(calls),
+        first_use=first_uses(calls, parameters, elsewhere),
+        legal_cuts=_outside(blocked, len(calls)),
+        last_effect=last_effect,
+        call_names=[node.name for node in calls],
+    )
+
+
+def _last_use(values: Sequence[fx.Node], positions: Mapping[fx.Node, int], end: int) -> int:
+    users = [user for value in values for user in value.users]
+    return max((positions.get(user, end) for user in users), default=positions[values[0]])
+
+
+def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
+    """For each p in [0, num_calls], whether it is inside no span (first, last), both included.
+
+    A cut at either end of the graph would separate nothing, so these are False.
+    """
+    depth_change = [0] * (num_calls + 2)
+    for first, last in spans:
+        if first <= last:
+            depth_change[first] += 1
+            depth_change[last + 1] -= 1
+    depths = list(itertools.accumulate(depth_change))[: num_calls + 1]
+    return [depth == 0 and 0 < p < num_calls for p, depth in enumerate(depths)]
+
+
+def _uncrossable_spans(
+    gm: fx.GraphModule, calls: Sequence[fx.Node], last_use: Sequence[int]
+) -> Iterable[tuple[int, int]]:
+    """Values that no section can take as an input: tuples, generators, contexts, numbers.
+
+    Tensors can cross, and symbolic integers; both only where each symbol in them has a node that
+    binds it, because a section gets its symbols as inputs.
+    """
+    bound = {
+        symbol
+        for node in gm.graph.nodes
+        if isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat)
+        for symbol in _torch.free_symbols(node.meta["example_value"])
+    }
+    for position, node in enumerate(calls):
+        if last_use[position] > position and name_of(node) not in _AUTOCAST:
+            value = node.meta.get("example_value")
+            can_cross = isinstance(value, torch.Tensor | torch.SymInt)
+            if not can_cross or not _torch.free_symbols(value) <= bound:
+                yield position + 1, last_use[position]
+
+
+def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
+    """The stretches under a global state that cannot be closed and reopened at a cut."""
+    opened: list[tuple[str, int]] = []
+    no_grad_since: int | None = None
+    for position, node in enumerate(calls):
+        name = name_of(node)
+        if name == "_set_grad_enabled":
+            if no_grad_since is not None:
+                yield no_grad_since + 1, position
+            no_grad_since = None if node.args[0] else position
+        elif name in _REGION_PARTNERS:
+            opened.append((_REGION_PARTNERS[name], position))
+        elif opened and name == opened[-1][0]:
+            yield opened.pop()[1] + 1, position
+    for _, position in opened:
+        yield position + 1, len(calls)
+    if no_grad_since is not None:
+        yield no_grad_since + 1, len(calls)

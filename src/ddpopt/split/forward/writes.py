@@ -1,0 +1,154 @@
+"""Find what a graph writes to in place, and what that means for cuts."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.split.nodes import attribute_of, call_nodes, leaves, name_of, storage_keys
+
+
+@dataclass(slots=True)
+class Memory:
+    """The values that share one storage, as (node, position made, last use), and the last write.
+
+    A graph input is made at -1.
+    """
+
+    values: list[tuple[fx.Node, int, int]]
+    last_write: int = -1
+
+
+def find_written_memory(graph: fx.Graph) -> list[Memory]:
+    """Return the memory that some call writes to in place."""
+    calls = call_nodes(graph)
+    positions = {node: position for position, node in enumerate(calls)}
+    memory: dict[int, Memory] = {}
+    for node in (*graph.find_nodes(op="placeholder"), *calls):
+        made = positions.get(node, -1)
+        for key in storage_keys(node):
+            last = max((positions.get(user, len(calls)) for user in node.users), default=made)
+            memory.setdefault(key, Memory([])).values.append((node, made, last))
+        for target in written_by(node):
+            for key in storage_keys(target):
+                memory.setdefault(key, Memory([])).last_write = made
+    return [m for m in memory.values() if m.last_write >= 0]
+
+
+def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
+    """Stretches over which two or more values share memory that is written to later.
+
+    Passed to another section they would have to stay shared. One value alone can be passed; see
+    `find_overwritten`.
+    """
+    for memory in written:
+        reached = -1
+        for _, made, last in sorted(memory.values, key=lambda value: value[1]):
+            yield max(made + 1, 0), min(last, reached, memory.last_write)
+            reached = max(reached, last)
+
+
+def find_overwritten(graph: fx.Graph, cuts: Iterable[int]) -> list[tuple[int, fx.Node]]:
+    """Return the values that cross a cut and are written to in place after it, with that cut.
+
+    The section that made such a value may have saved it for its backward; autograd would find it
+    changed. Graph inputs are left out: their writes are the caller's to see.
+    """
+    written = find_written_memory(graph)
+    return [
+        (cut, node)
+        for cut in cuts
+        for memory in written
+        if memory.last_write >= cut and all(made >= 0 for _, made, _ in memory.values)
+        for node, made, last in memory.values
+        if made < cut <= last
+    ]
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that a call writes to in place, as far as its form and schema show it."""
+    values = leaves(node.kwargs.get("out"))
+    if _is_in_place(node):
+        values += leaves(node.args[0] if node.args else node.kwargs.get("input"))
+    if _torch.is_higher_order(node.target):
+        values += node.all_input_nodes if _writes_within(node) else []
+    else:
+        for place, name in (*_declared(node), *_undeclared(node)):
+            values += leaves(_argument(node, place, name))
+    return list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
+
+
+def _declared(node: fx.Node) -> Collection[tuple[int | None, str]]:
+    """Return the arguments that are written to by the schema of the operator that is called.
+
+    Functions and methods of torch's have the names and the arguments of their operators.
+    """
+    is_named = node.op == "call_method" or inspect.isbuiltin(node.target)
+    return _torch.written_arguments(node.target, name_of(node) if is_named else "")
+
+
+def _undeclared(node: fx.Node) -> list[tuple[int | None, str]]:
+    """Return the arguments that functions of torch.nn.functional write to, which have no schema."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return []
+    names = _parameter_names(node.target)
+    written = [name for name in _torch.RUNNING_AVERAGES if name in names]
+    if "max_norm" in names and _argument(node, names.index("max_norm"), "max_norm") is not None:
+        written.append("weight")  # an embedding's rows are made shorter
+    return [(names.index(name), name) for name in written]
+
+
+def _argument(node: fx.Node, place: int | None, name: str) -> Any:
+    if place is not None and place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(name, node.kwargs.get("input") if name == "self" else None)
+
+
+def _writes_within(node: fx.Node) -> bool:
+    """Whether a higher-order operator's kernel, or a graph that it calls, writes to an input."""
+    if name_of(node) == "triton_kernel_wrapper_mutation":
+        return True
+    gm = node.graph.owning_module
+    modules = [attribute_of(gm, n) for n in node.all_input_nodes if n.op == "get_attr"]
+    return any(
+        made < 0
+        for module in modules
+        if isinstance(module, fx.GraphModule)
+        for memory in find_written_memory(module.graph)
+        for _, made, _ in memory.values
+    )
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
+    name = name_of(node)
+    if name == "setitem" or name in _IN_PLACE_OPERATORS:
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    return node.op == "call_function" and _inplace_argument(node) is True
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
+) - {"index", "inv", "invert", "is_", "is_not", "itemgetter"}
+
+
+def _inplace_argument(node: fx.Node) -> object:
+    """Return the value of a Python function's `inplace` argument, None where it has none."""
+    names = _parameter_names(node.target) if callable(node.target) else []
+    return _argument(node, names.index("inplace") if "inplace" in names else None, "inplace")
+
+
+def _parameter_names(function: Callable[..., object]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []  # builtins without a signature

@@ -1,0 +1,133 @@
+"""Small questions about a graph and its nodes, which the other modules of this folder ask."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.split.plan import NodeText
+
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NOT_CALLS = ("placeholder", "get_attr", "output")
+
+
+def call_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that compute something, in order."""
+    return [node for node in graph.nodes if is_call(node)]
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node computes something."""
+    return node.op not in _NOT_CALLS
+
+
+_COLLECTIVES = {
+    "c10d",
+    "c10d_functional",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "symm_mem",
+}
+
+
+def count_collectives(gm: fx.GraphModule) -> int:
+    """Return how many calls communicate in a graph and in the graphs that it calls."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return sum(str(node.target).partition(".")[0] in _COLLECTIVES for node in calls)
+
+
+def graph_name(gm: fx.GraphModule) -> str:
+    """Return Dynamo's name of a graph: its frame and the number of the frame's compile."""
+    return str(gm.meta.get("dynamo_compile_id", "?"))
+
+
+def output_values(gm: fx.GraphModule) -> Sequence[Any]:
+    """Return what a graph returns: nodes, None and constants."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values: Sequence[Any] = output.args[0]
+    return values
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls."""
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", "")
+
+
+def attribute_of(gm: torch.nn.Module | None, node: fx.Node) -> Any:
+    """Return the attribute of a graph's module that a `get_attr` or `call_module` node names."""
+    return functools.reduce(getattr, str(node.target).split("."), gm)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what a nest of lists and tuples holds."""
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def storage_keys(node: fx.Node) -> list[int]:
+    """Identify the memory of the tensors that a node stands for: equal keys share memory."""
+    keys = (_torch.storage_key(tensor) for tensor in _tensors_of(node.meta.get("example_value")))
+    return [key for key in keys if key is not None]
+
+
+def is_differentiable(node: fx.Node) -> bool:
+    """Whether gradients may flow back through a call; True where that is not known."""
+    value = node.meta.get("example_value")
+    tensors = _tensors_of(value)
+    if tensors:
+        return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
+    return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
+    """Return nodes as text, which holds on to neither the graph nor its tensors."""
+    return tuple(
+        NodeText(
+            name=node.name,
+            target=_target_text(node),
+            shape=_shape_text(node.meta.get("example_value", node.meta.get("val"))),
+            source=_source_text(node.meta.get("stack_trace") or ""),
+        )
+        for node in nodes
+    )
+
+
+def _target_text(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return f".{node.target}" if node.op == "call_method" else node.target
+    module = getattr(node.target, "__module__", "") or ""
+    return str(node.target) if module.startswith("torch._ops") else f"{module}.{name_of(node)}"
+
+
+def _shape_text(value: Any) -> str:
+    try:
+        return ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]"
+            for t in _tensors_of(value)
+        )
+    except Exception:  # of somebody's subclass; what is shown is not worth a training run
+        return ""
+
+
+_FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
+
+
+def _source_text(stack_trace: str) -> str:
+    """Return `file.py:12` of the innermost frame."""
+    found = _FRAME.findall(stack_trace[-2000:])
+    return ":".join(found[-1]) if found else ""

@@ -1,0 +1,184 @@
+"""SplitPlan: the frozen decision of how one graph is compiled, and its rendering as text.
+
+[Note: sections and plans]
+A *section* is a piece of a graph that is compiled on its own. It starts where the first of a
+bucket's gradients would otherwise have to wait: once a section's backward has run, the buckets
+that it *completes* can be reduced while other sections are still in backward. Sections of a
+forward graph are numbered in forward order, so backward runs the last one first; sections of a
+backward graph are numbered in the order in which they run. A *plan* holds a graph's
+sections, the buckets that they follow, and, where the graph is compiled whole, the reason.
+Equal graphs under equal settings give equal plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddpopt._text import format_bytes, shorten, table
+from ddpopt.errors import Fallback, ForwardInstead
+from ddpopt.reducer import Bucket, Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The nodes `[start, stop)` of a graph, counted over its calls.
+
+    `completes` are the indices of the buckets whose last gradient its backward produces, and
+    `parameters` the parameters whose gradients become final in it, in arrival order.
+    """
+
+    index: int
+    start: int
+    stop: int
+    first_node: str
+    parameters: tuple[str, ...]
+    completes: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of call nodes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCuts:
+    """How a backward graph is cut: its sections, and the order in which its calls run.
+
+    `order` leaves out repeats (see [Note: calls and repeats] in backward/facts.py).
+    `releases[k]` are the arguments of the forward whose gradients section k releases.
+    """
+
+    order: tuple[int, ...]
+    sections: tuple[Section, ...]
+    releases: tuple[tuple[int, ...], ...]
+
+
+class NodeText(NamedTuple):
+    """A node for people to read; shape and source may be empty.
+
+    For example `linear`, `torch._C._nn.linear`, `float32[8, 64]` and `model.py:12`.
+    """
+
+    name: str
+    target: str
+    shape: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """How one Dynamo graph is compiled.
+
+    `arrival` lists the graph's own parameters in the order in which their gradients are released;
+    `buckets` are the Reducer's as predicted, and include parameters of other graphs under the same
+    DDP module. `fallback` is None for a graph that is split; `detail` completes the fallback's
+    sentence. Where `is_shared`, the same compiled graph may run for several modules; it is planned
+    for its first module alone. `split` says which graph was cut; where that is the forward although
+    the backward was asked for, `instead` says why.
+    """
+
+    graph: str
+    inner: str
+    num_nodes: int
+    sections: tuple[Section, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    arrival: tuple[Parameter, ...] = ()
+    fallback: Fallback | None = None
+    detail: str = ""
+    is_shared: bool = False
+    split: str = "forward"
+    instead: ForwardInstead | None = None
+    num_collectives: int = 0
+
+    @property
+    def frame(self) -> str:
+        """The frame that the graph is of."""
+        return frame_of(self.graph)
+
+    def with_buckets(self, buckets: Sequence[Bucket]) -> SplitPlan:
+        """Return the plan with other buckets, for the same sections."""
+        sections = complete(self.sections, buckets, is_last_first=self.split == "forward")
+        return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        if self.buckets:
+            header = ("bucket", "size", "cap", "section", "parameters")
+            lines += ["", *table(header, self._bucket_rows())]
+            lines.append("")
+        return "\n".join([*lines, *self.section_table()])
+
+    def section_table(self) -> list[str]:
+        """Return the sections as lines of text, none for a graph that is compiled whole."""
+        if not self.sections:
+            return []
+        rows = [
+            (f"{s.index}", f"{s.num_nodes}", s.first_node, _numbers(s.completes))
+            for s in self.sections
+        ]
+        return table(("section", "nodes", "first node", "completes buckets"), rows)
+
+    def headline(self) -> str:
+        """Say in a sentence what was done, and why."""
+        graph = f"graph {self.graph} ({self.num_nodes} nodes, inner compiler {self.inner})"
+        if self.is_shared:
+            graph += ", planned alone because modules of one class share it"
+        detail = f"\n  {self.detail}" if self.detail else ""
+        if self.fallback is not None:
+            return f"{graph}: compiled whole, because {self.fallback.value}{detail}"
+        total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
+        kind = "backward sections" if self.split == "backward" else "sections"
+        line = (
+            f"{graph}: {len(self.sections)} {kind} for {len(self.buckets)} DDP buckets of {total}"
+        )
+        if self.instead is None:
+            return line
+        return f"{line}; cut in forward, not in backward, because {self.instead.value}{detail}"
+
+    def _bucket_rows(self) -> list[tuple[str, ...]]:
+        completed_in = {k: section.index for section in self.sections for k in section.completes}
+        return [
+            (
+                f"{bucket.index}",
+                format_bytes(bucket.num_bytes),
+                format_bytes(bucket.cap_bytes),
+                f"{completed_in.get(bucket.index, '-')}",
+                shorten([parameter.name for parameter in bucket.parameters]),
+            )
+            for bucket in self.buckets
+        ]
+
+
+def frame_of(graph: str) -> str:
+    """Return the frame in a graph's name: `4` of `4/0`, its first compile."""
+    return graph.partition("/")[0]
+
+
+def complete(
+    sections: Sequence[Section], buckets: Sequence[Bucket], *, is_last_first: bool
+) -> tuple[Section, ...]:
+    """Return the sections with the buckets that each completes; see [Note: sections and plans].
+
+    `is_last_first` says that the last section runs first. Buckets are launched in order, so one
+    is complete no earlier than those before it.
+    """
+    order = list(reversed(sections)) if is_last_first else list(sections)
+    turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
+    completed: list[list[int]] = [[] for _ in order]
+    reached = -1
+    for bucket in buckets:
+        turns = [turn_of[p.name] for p in bucket.parameters if p.name in turn_of]
+        if turns:
+            reached = max(reached, *turns)
+            completed[reached].append(bucket.index)
+    by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
+    return tuple(
+        dataclasses.replace(section, completes=by_index[section.index]) for section in sections
+    )
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in numbers) or "-"

@@ -1,0 +1,123 @@
+"""Which code may run now: that of the active DDP module, or of a forward that is recomputed.
+
+`torch.utils.checkpoint` around a compiled region runs it once more inside of backward, where no
+DDP module is active, and gives the tensors that it saves this time to the nodes of the first time.
+So the recomputation has to run the very code of the forward: another version saves other tensors,
+or as many of equal shapes in another order, which nobody would notice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.errors import DDPOptError
+from ddpopt.reducer import ReducerRules
+from ddpopt.split import state
+
+
+class Version:
+    """One compiled version of a frame, for a DDP module's rules (None: for no DDP).
+
+    `is_cut` says that the forward graph was cut: then it saves other tensors than the whole graph.
+    """
+
+    def __init__(self, frame: str, rules: ReducerRules | None) -> None:
+        self.frame = frame
+        self.rules = rules
+        self.is_cut = False
+
+
+class _Forward(NamedTuple):
+    """The forward of a checkpoint: under which DDP module, and what may have run in it.
+
+    `versions` has for each frame those that Dynamo tried until it found the one that it ran: in the
+    recomputation the guards of the others fail as they did then.
+    """
+
+    ddp: weakref.ref[DistributedDataParallel] | None
+    rules: set[ReducerRules | None]
+    versions: dict[str, set[Version]]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a forward graph that ran may have been cut."""
+        return any(version.is_cut for found in self.versions.values() for version in found)
+
+
+_forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictionary()
+
+
+def compiled_for() -> DistributedDataParallel | None:
+    """Return the DDP module to compile for: the active one, or that of the recomputed forward."""
+    active, is_in_backward = _torch.active_ddp(), _torch.is_in_backward()
+    if active is not None or not is_in_backward:  # both are asked: later is too late to miss one
+        return active
+    forward = _current_forward(active)
+    return forward.ddp() if forward is not None and forward.ddp is not None else None
+
+
+def may_run(version: Version) -> bool:
+    """Whether this is the code to run now, as far as DDP is concerned.
+
+    Dynamo first offers the version that ran last. In a recomputation that need not be the one that
+    ran in the forward: a dynamic version and one for the exact sizes may both serve an input. Where
+    nothing tells which forward is recomputed (reentrant checkpoints, those of other libraries), any
+    version will do. This is a guard, which runs at each call of a compiled function.
+    """
+    active = _torch.active_ddp()
+    forward = _current_forward(active)
+    if active is None and _torch.is_in_backward():
+        if forward is None:
+            return True
+        found = forward.versions.get(version.frame)
+        if found is None:
+            return version.rules in forward.rules and not forward.is_cut
+        return version in found
+    is_own = state.rules_of(active) == version.rules
+    if is_own and forward is not None:
+        forward.versions.setdefault(version.frame, set()).add(version)
+    return is_own
+
+
+def note_compiled(version: Version, has_parameters: bool) -> None:
+    """Note a version that is being compiled; a recomputation that is under way may run it too.
+
+    Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
+
+    Raises:
+        DDPOptError: a recomputation comes to another frame than its forward, which was cut, and the
+            frame `has_parameters`.
+    """
+    active = _torch.active_ddp()
+    forward = _current_forward(active)
+    if forward is None:
+        return
+    is_new = version.frame not in forward.versions
+    if has_parameters and is_new and forward.is_cut and active is None and _torch.is_in_backward():
+        raise DDPOptError(_OTHER_FRAMES)
+    forward.rules.add(version.rules)
+    forward.versions.setdefault(version.frame, set()).add(version)
+
+
+_OTHER_FRAMES = (
+    "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo has given "
+    "up a function since, as another layer that shares it breaks the graph, and compiles parts of "
+    "it instead. These save other tensors, so gradients would be wrong; leave the layer that "
+    "breaks the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
+)
+
+
+def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
+    """Return the forward that runs in a checkpoint or is recomputed, None if there is none."""
+    region = _torch.checkpointed_region()
+    if region is None:
+        return None
+    is_recomputing = active is None and _torch.is_in_backward()
+    if region not in _forwards and not is_recomputing:
+        reference = weakref.ref(active) if active is not None else None
+        _forwards[region] = _Forward(reference, {state.rules_of(active)}, {})
+    return _forwards.get(region)

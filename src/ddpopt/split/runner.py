@@ -1,0 +1,181 @@
+"""What runs under a DDP forward: the compiled graph, and in the first steps a little more.
+
+It compiles nothing. Its cost per step is one look at which DDP module is active.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt.errors import TorchDriftError
+from ddpopt.reducer import find_misplaced
+from ddpopt.split import state
+from ddpopt.split.backward.gates import refuse_double_backward
+from ddpopt.split.plan import SplitPlan
+
+Compiled = Callable[..., Any]
+
+_MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it formed them
+
+
+class GraphRunner:
+    """Calls a compiled graph; `ordered` in its place until the Reducer has its final buckets.
+
+    Dynamo runs the same code for every DDP module that passes its guards, which need not be the
+    one that it was compiled under, so the active module is looked up at each call.
+    """
+
+    def __init__(
+        self,
+        plan: SplitPlan,
+        nodes: state.Nodes,
+        compiled: Compiled,
+        ordered: Compiled | None = None,
+    ) -> None:
+        self._plan = plan
+        self._nodes = nodes
+        self._compiled = compiled
+        self._ordered = ordered or compiled
+        self._settled_ddp: Callable[[], DistributedDataParallel | None] = _nobody
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph on Dynamo's arguments."""
+        ddp = _torch.active_ddp()
+        if ddp is None or ddp is self._settled_ddp():
+            return self._compiled(*args)
+        known = state.of(ddp)
+        known.keep(self._plan, self._nodes)
+        if _torch.will_rebuild_buckets(ddp):
+            return self._ordered(*args)
+        if compare_buckets(ddp):
+            self._settled_ddp = weakref.ref(ddp)
+            known.settle(self)
+        return self._compiled(*args)
+
+    def unsettle(self) -> None:
+        """Look at the next DDP module again: its buckets have changed."""
+        self._settled_ddp = _nobody
+
+
+def _nobody() -> None:
+    return None
+
+
+def compare_buckets(ddp: DistributedDataParallel) -> bool:
+    """Compare DDP's final buckets with the plans', once; return False until DDP tells them.
+
+    The first parameter out of place is warned about: from there on allreduces start late.
+    """
+    known = state.of(ddp)
+    if known.told_buckets is not None or not _torch.follows_arrival_order(ddp):
+        return True
+    if not ddp.require_backward_grad_sync:
+        return False  # DDP writes its log in steps that communicate
+    try:
+        num_questions = known.ask_buckets()
+    except TorchDriftError as error:  # nothing but the comparison is lost
+        _logs.warning("DDP's buckets are not compared with those planned: %s", error)
+        known.compare_no_buckets()
+        return True
+    if known.told_buckets is None:
+        return num_questions >= _MOST_QUESTIONS
+    for plan in known.plans:
+        found = find_misplaced(plan.arrival, plan.buckets, known.told_buckets)
+        if found is not None and not plan.is_shared:
+            _logs.warning(
+                "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
+                "than planned (bucket %d), so allreduces from there on may start late. Gradients "
+                "of the first step arrived in another order: let the first step run the same "
+                "graphs and branches as later ones, on rank 0 above all",
+                found.parameter.name,
+                plan.graph,
+                found.actual,
+                found.planned,
+            )
+            break
+    return True
+
+
+def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
+    """Return `compiled` with the gradients of the arguments at `slots` arriving in that order.
+
+    A section returns its gradients all at once, and autograd accumulates them in an order of its
+    own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
+    autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
+    the aliases last to first orders the gradients. They come after all sections' backward then,
+    which costs nothing: until buckets are rebuilt there is only one.
+    """
+    last_to_first = tuple(reversed(slots))
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        for slot in last_to_first:
+            if type(values[slot]) is torch.nn.Parameter:
+                values[slot] = _alias(values[slot])
+        return compiled(*values)
+
+    return run
+
+
+class _Alias(torch.autograd.Function):
+    """The identity. `view_as` alone would not do: its backward cannot take a sparse gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
+        # Not saved for backward: a checkpoint would count it, and misses it when it recomputes.
+        ctx.source = value
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or not torch.is_grad_enabled():
+            return gradient
+        # AOTAutograd saves no autograd history of the alias, from which it would find out.
+        (alone,) = refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)
+        released: torch.Tensor = alone
+        return released
+
+
+_alias: Callable[[torch.Tensor], torch.Tensor] = _Alias.apply
+
+
+_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
+    """Warn, once a module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
+    if ddp in _checked:
+        return
+    _checked.add(ddp)
+    if state.of(ddp).plans or state.has_drifted:
+        return
+    name, is_skipped, detail = type(ddp.module).__name__, False, ""
+    try:
+        is_skipped = _torch.is_skipped_by_dynamo(ddp.module.forward)
+    except TorchDriftError as error:
+        detail = f"; {error}"
+    if is_skipped:
+        _logs.warning(
+            "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
+            "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
+            "DDP(torch.compile(model, backend='ddpopt')), or wrap a module of your own that "
+            "calls the %s",
+            name,
+            type(ddp.module).__module__,
+            name,
+        )
+    else:
+        _logs.warning(
+            "torch.compile compiled nothing of this DistributedDataParallel(%s); "
+            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
+            "part.compile() compiles nothing, but torch.compile(part) does%s",
+            name,
+            detail,
+        )

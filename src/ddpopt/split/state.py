@@ -1,0 +1,255 @@
+"""What is known of each DDP module: plans in force, the Reducer's buckets, what code may run.
+
+The driver, the runner and the modules that change buckets write it, by its methods only.
+A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What other rooms know of
+a module, such as the plan of its buckets, they keep in a `new_table` of their own.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.reducer import Parameter, ReducerRules, known_buckets
+from ddpopt.split.plan import NodeText, SplitPlan, frame_of
+
+Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
+Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
+
+
+class Settled(Protocol):
+    """Has stopped looking at a DDP module, because its buckets are known."""
+
+    def unsettle(self) -> None:
+        """Look again."""
+
+
+class DDPState:
+    """What is known of one DDP module.
+
+    `is_copy` says that a check made it. `is_searched` says that better buckets are being looked
+    for, so that graphs are cut finely, and `is_trial` that they will be cut again afterwards.
+    `code` is what Dynamo compiled for it, as `_torch.forget_code` takes it.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._plans: dict[str, SplitPlan] = {}
+        self._nodes: dict[str, Nodes] = {}
+        self._rules: ReducerRules | None = None
+        self._told_buckets: Buckets | None = None
+        self._given_buckets: Buckets | None = None
+        self._num_questions = 0
+        self._settled: weakref.WeakSet[Settled] = weakref.WeakSet()
+        self.is_copy = False
+        self.is_searched = False
+        self.is_trial = False
+        self.code: list[Any] = []
+
+    # ---- Graphs -------------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> tuple[SplitPlan, ...]:
+        """The plans in force, in the order in which they were made."""
+        return tuple(self._plans.values())
+
+    def is_cut_in_forward(self, graph: str) -> bool:
+        """Whether a graph is compiled in sections of its forward."""
+        plan = self._plans.get(graph)
+        return plan is not None and bool(plan.sections) and plan.split == "forward"
+
+    @property
+    def nodes(self) -> Mapping[str, Nodes]:
+        """The nodes of each graph's sections, by the graph's name."""
+        return types.MappingProxyType(self._nodes)
+
+    def keep(self, plan: SplitPlan, nodes: Nodes) -> None:
+        """Note that `plan` is in force, in place of an earlier one of the same graph."""
+        self._nodes[plan.graph] = nodes
+        if self._given_buckets is not None and plan.buckets and not plan.is_shared:
+            parameters = list(_torch.reducer_parameters(self._module()).values())
+            buckets = known_buckets(parameters, self._given_buckets, self.rules)
+            plan = plan.with_buckets(buckets)
+        self._plans[plan.graph] = plan
+
+    def arrival_around(
+        self, graph: str, parameters: Collection[int]
+    ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+        """Return the parameters of graphs that run after and of those that run before this one.
+
+        Each in the order in which gradients arrive: those of later graphs before this graph's own,
+        those of earlier graphs after. A graph's name is its frame and the number of the frame's
+        compile, as in `4/0`; frames are first compiled in forward order. `parameters` are the
+        graph's own: where its frame was compiled before, without parameters, and a frame that came
+        after has some of them, the graph is in the place of that one, which a graph break had made.
+        """
+        # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
+        by_frame = {plan.frame: plan.arrival for plan in self.plans if plan.arrival}
+        frames, frame = list(by_frame), frame_of(graph)
+        replaced = (
+            other
+            for other in frames
+            if _number(other) > _number(frame)
+            and any(p.index in parameters for p in by_frame[other])
+        )
+        first = frame if frame in by_frame else next(replaced, None)
+        own = frames.index(first) if first is not None else len(frames)
+        later = [p for other in reversed(frames[own:]) if other != frame for p in by_frame[other]]
+        earlier = [p for other in reversed(frames[:own]) for p in by_frame[other]]
+        return tuple(later), tuple(earlier)
+
+    # ---- Buckets ------------------------------------------------------------------------------
+
+    @property
+    def rules(self) -> ReducerRules:
+        """How the Reducer forms buckets."""
+        ddp = self._module()
+        is_rebuilt = _torch.follows_arrival_order(ddp)
+        known = self._rules
+        if known is None or (known.is_rebuilt, known.is_trial) != (is_rebuilt, self.is_trial):
+            self._rules = known = ReducerRules(
+                caps_bytes=_torch.reducer_caps(ddp) if known is None else known.caps_bytes,
+                is_rebuilt=is_rebuilt,
+                is_trial=self.is_trial,
+            )
+        return known
+
+    def take_new_limits(self) -> None:
+        """Cut graphs by the limits that the Reducer has now."""
+        self._rules = None
+
+    @property
+    def told_buckets(self) -> Buckets | None:
+        """The Reducer's buckets as it told them after it rebuilt them, empty if it could not."""
+        return self._told_buckets
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The Reducer's buckets: as it told them, or as they were given to it."""
+        return self._told_buckets or self._given_buckets
+
+    def ask_buckets(self) -> int:
+        """Ask the Reducer for its buckets; return how often that was done since they changed.
+
+        Raises:
+            TorchDriftError: this release does not tell them.
+        """
+        self._num_questions += 1
+        self._told_buckets = _torch.rebuilt_buckets(self._module())
+        return self._num_questions
+
+    def compare_no_buckets(self) -> None:
+        """Go on without what the Reducer cannot tell."""
+        self._told_buckets = ()
+
+    def give_buckets(self, buckets: Buckets) -> None:
+        """Note that the Reducer was given these, and will form them again."""
+        self._given_buckets = buckets
+        self._told_buckets, self._num_questions = None, 0
+        for plan in self.plans:
+            self.keep(plan, self._nodes[plan.graph])
+        for runner in self._settled:
+            runner.unsettle()
+        self._settled.clear()
+
+    def settle(self, runner: Settled) -> None:
+        """Tell `runner` when buckets change; until then it need not look."""
+        self._settled.add(runner)
+
+    @property
+    def has_forward_sections(self) -> bool:
+        """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
+        return any(map(self.is_cut_in_forward, self._plans))
+
+    # ---- Code ---------------------------------------------------------------------------------
+
+    def begin_search(self, *, is_trial: bool) -> None:
+        """Cut graphs finely from here on; where `is_trial`, their code is replaced at the end."""
+        self.is_searched, self.is_trial = True, is_trial
+
+    def end_search(self) -> None:
+        """Cut graphs by buckets again."""
+        self.is_searched = self.is_trial = False
+
+    def forget_code(self) -> None:
+        """Have Dynamo forget what it compiled for the module, whose rules have changed."""
+        _torch.forget_code(self.code)
+        self.code.clear()
+
+    def become_copy_of(self, original: DDPState) -> None:
+        """Note that the module is a copy, which runs the original's code."""
+        self.is_copy = True
+        self.is_trial = original.is_trial
+
+    def _module(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None, "a state is asked by those who hold its module"
+        return ddp
+
+
+has_drifted = False  # whether a graph was compiled without telling for which module
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState] = weakref.WeakKeyDictionary()
+
+
+_tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = [_states]
+
+
+def new_table() -> weakref.WeakKeyDictionary[DistributedDataParallel, Any]:
+    """Return a table for what another module knows of DDP modules, which `clear` empties too."""
+    table: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
+    _tables.append(table)
+    return table
+
+
+def of(ddp: DistributedDataParallel) -> DDPState:
+    """Return what is known of a module."""
+    state = _states.get(ddp)
+    if state is None:  # setdefault would make one at each call, and forwards call this
+        state = _states[ddp] = DDPState(ddp)
+    return state
+
+
+def is_copy(ddp: DistributedDataParallel) -> bool:
+    """Whether a check made this module."""
+    known = _states.get(ddp)
+    return known is not None and known.is_copy
+
+
+def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
+    """Return how a module's Reducer forms buckets, None without a module."""
+    return None if ddp is None else of(ddp).rules
+
+
+def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
+    """Return the DDP module at the top of a model, or raise TypeError."""
+    ddp = _torch.unwrap_compiled(model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            "this takes a DistributedDataParallel module, or the result of torch.compile on one; "
+            f"this is a {type(ddp).__name__}"
+        )
+    return ddp
+
+
+def _number(frame: str) -> int:
+    return int(frame) if frame.isdigit() else 0  # a graph that is not Dynamo's has no name
+
+
+def note_drift() -> None:
+    """Note that a compiled graph's runs will not be noticed, since a private name is missing."""
+    global has_drifted  # noqa: PLW0603  # a matter of the process: its torch lacks a name
+    has_drifted = True
+
+
+def clear() -> None:
+    """Forget everything, as `torch._dynamo.reset()` forgets compiled code."""
+    global has_drifted  # noqa: PLW0603  # see note_drift
+    for table in _tables:
+        table.clear()
+    has_drifted = False

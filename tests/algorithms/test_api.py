@@ -1,0 +1,490 @@
+"""`attach`: what it refuses, what a step is, and what is left when it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.algorithms import Decentralized, GradientAllReduce, attach
+from ddpopt.errors import AttachError, OptionError, PeerError
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import OwnRanks, Ranks
+
+FLAT = Decentralized(hierarchical=False)
+
+
+def _flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def _setting(algorithm: Any = FLAT, **ddp_options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2), **ddp_options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    return ddp, optimizer, attach(ddp, optimizer, algorithm)
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# ---- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "names"),
+    [
+        ({"peer_selection": "ring"}, OptionError, "'ring'"),
+        ({"communication_interval": 0}, OptionError, "0; the least is 1"),
+        ({"communication_interval": 1.0}, TypeError, "float"),
+        ({"communication_interval": True}, TypeError, "bool"),
+        ({"hierarchical": 1}, TypeError, "hierarchical is 1"),
+        ({"local_world_size": 0}, OptionError, "local_world_size is 0"),
+    ],
+)
+def test_bad_values_are_refused_when_the_algorithm_is_made(
+    options: dict[str, Any], error: type[Exception], names: str
+) -> None:
+    with pytest.raises(error, match=names):
+        Decentralized(**options)
+
+
+def _refuse(rank: int) -> list[str]:
+    """Each of these is refused on both ranks, though it may concern only one of them."""
+    ddp = DistributedDataParallel(MLP(2))
+    hooked = DistributedDataParallel(MLP(2))
+    hooked.register_comm_hook(None, allreduce_hook)
+    sparse = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
+    imaginary = DistributedDataParallel(Imaginary())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    mine = [optimizer, torch.optim.SGD(ddp.parameters(), lr=0.2)][rank]
+    lbfgs = torch.optim.LBFGS(ddp.parameters())
+    small: Any = GradientAllReduce(hierarchical=True, local_world_size=[2, 1][rank])
+    environment = os.environ.pop("LOCAL_WORLD_SIZE", None)
+    try:
+        said = [
+            _said(lambda: attach(ddp, [optimizer, lbfgs][rank], FLAT)),
+            _said(lambda: attach(ddp, optimizer, Decentralized)),  # type: ignore[arg-type]
+            _said(lambda: attach(ddp, [optimizer, "SGD"][rank : rank + 1], FLAT)),  # type: ignore[arg-type]
+            _said(lambda: attach(ddp, mine, FLAT)),
+            _said(
+                lambda: attach(
+                    ddp,
+                    optimizer,
+                    Decentralized(hierarchical=False, communication_interval=rank + 1),
+                )
+            ),
+            _said(lambda: attach(ddp, optimizer, small)),
+            _said(lambda: attach(ddp, optimizer, Decentralized())),
+            _said(lambda: attach(ddp, optimizer, Decentralized(local_world_size=3))),
+            _said(
+                lambda: attach(
+                    ddp, optimizer, Decentralized(peer_selection="shift_one", local_world_size=2)
+                )
+            ),
+            _said(lambda: attach(hooked, optimizer, FLAT)),
+            _said(lambda: attach(sparse, optimizer, FLAT)),
+            _said(lambda: attach(imaginary, optimizer, FLAT)),
+        ]
+        handle = attach(ddp, optimizer, FLAT)
+        said.append(_said(lambda: attach(ddp, optimizer, FLAT)))
+        handle.detach()
+        said.append(_said(handle.average))
+        said.append(_said(lambda: attach(MLP(2), optimizer, FLAT)))
+        return said
+    finally:
+        if environment is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = environment
+
+
+class Imaginary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+REFUSALS = [
+    ("OptionError", "on rank 1: LBFGS"),
+    ("TypeError", "such as Decentralized()"),
+    ("TypeError", "on rank 1: an optimizer is a str"),
+    ("AttachError", "optimizer 0, group 0, lr is 0.2 instead of 0.1"),
+    ("AttachError", "communication_interval=2"),
+    ("AttachError", "local_world_size=1"),
+    ("OptionError", "LOCAL_WORLD_SIZE is not set"),
+    ("OptionError", "2 ranks cannot be divided into nodes of 3"),
+    ("OptionError", "there are 1 nodes of 2 ranks (hierarchical=True; True is the default)"),
+    ("AttachError", "has a comm hook"),
+    ("NotImplementedError", "weight has sparse gradients"),
+    ("TypeError", "torch.complex64"),
+    ("AttachError", "has an algorithm already"),
+    ("AttachError", "was detached"),
+    ("TypeError", "this is a MLP"),
+]
+
+
+def test_bad_input_is_refused_on_all_ranks_before_anything_hangs(ranks: Ranks) -> None:
+    for said in ranks.run(_refuse):
+        for (kind, text), message in zip(REFUSALS, said, strict=True):
+            assert message.startswith(f"{kind}: "), message
+            assert text in message
+
+
+def test_without_a_process_group_attach_refuses(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP(1))
+    ddp.process_group = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(AttachError, match="init_process_group"):
+        attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
+
+
+def _start_apart(rank: int) -> bool:
+    """Weights and momentum that were changed on one rank are rank 0's after `attach`."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2))
+    optimizer = torch.optim.Adam(ddp.parameters())
+    ddp(torch.full((2, WIDTH), 1.0)).sum().backward()
+    optimizer.step()
+    expected = _flat(ddp), [s["exp_avg"].clone() for s in optimizer.state.values()]
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.add_(rank)
+            optimizer.state[parameter]["exp_avg"].add_(rank)
+    attach(ddp, optimizer, FLAT).detach()
+    momenta = [s["exp_avg"] for s in optimizer.state.values()]
+    return torch.equal(_flat(ddp), expected[0]) and all(map(torch.equal, momenta, expected[1]))
+
+
+def test_ranks_start_with_rank_0s_weights_and_optimizer(ranks: Ranks) -> None:
+    assert ranks.run(_start_apart) == [True, True]
+
+
+def _unequal_groups(rank: int) -> float:
+    """Only rank 0 has made further groups, by which torch would name the algorithm's."""
+    mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(3 * (1 - rank))]
+    ddp, optimizer, handle = _setting(Decentralized(local_world_size=2))
+    ddp(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    handle.detach()
+    for group in mine:
+        dist.destroy_process_group(group)
+    return _flat(ddp).sum().item()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
+    first, second = ranks.run(_unequal_groups)
+    assert first == second
+
+
+# ---- what a step is ---------------------------------------------------------------------------
+
+
+def _count(rank: int) -> list[tuple[str, int]]:
+    ddp, optimizer, handle = _setting(Decentralized(hierarchical=False))
+    x = batches(rank, [(4, WIDTH)])[0]
+    seen = []
+
+    def note(what: str) -> None:
+        seen.append((what, handle.num_steps))
+
+    def step() -> None:
+        ddp(x).sum().backward()
+        optimizer.step()
+
+    step()
+    note("a step")
+    ddp.eval()
+    with torch.no_grad():
+        ddp(x)
+    ddp(x)
+    ddp.train()
+    with torch.no_grad():
+        ddp(x)
+    note("evaluation")
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    note("a micro-batch")
+    step()
+    note("accumulated")
+    (ddp(x).sum() + ddp(x).sum()).backward()
+    optimizer.step()
+    note("two forwards")
+    ddp(x)
+    step()
+    note("a forward without backward")
+    with handle.paused():
+        ddp(x)
+        with handle.paused():
+            ddp(x)
+    note("paused")
+    ddp(x).sum().backward()  # and no update, as when GradScaler finds inf on this rank
+    step()
+    note("an update was skipped")
+    handle.detach()
+    return seen
+
+
+def test_only_training_forwards_that_are_followed_by_a_backward_count(ranks: Ranks) -> None:
+    for seen in ranks.run(_count):
+        assert seen == [
+            ("a step", 1),
+            ("evaluation", 1),
+            ("a micro-batch", 1),
+            ("accumulated", 2),
+            ("two forwards", 3),
+            ("a forward without backward", 4),
+            ("paused", 4),
+            ("an update was skipped", 6),
+        ]
+
+
+def _skip_update(rank: int) -> torch.Tensor:
+    """Rank 1's second update is skipped; its averages must go on."""
+    ddp, optimizer, handle = _setting(Decentralized(hierarchical=False))
+    for k, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
+        optimizer.zero_grad()
+        ddp(x).pow(2).sum().backward()
+        if (rank, k) != (1, 1):
+            optimizer.step()
+    assert handle.num_communications == 4
+    handle.detach()
+    return _flat(ddp)
+
+
+def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
+    first, second = ranks.run(_skip_update)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+def _two_optimizers(rank: int) -> tuple[bool, str]:
+    """One optimizer for each layer is as one for both; a closure is refused."""
+    results = []
+    for is_one in (True, False):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(MLP(2))
+        parts = [ddp] if is_one else list(ddp.module.layers)
+        groups = [list(part.parameters()) for part in parts]
+        optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
+        handle = attach(ddp, optimizers, FLAT)
+        for x in batches(rank, [(4, WIDTH)] * 3):
+            ddp(x).pow(2).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert handle.num_steps == 3
+        said = _said(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
+        handle.detach()
+        results.append(_flat(ddp))
+    return torch.equal(*results), said
+
+
+def test_several_optimizers_make_one_step_and_closures_are_refused(ranks: Ranks) -> None:
+    for is_equal, said in ranks.run(_two_optimizers):
+        assert is_equal
+        assert said.startswith("OptionError: Decentralized cannot work with a closure")
+
+
+# ---- attach and detach ------------------------------------------------------------------------
+
+
+def _detached(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """After `detach` a model trains as DDP does, also when it had other weights before."""
+    ddp, optimizer, handle = _setting(Decentralized(communication_interval=100, hierarchical=False))
+    for x in batches(rank, [(4, WIDTH)] * 3):
+        optimizer.zero_grad()
+        ddp(x).pow(2).sum().backward()
+        optimizer.step()
+    apart = _flat(ddp)
+    handle.detach()
+    handle.detach()
+    start = _flat(ddp)
+    again = attach(ddp, optimizer, GradientAllReduce())
+    again.detach()
+    optimizer.zero_grad()
+    ddp(batches(rank, [(4, WIDTH)])[0]).pow(2).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+    twin = MLP(2)
+    torch.nn.utils.vector_to_parameters(start, twin.parameters())
+    for k in range(2):
+        twin(batches(k, [(4, WIDTH)])[0]).pow(2).sum().div(2).backward()
+    expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    torch.testing.assert_close(gradient, expected)
+    return apart, start
+
+
+def test_detach_averages_and_gives_ddp_its_allreduce_back(ranks: Ranks) -> None:
+    (apart, start), (other, second) = ranks.run(_detached)
+    assert not torch.equal(apart, other)
+    assert torch.equal(start, second)
+    torch.testing.assert_close(start, (apart + other) / 2)
+
+
+def _is_collected(rank: int) -> tuple[bool, list[str]]:
+    ddp, optimizer, handle = _setting(FLAT)
+    ddp(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    weak = weakref.ref(ddp)
+    del ddp, handle  # the optimizer stays
+    for _ in range(10_000):
+        gc.collect()  # again: the thread may have been at work in the first
+        names = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
+        if not names:
+            break
+        time.sleep(0.01)
+    return weak() is None, names
+
+
+def test_a_model_that_is_dropped_takes_its_algorithm_and_thread_along(ranks: Ranks) -> None:
+    assert ranks.run(_is_collected) == [(True, []), (True, [])]
+
+
+def _save_and_load(rank: int) -> tuple[bool, list[str]]:
+    """Training goes on bitwise from checkpoints; a state of something else is refused."""
+    algorithm = Decentralized(communication_interval=2, hierarchical=False)
+    ddp, optimizer, handle = _setting(algorithm)
+    inputs = batches(rank, [(4, WIDTH)] * 6)
+
+    def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, xs: list[torch.Tensor]) -> None:
+        for x in xs:
+            optimizer.zero_grad()
+            ddp(x).pow(2).sum().backward()
+            optimizer.step()
+
+    train(ddp, optimizer, inputs[:3])
+    file = io.BytesIO()
+    torch.save([ddp.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
+    train(ddp, optimizer, inputs[3:])
+    expected = _flat(ddp)
+    handle.detach()
+
+    file.seek(0)
+    weights, momenta, state = torch.load(file, weights_only=True)
+    resumed, optimizer, handle = _setting(algorithm)
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(momenta)
+    handle.load_state_dict(state)
+    train(resumed, optimizer, inputs[3:])
+    is_equal = torch.equal(_flat(resumed), expected)
+    said = [
+        _said(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
+        _said(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
+        _said(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
+        _said(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
+    ]
+    handle.detach()
+    return is_equal, said
+
+
+def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
+    for is_equal, said in ranks.run(_save_and_load):
+        assert is_equal
+        assert said[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
+        assert said[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
+        assert said[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
+        assert said[3].startswith("TypeError: on rank 0: a state is a dict")
+
+
+# ---- compiled ---------------------------------------------------------------------------------
+
+
+def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
+    """Return whether it equals eager training, and the graphs with and without the algorithm."""
+    weights, graphs = [], []
+    for is_compiled, is_attached in ((False, True), (True, True), (True, False)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        count = [0]
+
+        def inner(gm: Any, inputs: Any, count: list[int] = count) -> Any:
+            count[0] += 1
+            return gm
+
+        ddp = DistributedDataParallel(MLP(4), bucket_cap_mb=0.03)
+        options = {"inner": inner if split == "forward" else "aot_eager", "split": split}
+        forward = torch.compile(ddp, backend="ddpopt", options=options) if is_compiled else ddp
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        handle = attach(forward, optimizer, algorithm) if is_attached else None
+        for x in batches(rank, [(8, WIDTH)] * 4):
+            optimizer.zero_grad()
+            forward(x).pow(2).mean().backward()
+            optimizer.step()
+        sections = len(ddpopt.explain(ddp).to_dict()["graphs"]) if is_compiled else 0
+        graphs.append(count[0] + sections)
+        weights.append(_flat(ddp))
+        if handle is not None:
+            handle.detach(average=False)
+    return torch.equal(weights[0], weights[1]), graphs[1], graphs[2]
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "algorithm", [FLAT, GradientAllReduce()], ids=["decentralized", "allreduce"]
+)
+def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
+    ranks: Ranks, algorithm: Any, split: str
+) -> None:
+    for is_equal, attached, alone in ranks.run(_compiled, algorithm, split):
+        assert is_equal
+        assert attached == alone
+
+
+# ---- a rank that dies -------------------------------------------------------------------------
+
+
+def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
+    ddpopt.config.name_peers = True
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, optimizer, algorithm)
+    message = ""
+    start_s = time.monotonic()
+    for step in range(50):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            optimizer.zero_grad()
+            ddp(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            message = f"{type(error).__name__}: {error}"
+            break
+    with contextlib.suppress(PeerError):
+        handle.detach()
+    return message, time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("selection", ["all", "shift_one"])
+def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
+    selection: str, own_ranks: OwnRanks
+) -> None:
+    ranks = own_ranks()
+    try:
+        message, seconds = ranks.run_survivors(
+            [0], _lose_a_rank, Decentralized(peer_selection=selection, hierarchical=False)
+        )[0]
+    finally:
+        ranks.stop()
+    assert message.startswith("PeerError: averaging weights in step 3 failed: rank 1 (host ")
+    assert seconds < 60

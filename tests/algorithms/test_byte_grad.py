@@ -1,0 +1,354 @@
+"""ByteGrad on real ranks: equal gradients everywhere, a simulator, what backward raises."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import config
+from ddpopt.algorithms import ByteGrad, attach
+from ddpopt.algorithms._runtime.quantization import compress, decompress
+from ddpopt.errors import NonFiniteError, OptionError, PeerError
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import OwnRanks, Ranks
+
+LR = 0.1
+CAP_MB = 0.02  # one layer a bucket
+
+
+def _gradient(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.float().flatten() for p in module.parameters()])
+
+
+def _flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
+
+
+def _setting(
+    num_ranks: int,
+    options: dict[str, Any],
+    model: nn.Module | None = None,
+    timeout_s: float = 300,
+) -> tuple[Any, Any, Any] | None:
+    """Return DDP on the first ranks with a bucket for each layer, its optimizer and the handle."""
+    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
+    if dist.get_rank() >= num_ranks:
+        return None
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(model or MLP(3), process_group=group, bucket_cap_mb=CAP_MB)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    algorithm = ByteGrad(**{"hierarchical": False, **options})
+    return ddp, optimizer, attach(ddp, optimizer, algorithm)
+
+
+def _backward(forward: Any, optimizer: Any, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    forward(x).float().pow(2).mean().backward()
+
+
+# ---- one value a time -------------------------------------------------------------------------
+
+
+class Vector(nn.Module):
+    """One parameter, whose gradient is the input."""
+
+    def __init__(self, num_values: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_values, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def _gradient_of(rank: int, num_values: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(num_values, generator=generator).to(dtype)
+
+
+def _reduce(
+    rank: int, num_ranks: int, num_values: int, dtype: torch.dtype, options: dict[str, Any]
+) -> Any:
+    setting = _setting(num_ranks, options, Vector(num_values, dtype))
+    if setting is None:
+        return None
+    ddp, _, handle = setting
+    ddp(_gradient_of(rank, num_values, dtype)).backward()
+    handle.detach(average=False)
+    return ddp.module.weight.grad
+
+
+def _simulate(
+    num_ranks: int, num_values: int, dtype: torch.dtype, options: dict[str, Any]
+) -> torch.Tensor:
+    """All ranks in one process, in plain lists: the slow reference."""
+    node = options.get("local_world_size", 1)
+    gradients = [_gradient_of(rank, num_values, dtype) for rank in range(num_ranks)]
+    nodes = [sum(gradients[k : k + node]) / node for k in range(0, num_ranks, node)]
+    chunk = -(-num_values // len(nodes))
+    padded = [
+        torch.cat([g, torch.zeros(chunk * len(nodes) - num_values, dtype=dtype)]) for g in nodes
+    ]
+    pieces = []
+    for index in range(len(nodes)):
+        received = [g[index * chunk : (index + 1) * chunk].view(1, -1) for g in padded]
+        mean = torch.cat([decompress(compress(piece)) for piece in received]).mean(0)
+        pieces.append(decompress(compress(mean.view(1, -1))).view(-1))
+    reduced = torch.cat(pieces)[:num_values]
+    return (reduced if options.get("average", True) else reduced * num_ranks).to(dtype)
+
+
+CASES = [
+    (2, 100, torch.float32, {}),
+    (3, 100, torch.float32, {}),  # padded
+    (4, 3, torch.float32, {}),  # a chunk of padding only
+    (4, 101, torch.float32, {"average": False}),
+    (3, 50, torch.bfloat16, {}),
+    (2, 50, torch.float16, {}),
+    (2, 50, torch.float64, {}),
+    (4, 101, torch.float32, {"hierarchical": True, "local_world_size": 2}),
+    (4, 101, torch.float32, {"hierarchical": True, "local_world_size": 2, "average": False}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_values", "dtype", "options"), CASES)
+def test_a_bucket_is_reduced_as_the_simulator_does(
+    four_ranks: Ranks, num_ranks: int, num_values: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """And is bitwise equal on all ranks, also those that computed a chunk themselves."""
+    found = four_ranks.run(_reduce, num_ranks, num_values, dtype, options)[:num_ranks]
+    expected = _simulate(num_ranks, num_values, dtype, options)
+    for gradient in found:
+        assert torch.equal(gradient, found[0])
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [6, 8])
+def test_a_bucket_is_reduced_on_more_ranks(eight_ranks: Ranks, num_ranks: int) -> None:
+    args = (num_ranks, 50, torch.float32, {})
+    found = eight_ranks.run(_reduce, *args)[:num_ranks]
+    for gradient in found:
+        assert torch.equal(gradient, found[0])
+        torch.testing.assert_close(gradient, _simulate(*args))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(1, {}), (2, {"hierarchical": True, "local_world_size": 2})]
+)
+def test_nothing_is_compressed_where_nothing_leaves_the_node(
+    four_ranks: Ranks, num_ranks: int, options: dict[str, Any]
+) -> None:
+    found = four_ranks.run(_reduce, num_ranks, 50, torch.float32, options)[:num_ranks]
+    mean = sum(_gradient_of(rank, 50, torch.float32) for rank in range(num_ranks)) / num_ranks
+    for gradient in found:
+        torch.testing.assert_close(gradient, mean, rtol=1e-6, atol=1e-7)
+
+
+# ---- training ---------------------------------------------------------------------------------
+
+
+def _train(rank: int, num_ranks: int, is_compressed: bool) -> Any:
+    """Train with ByteGrad or DDP's own allreduce; the second micro-batch of two is synchronised."""
+    setting = _setting(num_ranks, {})
+    if setting is None:
+        return None
+    ddp, optimizer, handle = setting
+    if not is_compressed:
+        handle.detach()
+    gradients = []
+    inputs = batches(rank, [(8, WIDTH)] * 12)
+    for first, second in zip(inputs[::2], inputs[1::2], strict=True):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(first).pow(2).mean().backward()
+        ddp(second).pow(2).mean().backward()
+        optimizer.step()
+        gradients.append(_gradient(ddp))
+    counts = (handle.num_steps, handle.num_communications)
+    handle.detach()
+    return gradients, _flat(ddp), counts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_training_is_close_to_allreduce(four_ranks: Ranks, num_ranks: int) -> None:
+    found = four_ranks.run(_train, num_ranks, True)[:num_ranks]
+    exact = four_ranks.run(_train, num_ranks, False)[0]
+    for gradients, weights, (num_steps, num_communications) in found:
+        assert num_steps == 6
+        assert num_communications > 6  # more than one bucket
+        assert torch.equal(weights, found[0][1])
+        torch.testing.assert_close(weights, exact[1], rtol=0, atol=1e-4)
+        for gradient, other, reference in zip(gradients, found[0][0], exact[0], strict=True):
+            assert torch.equal(gradient, other)
+            assert not torch.equal(gradient, reference)
+            width = float(reference.max() - reference.min())
+            assert (gradient - reference).abs().max() < width / 40  # several ranks' and the mean's
+
+
+def _compile(rank: int, split: str) -> Any:
+    results = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        setting = _setting(2, {}, MLP(3, bias=False))
+        assert setting is not None
+        ddp, optimizer, handle = setting
+        options = {"inner": "aot_eager", "split": split}
+        forward = torch.compile(ddp, backend="ddpopt", options=options) if is_compiled else ddp
+        torch._dynamo.utils.counters.clear()
+        for x in batches(rank, [(8, WIDTH)] * 5):
+            _backward(forward, optimizer, x)
+            optimizer.step()
+        results.append((_flat(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        handle.detach(average=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = DistributedDataParallel(MLP(3, bias=False), bucket_cap_mb=CAP_MB)
+    forward = torch.compile(plain, backend="ddpopt", options=options)
+    for x in batches(rank, [(8, WIDTH)] * 5):
+        _backward(forward, torch.optim.SGD(plain.parameters(), lr=LR), x)
+    return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_compiled_training_equals_eager_and_adds_no_graphs(ranks: Ranks, split: str) -> None:
+    for (eager, _), (compiled, num_graphs), num_plain in ranks.run(_compile, split):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+        assert num_graphs == num_plain > 0
+
+
+class Optional(nn.Module):
+    """A model of which a part is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = MLP(2)
+        self.unused = MLP(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def _train_with(rank: int, ddp_options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = MLP(2) if "gradient_as_bucket_view" in ddp_options else Optional()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **ddp_options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    handle = attach(ddp, optimizer, ByteGrad(hierarchical=False))
+    messages = []
+    for step, x in enumerate(batches(rank, [(8, WIDTH)] * 5)):
+        bad = x.fill_(float("nan")) if (rank, step % 3) == (0, 0) else x
+        try:
+            _backward(ddp, optimizer, bad)
+        except NonFiniteError as error:
+            messages.append(str(error)[:19])
+        else:
+            optimizer.step()
+    handle.detach(average=False)
+    return messages, _flat(ddp)
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ],
+)
+def test_ddp_options_are_taken(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
+    """With errors in the first step, whose buckets DDP reduces elsewhere for a static graph."""
+    found = ranks.run(_train_with, ddp_options)
+    for messages, weights in found:
+        assert messages == ["gradients in step 1", "gradients in step 4"]
+        assert torch.equal(weights, found[0][1])
+
+
+# ---- what goes wrong --------------------------------------------------------------------------
+
+
+def _poison(rank: int, options: dict[str, Any], value: float) -> Any:
+    """One rank's gradients are bad once; then all leave the update out and go on."""
+    setting = _setting(4, options)
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    message = ""
+    for step, x in enumerate(batches(rank, [(2, WIDTH)] * 3)):
+        bad = x.fill_(value) if (rank, step) == (1, 1) else x
+        try:
+            _backward(ddp, optimizer, bad)
+        except NonFiniteError as error:
+            message = str(error)
+        else:
+            optimizer.step()
+    handle.detach(average=False)
+    return message, _flat(ddp)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hierarchical": True, "local_world_size": 2},
+        {"hierarchical": True, "local_world_size": 4},
+    ],
+)
+def test_what_is_not_finite_on_one_rank_is_raised_by_backward_on_all(
+    four_ranks: Ranks, options: dict[str, Any], value: float
+) -> None:
+    """DDP is in order afterwards: training can go on."""
+    found = four_ranks.run(_poison, options, value)
+    for message, weights in found:
+        assert message.startswith("gradients in step 2 are NaN")
+        assert weights.isfinite().all()
+        assert torch.equal(weights, found[0][1])
+
+
+def _die(rank: int) -> str:
+    config.name_peers = True
+    setting = _setting(3, {}, timeout_s=20)
+    if setting is None:
+        return ""
+    ddp, optimizer, handle = setting
+    try:
+        for step in range(4):
+            if (rank, step) == (1, 2):  # in the second forward DDP itself communicates, once
+                os.kill(os.getpid(), signal.SIGKILL)
+            _backward(ddp, optimizer, torch.ones(2, WIDTH))
+    except PeerError as error:
+        handle.detach(average=False)
+        return str(error)
+    return "nothing"
+
+
+def test_a_killed_rank_fails_the_backward_of_the_others(own_ranks: OwnRanks) -> None:
+    workers = own_ranks(3)
+    try:
+        said = workers.run_survivors({0, 2}, _die)
+    finally:
+        workers.stop()
+    for rank in (0, 2):
+        assert re.match(r"reducing gradients in step [234] failed: ", said[rank])
+        assert re.search(r"rank 1 \(.*\) has ended", said[rank])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"average": 1}, TypeError),
+        ({"hierarchical": None}, TypeError),
+        ({"local_world_size": -1}, OptionError),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ByteGrad(**options)

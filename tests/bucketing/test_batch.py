@@ -1,0 +1,61 @@
+"""What a model is called with, the tensors in what it returns, and a loss of them."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpopt.bucketing.batch import Batch, as_batch, find_loss, tensors_of
+
+ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "kwargs"),
+    [
+        (ONE, (ONE,), {}),
+        ((ONE, 3), (ONE, 3), {}),
+        ([ONE], (ONE,), {}),
+        ({"x": ONE}, (), {"x": ONE}),
+        (types.MappingProxyType({"x": ONE}), (), {"x": ONE}),
+        ("text", ("text",), {}),
+        (Batch((1,), {"x": 2}), (1,), {"x": 2}),
+    ],
+)
+def test_a_batch_is_what_a_forward_is_called_with(
+    given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+    assert as_batch(given) == Batch(args, kwargs)
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+    itself: Any = None
+
+
+def test_tensors_are_found_once_in_whatever_holds_them() -> None:
+    """Sequences, mappings and objects, which may refer to each other; not in modules."""
+    output = Output(ONE, TWO)
+    output.itself = [output, {"a": (ONE,), "module": nn.Linear(2, 2)}]
+    assert [id(tensor) for tensor in tensors_of(output)] == [id(ONE), id(TWO)]
+    assert list(tensors_of([None, "text", 3, Output])) == []
+
+
+def test_an_outputs_own_loss_comes_first() -> None:
+    """If it is a scalar with a gradient; else all that has one counts."""
+    loss, other = torch.ones((), requires_grad=True), torch.ones(4, requires_grad=True)
+    for output in (Output(other, loss), {"loss": loss, "logits": other}):
+        assert find_loss(output, torch.sum) is loss
+    for output in ({"loss": other}, Output(other, ONE), (other, ONE, torch.ones(2, dtype=int))):
+        found = find_loss(output, torch.sum)
+        assert found is not None
+        assert found.item() == 4.0
+    assert find_loss(ONE, torch.sum) is None

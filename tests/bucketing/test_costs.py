@@ -1,0 +1,91 @@
+"""Costs of an allreduce and the profile of an iteration: formulas, fits, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+import ddpopt
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
+
+
+def test_a_ring_sends_all_but_one_part_twice() -> None:
+    """Of 2 ranks each sends half of the bytes twice, in 2 messages in a row."""
+    cost = Network(latency_s=1e-3, bytes_per_s=1e6).allreduce(2)
+    assert cost.startup_s == pytest.approx(2e-3)
+    assert cost.seconds(1e6) == pytest.approx(1.002)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 1000])
+def test_the_ring_that_a_cost_implies_has_that_cost(world_size: int) -> None:
+    cost = AllreduceCost(startup_s=2e-3, s_per_byte=3e-9, interference=0.2, contention=1.5)
+    again = Network.of_ring(cost, world_size).allreduce(world_size)
+    assert again.startup_s == pytest.approx(cost.startup_s)
+    assert again.s_per_byte == pytest.approx(cost.s_per_byte)
+    assert (again.interference, again.contention) == (0.2, 1.5)
+
+
+def test_one_rank_communicates_nothing() -> None:
+    assert Network(latency_s=1, bytes_per_s=1).allreduce(1).seconds(100) == 0
+
+
+def test_a_fit_finds_the_cost_among_disturbed_times() -> None:
+    """Two of seven measurements ten times too long change it by little."""
+    noise = random.Random(0)
+    sizes = [1000 * 4**k for k in range(7)]
+    times = [1e-3 + n * 8e-9 * noise.uniform(0.99, 1.01) for n in sizes]
+    times[1] *= 10
+    times[4] *= 10
+    cost = fit_cost(sizes, times)
+    assert cost.startup_s == pytest.approx(1e-3, rel=0.15)
+    assert cost.s_per_byte == pytest.approx(8e-9, rel=0.05)
+
+
+def test_a_fit_never_gives_a_negative_cost() -> None:
+    cost = fit_cost([1, 2, 3], [3.0, 2.0, 1.0])
+    assert cost.s_per_byte == 0
+    assert cost.startup_s >= 0
+
+
+def test_a_fit_of_one_size_is_refused() -> None:
+    with pytest.raises(ddpopt.PlanError, match="two different sizes"):
+        fit_cost([8, 8], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AllreduceCost(startup_s=-1, s_per_byte=0), r"startup_s is -1; .*0 or more"),
+        (lambda: AllreduceCost(startup_s=0, s_per_byte=float("nan")), "s_per_byte is nan"),
+        (lambda: AllreduceCost(startup_s=0, s_per_byte=0, interference=1), "below 1"),
+        (lambda: AllreduceCost(startup_s=0, s_per_byte=0, contention=0.5), "contention is 0.5"),
+        (lambda: Network(latency_s=0, bytes_per_s=0), "bytes_per_s is 0"),
+        (lambda: Network(latency_s=0, bytes_per_s=1, algorithm="star"), "'star'.*'ring'"),
+        (lambda: Network(latency_s=0, bytes_per_s=1).allreduce(0), "world_size is 0"),
+        (lambda: Network.of_ring(AllreduceCost(startup_s=0, s_per_byte=1), 1), "2 ranks or more"),
+        (lambda: Network.of_ring(AllreduceCost(startup_s=0, s_per_byte=0), 2), "no bandwidth"),
+        (lambda: Gradient(name="w", num_bytes=0, ready_s=0), "num_bytes is 0"),
+        (lambda: Profile(gradients=(), backward_s=1), "no gradients"),
+        (lambda: _profile([2.0, 1.0], 3), "in the order of their ready_s"),
+        (lambda: _profile([1.0, 2.0], 1.5), r"backward_s is 1.5, before the last gradient at 2"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_limit(make, message: str) -> None:
+    with pytest.raises(ddpopt.PlanError, match=message):
+        make()
+
+
+def _profile(ready_s: list[float], backward_s: float) -> Profile:
+    gradients = tuple(Gradient(name=f"{t}", num_bytes=4, ready_s=t) for t in ready_s)
+    return Profile(gradients=gradients, backward_s=backward_s)
+
+
+def test_numbers_from_which_infinity_would_follow_are_refused() -> None:
+    """An iteration of such times would never end: sums overflow, and differences are NaN."""
+    gradient = Gradient(name="p", num_bytes=4, ready_s=0.0)
+    with pytest.raises(ddpopt.PlanError, match=r"cut_s is 1e\+308; it must be .* below 1e\+18"):
+        Profile(gradients=(gradient,), backward_s=1.0, cut_s=1e308)
+    with pytest.raises(ddpopt.PlanError, match="startup_s is inf"):
+        AllreduceCost(startup_s=math.inf, s_per_byte=0.0)

@@ -1,0 +1,133 @@
+"""Buckets are the best there are: against brute force over all ways to merge."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, merge
+from ddpopt.bucketing.timeline import predict
+
+
+def _profile(times: list[float], sizes: list[int], cut_s: float = 0.0) -> Profile:
+    gradients = tuple(
+        Gradient(name=f"p{k}", num_bytes=size, ready_s=at_s)
+        for k, (at_s, size) in enumerate(zip(times, sizes, strict=True))
+    )
+    return Profile(gradients=gradients, backward_s=times[-1], cut_s=cut_s)
+
+
+def _all_ways(count: int) -> Iterator[tuple[int, ...]]:
+    if not count:
+        yield ()
+    for first in range(1, count + 1):
+        for rest in _all_ways(count - first):
+            yield (first, *rest)
+
+
+def _objective(profile: Profile, sizes: tuple[int, ...], cost: AllreduceCost) -> float:
+    """The formula of [Note: merging], straight from its definition."""
+    finished_s = 0.0
+    stop = 0
+    for size in sizes:
+        members = profile.gradients[stop : stop + size]
+        stop += size
+        num_bytes = sum(gradient.num_bytes for gradient in members)
+        finished_s = max(finished_s, members[-1].ready_s) + cost.seconds(num_bytes)
+    return finished_s + (profile.cut_s + cost.launch_s) * (len(sizes) - 1)
+
+
+@st.composite
+def _profiles(draw: st.DrawFn) -> Profile:
+    steps = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.1, 0.5]))
+    times = sorted(draw(st.lists(steps, min_size=1, max_size=9)))
+    sizes = draw(st.lists(st.integers(1, 100), min_size=len(times), max_size=len(times)))
+    return _profile(times, sizes, draw(st.sampled_from([0, 0.01, 0.1, 0.5])))
+
+
+costs = st.builds(
+    AllreduceCost,
+    startup_s=st.sampled_from([0, 0.01, 0.1, 1]),
+    s_per_byte=st.sampled_from([0, 1e-3, 1e-2]),
+    launch_s=st.sampled_from([0, 0.05]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_profiles(), costs)
+def test_no_way_to_merge_is_better(profile: Profile, cost: AllreduceCost) -> None:
+    sizes = merge(profile, [g.ready_s for g in profile.gradients], cost)
+    assert sum(sizes) == len(profile.gradients)
+    best = min(_objective(profile, way, cost) for way in _all_ways(len(profile.gradients)))
+    assert _objective(profile, sizes, cost) == pytest.approx(best, abs=1e-7)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_profiles(), costs, st.sampled_from([0.2, 0.7]), st.sampled_from([1.0, 2.0]))
+def test_where_both_slow_each_other_down_no_cap_is_better(
+    profile: Profile, cost: AllreduceCost, interference: float, contention: float
+) -> None:
+    slowed = AllreduceCost(
+        startup_s=cost.startup_s,
+        s_per_byte=cost.s_per_byte,
+        interference=interference,
+        contention=contention,
+    )
+    found = predict(profile, best_buckets(profile, slowed), slowed).backward_s
+    for exponent in range(8):
+        caps = buckets_of_caps(profile, (max(1, profile.num_bytes >> exponent),))
+        assert found <= 1.005 * predict(profile, caps, slowed).backward_s + 1e-9
+
+
+def test_where_starting_is_free_the_last_bucket_is_as_small_as_it_can_be() -> None:
+    """Computation is the bottleneck: all but the last gradient are reduced behind it."""
+    profile = _profile([float(k) for k in range(1, 101)], [10] * 100)
+    cost = AllreduceCost(startup_s=0.0, s_per_byte=0.01)
+    sizes = best_buckets(profile, cost)
+    assert sizes[-1] == 1
+    assert predict(profile, sizes, cost).backward_s == pytest.approx(100.1)
+
+
+def test_where_starting_is_dear_one_bucket_is_best() -> None:
+    profile = _profile([float(k) for k in range(1, 101)], [10] * 100)
+    assert best_buckets(profile, AllreduceCost(startup_s=1e3, s_per_byte=1e-3)) == (100,)
+
+
+def test_dear_cuts_make_fewer_buckets() -> None:
+    times, sizes = [float(k) for k in range(1, 101)], [10] * 100
+    cost = AllreduceCost(startup_s=0.01, s_per_byte=0.09)
+    cheap = best_buckets(_profile(times, sizes), cost)
+    dear = best_buckets(_profile(times, sizes, cut_s=5.0), cost)
+    assert 1 <= len(dear) < len(cheap)
+
+
+def test_dear_launches_make_fewer_buckets() -> None:
+    """As dear cuts do, whether or not computation and allreduces disturb each other."""
+    times, sizes = [float(k) for k in range(1, 101)], [10] * 100
+    for beside in ({}, {"interference": 0.3, "contention": 1.2}):
+        cheap = AllreduceCost(startup_s=0.01, s_per_byte=0.09, **beside)
+        dear = dataclasses.replace(cheap, launch_s=5.0)
+        numbers = [len(best_buckets(_profile(times, sizes), cost)) for cost in (cheap, dear)]
+        assert 1 <= numbers[1] < numbers[0]
+
+
+def test_ten_thousand_gradients_are_planned() -> None:
+    """Of its speed only that it ends: layers stop where nothing is won any more."""
+    times = [k * 1e-4 for k in range(10_000)]
+    profile = _profile(times, [1 + k % 7 for k in range(10_000)], cut_s=5e-5)
+    cost = AllreduceCost(startup_s=1e-5, s_per_byte=0.9 / 40_000)
+    sizes = best_buckets(profile, cost)
+    assert sum(sizes) == 10_000
+    assert predict(profile, sizes, cost).backward_s < 1.02 * profile.backward_s
+
+
+def test_caps_close_buckets_as_the_reducer_does() -> None:
+    profile = _profile([1, 2, 3, 4, 5], [4, 4, 4, 4, 4])
+    assert buckets_of_caps(profile, (4, 8)) == (1, 2, 2)
+    assert buckets_of_caps(profile, (12,)) == (3, 2)
+    assert buckets_of_caps(profile, (5,)) == (2, 2, 1)

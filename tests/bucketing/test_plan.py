@@ -1,0 +1,270 @@
+"""Plans are data: what they say, how they are saved, and that DDP forms what they plan."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ddpopt
+from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
+from ddpopt.bucketing.plan import plan_buckets
+from tests.support.fake_ddp import assigned_by_torch
+
+MIB = 1024 * 1024
+
+
+def make_plan(groups: tuple[str, ...] = ("float",)) -> BucketPlan:
+    gradients = tuple(
+        Gradient(
+            name=f"p{k}", num_bytes=MIB + 4 * k, ready_s=k * 0.01, group=groups[k % len(groups)]
+        )
+        for k in range(12)
+    )
+    profile = Profile(gradients=gradients, backward_s=0.12, forward_s=0.06)
+    return plan_buckets(profile, AllreduceCost(startup_s=1e-3, s_per_byte=1e-8), 2)
+
+
+def test_a_plan_survives_being_saved(tmp_path: Path) -> None:
+    plan = make_plan()
+    plan.save(tmp_path / "plan.json")
+    again = BucketPlan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.hash == plan.hash
+    assert again.to_json() == plan.to_json()
+
+
+def test_the_hash_tells_buckets_apart_and_nothing_else() -> None:
+    plan = make_plan()
+    others = BucketPlan(profile=plan.profile, cost=plan.cost, world_size=2, sizes=(6, 6))
+    elsewhere = BucketPlan(profile=plan.profile, cost=plan.cost, world_size=8, sizes=plan.sizes)
+    assert others.hash != plan.hash
+    assert elsewhere.hash == plan.hash
+
+
+# ---- files that may be anybody's --------------------------------------------------------------
+
+
+def _changed(place: tuple[str | int, ...], value: Any) -> Callable[[Any], str]:
+    """Return what puts `value` at a place of a plan."""
+
+    def change(plan: Any) -> str:
+        inner = plan
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = value
+        return json.dumps(plan)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: "{", "no plan that ddpopt saved: it is no JSON"),
+        (lambda plan: "[]", "no plan that ddpopt saved: it is a list of 0"),
+        (lambda plan: "[" * 10**6, "over 100 objects and lists in one another"),
+        (lambda plan: json.dumps(plan)[:-1] + ', "hash": "x"}', "the key 'hash' twice"),
+        (_changed(("version",), 99), "it is of version 99, and this ddpopt reads 1"),
+        (_changed(("version",), True), "version is true; it must be a whole number"),
+        (_changed(("sizes",), [6, 6]), "plan again rather than edit"),
+        (_changed(("sizes",), [6, 5]), "add up to the number of gradients, 12; they add up to 11"),
+        (_changed(("sizes",), [12.0]), r"sizes\[0\] is 12.0; it must be a whole number"),
+        (_changed(("sizes",), [-1, 13]), "must be above 0"),
+        (_changed(("sizes",), [10**9]), "a list of 1, must be above 0 and add up"),
+        (_changed(("sizes",), [1] * 10**6), "a list of 1000000, must be above 0 and add up"),
+        (_changed(("cost",), {"startup_s": 1}), "cost has no 's_per_byte'"),
+        (_changed(("cost", "startup_s"), "fast"), "cost.startup_s is 'fast'; it must be a number"),
+        (_changed(("cost", "startup_s"), math.nan), "a number that is NaN"),
+        (
+            _changed(("cost", "interference"), 1),
+            "cost: Allred.*interference is 1; .* below 1",
+        ),
+        (_changed(("cost", "evil"), 1), "cost has a key 'evil' that is unknown here"),
+        (_changed(("world_size",), 10**30), "world_size is 1000000000"),
+        (
+            _changed(("profile", "backward_s"), 1e300),
+            r"backward_s is 1e\+300; .* below 2\*\*63",
+        ),
+        (_changed(("profile", "backward_s"), 0), "before the last gradient"),
+        (_changed(("profile", "source"), "\x1b[2J"), r"source is '\\x1b\[2J'; .* without control"),
+        (
+            _changed(("profile", "gradients", 3, "group"), "\n"),
+            r"group is .*without control",
+        ),
+        (_changed(("profile", "gradients"), []), "profile: a profile has no gradients"),
+        (_changed(("profile", "gradients", 3), None), r"gradients\[3\] is null; .* an object"),
+        (
+            _changed(("profile", "gradients", 3, "num_bytes"), -4),
+            r"\[3\]: .*num_bytes is -4",
+        ),
+        (_changed(("profile", "gradients", 3, "name"), "p2"), "two gradients have the same name"),
+        (_changed(("profile", "gradients", 3, "name"), ["p3"]), "name is a list of 1"),
+        (_changed(("hash",), None), "hash is null"),
+        (_changed(("hash",), "\x1b"), r"its hash is '\\x1b', but its buckets have '\w{16}'"),
+    ],
+)
+def test_what_is_no_plan_is_refused(
+    change: Callable[[Any], str], message: str, tmp_path: Path
+) -> None:
+    """As text and as a file, whose name is in the message."""
+    path = tmp_path / "plan.json"
+    path.write_text(change(json.loads(make_plan().to_json())))
+    with pytest.raises(ddpopt.PlanError, match=message):
+        BucketPlan.from_json(path.read_text())
+    with pytest.raises(ddpopt.PlanError, match=message) as raised:
+        BucketPlan.load(path)
+    assert str(raised.value).startswith(f"{path} is no plan that ddpopt saved: ")
+    assert str(raised.value).isprintable()
+
+
+def test_a_file_that_is_too_large_or_has_no_end_is_refused(tmp_path: Path) -> None:
+    """The limit is 32 MiB: 170,000 parameters."""
+    path = tmp_path / "plan.json"
+    with path.open("wb") as file:
+        file.truncate(2**25 + 1)
+    with pytest.raises(ddpopt.PlanError, match="has 33554433 bytes or more, over the limit"):
+        BucketPlan.load(path)
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ddpopt.PlanError, match="not a regular file"):
+            BucketPlan.load(endless)
+
+
+def test_a_plan_of_many_parameters_is_read(tmp_path: Path) -> None:
+    """Twenty thousand, with long names."""
+    gradients = tuple(
+        Gradient(name=f"layers.{k}{'.a_long_name' * 5}", num_bytes=4, ready_s=k * 1e-5)
+        for k in range(20_000)
+    )
+    plan = BucketPlan(
+        profile=Profile(gradients=gradients, backward_s=1.0),
+        cost=AllreduceCost(startup_s=1e-3, s_per_byte=1e-8),
+        world_size=2,
+        sizes=(20_000,),
+    )
+    plan.save(tmp_path / "plan.json")
+    assert BucketPlan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_link_is_not_followed_where_a_plan_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "plan.json").symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError, match="links are not followed"):
+        make_plan().save(tmp_path / "plan.json")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_plan_whose_names_hold_control_characters_prints_none(tmp_path: Path) -> None:
+    """Torch takes such names for parameters, so they are read; a terminal is not to obey them."""
+    gradients = (Gradient(name="a\x1b]0;b\x07\n\ud800", num_bytes=4, ready_s=0.0),)
+    plan = plan_buckets(
+        Profile(gradients=gradients, backward_s=0.0),
+        AllreduceCost(startup_s=1e-3, s_per_byte=1e-8),
+        2,
+    )
+    plan.save(tmp_path / "plan.json")
+    again = BucketPlan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert str(again).replace("\n", "").isprintable()
+    assert r"a\x1b]0;b\x07\n\ud800" in str(again)
+
+
+def _places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """Return all places of a document."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in pairs:
+        yield (key,)
+        if isinstance(inner, dict | list):
+            yield from ((key, *place) for place in _places(inner))
+
+
+PLAN = json.loads(make_plan().to_json())
+NUMBERS = st.integers() | st.floats() | st.sampled_from([0, 1, 12, 10**9, 10**400, 1e308, 5e-324])
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@st.composite
+def _mutants(draw: st.DrawFn) -> str:
+    """A saved plan whose costs are others, or in which values were changed or taken away."""
+    plan = copy.deepcopy(PLAN)
+    if draw(st.booleans()):
+        for costs, name in (("cost", "startup_s"), ("cost", "contention"), ("profile", "cut_s")):
+            plan[costs][name] = draw(st.floats(1, 1e10))
+        return json.dumps(plan)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.sampled_from(sorted(_places(plan), key=str)))
+        inner = plan
+        for key in place[:-1]:
+            inner = inner[key]
+        kind = draw(st.sampled_from(["change", "remove", "scale"]))
+        if kind == "remove":
+            del inner[place[-1]]
+        elif kind == "scale" and isinstance(inner[place[-1]], int | float):
+            inner[place[-1]] *= draw(st.sampled_from([0, 0.5, -1, 2, 1e6, 1e200, 10**30]))
+        else:
+            inner[place[-1]] = draw(VALUES)
+    text = json.dumps(plan)
+    if draw(st.booleans()):
+        start, length = draw(st.integers(0, len(text))), draw(st.integers(0, 5))
+        text = text[:start] + draw(st.text(max_size=3)) + text[start + length :]
+    return text
+
+
+@settings(max_examples=300, deadline=None)
+@given(_mutants())
+def test_a_plan_that_was_tampered_with_is_refused_or_has_the_same_buckets(text: str) -> None:
+    """Its costs may be others; whatever is computed from them is finite, and in no time."""
+    try:
+        plan = BucketPlan.from_json(text)
+    except ddpopt.PlanError as error:
+        message = str(error)
+    else:
+        message = ""
+        assert plan.hash == PLAN["hash"]
+        assert BucketPlan.from_json(plan.to_json()) == plan
+        assert math.isfinite(plan.timeline().iteration_s)
+        assert plan.ddp_kwargs()
+        assert str(plan).replace("\n", "").isprintable()
+    assert message.isprintable()
+    assert len(message) < 500
+
+
+def test_the_list_of_caps_makes_the_reducer_form_these_buckets() -> None:
+    """Torch's own function, fed with the caps, returns the planned buckets."""
+    plan = make_plan()
+    caps = [int(cap * MIB) for cap in plan.ddp_kwargs()["bucket_cap_mb_list"]]
+    tensors = [torch.empty(g.num_bytes // 4, device="meta") for g in plan.profile.gradients]
+    names = [g.name for g in plan.profile.gradients]
+    formed = assigned_by_torch(tensors, caps, list(range(len(tensors))))
+    assert [[names[index] for index in bucket] for bucket in formed] == [
+        list(bucket.parameters) for bucket in plan.buckets
+    ]
+
+
+def test_several_dtypes_make_buckets_of_their_own_and_one_cap() -> None:
+    plan = make_plan(groups=("float", "half"))
+    assert all(len({int(name[1:]) % 2 for name in b.parameters}) == 1 for b in plan.buckets)
+    assert set(plan.ddp_kwargs()) == {"bucket_cap_mb"}
+
+
+def test_a_plan_prints_its_buckets_and_what_they_gain() -> None:
+    plan = make_plan()
+    text = str(plan)
+    assert f"{len(plan.buckets)} buckets for 2 ranks" in text
+    assert "DDP's default buckets" in text
+    assert text.count("MiB") == len(plan.buckets)
+    assert plan.timeline().backward_s < plan.timeline_of_caps().backward_s

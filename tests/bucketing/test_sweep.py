@@ -1,0 +1,254 @@
+"""The sweep, its units, and the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.bucketing.plan import BucketPlan, plan_buckets
+from ddpopt.bucketing.simulate import (
+    Cell,
+    Stragglers,
+    format_bandwidth,
+    parse_bandwidth,
+    render,
+    simulate,
+    sweep,
+)
+from ddpopt.cli import main
+from ddpopt.errors import PlanError
+
+MIB = 1024 * 1024
+NETWORK = Network(latency_s=50e-6, bytes_per_s=1.0)
+
+
+@pytest.fixture(name="plan", scope="module")
+def _plan() -> BucketPlan:
+    """100 gradients of 4 MiB, one each 2 ms, planned for 2 ranks and 1 Gbit/s."""
+    gradients = tuple(
+        Gradient(name=f"p{i}", num_bytes=4 * MIB, ready_s=0.002 * (i + 1)) for i in range(100)
+    )
+    profile = Profile(gradients=gradients, backward_s=0.2, forward_s=0.1, between_s=0.01)
+    return plan_buckets(profile, AllreduceCost(startup_s=1e-4, s_per_byte=8e-9), 2)
+
+
+@pytest.fixture(name="path")
+def _path(plan: BucketPlan, tmp_path: Path) -> str:
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("8bit", 1.0),
+        ("1kbit", 125.0),
+        ("100mbit", 12.5e6),
+        ("10gbit", 1.25e9),
+        ("0.4tbit", 50e9),
+        ("2.5Gbit", 312.5e6),
+        (" 1 gbit ", 125e6),
+        (".5mbit", 62500.0),
+    ],
+)
+def test_bandwidths_are_read_as_bits_in_powers_of_1000(text: str, bytes_per_s: float) -> None:
+    """As tc does."""
+    assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10", "gbit", "0gbit", "-1gbit", "1gbps", "1GiB", "1gibit", "1e9bit", "1 g bit"]
+)
+def test_other_bandwidths_are_refused(text: str) -> None:
+    """The message names the text and the units; gbps are bytes for tc and bits for others."""
+    with pytest.raises(PlanError, match=re.escape(repr(text)) + ".*gbit"):
+        parse_bandwidth(text)
+
+
+@given(st.integers(1, 999_999), st.sampled_from(["bit", "kbit", "mbit", "gbit", "tbit"]))
+def test_a_formatted_bandwidth_is_read_as_the_same(number: int, unit: str) -> None:
+    """Six digits of it."""
+    rate = parse_bandwidth(f"{number}{unit}")
+    assert parse_bandwidth(format_bandwidth(rate)) == pytest.approx(rate, rel=1e-5)
+
+
+def test_bandwidths_are_shown_in_the_largest_unit() -> None:
+    """Of which there is at least one."""
+    rates = [0.05, 125.0, 12.5e6, 1.25e9, 312.5e6, 50e9, 125e9]
+    shown = ["0.4bit", "1kbit", "100mbit", "10gbit", "2.5gbit", "400gbit", "1tbit"]
+    assert [format_bandwidth(rate) for rate in rates] == shown
+
+
+def test_there_is_a_cell_for_each_world_size_and_bandwidth(plan: BucketPlan) -> None:
+    """In the order given."""
+    cells = sweep(plan, (64, 2), (125e6, 12.5e9), NETWORK)
+    assert [(cell.world_size, cell.bytes_per_s) for cell in cells] == [
+        (64, 125e6), (64, 12.5e9), (2, 125e6), (2, 12.5e9),
+    ]  # fmt: skip
+
+
+def test_a_cell_holds_what_the_simulator_says(plan: BucketPlan) -> None:
+    """Of the saved plan and of the one for that cluster; stragglers included."""
+    slow = Stragglers(mean_delay=0.1, seed=5)
+    links = Network(latency_s=50e-6, bytes_per_s=125e6)
+    (cell,) = sweep(plan, (64,), (125e6,), NETWORK, slow)
+    there = plan_buckets(plan.profile, links.allreduce(64), 64)
+    saved, replanned = (
+        simulate(each, world_size=64, network=links, stragglers=slow) for each in (plan, there)
+    )
+    assert cell.saved == saved.efficiency
+    assert cell.replanned == replanned.efficiency
+    assert cell.num_buckets == len(there.buckets) != len(plan.buckets)
+
+
+def test_default_buckets_are_ddps(plan: BucketPlan) -> None:
+    """1 MiB takes one gradient, 25 MiB seven, so there are 16 buckets."""
+    (cell,) = sweep(plan, (2,), (1.25e9,), NETWORK)
+    sizes = (1, *(7,) * 14, 1)
+    default = BucketPlan(profile=plan.profile, cost=plan.cost, world_size=2, sizes=sizes)
+    links = Network(latency_s=50e-6, bytes_per_s=1.25e9)
+    assert cell.default == simulate(default, world_size=2, network=links).efficiency
+
+
+@given(ranks=st.integers(2, 5000), gbit=st.floats(0.1, 1000))
+def test_nothing_beats_the_plan_made_for_a_cluster(
+    plan: BucketPlan, ranks: int, gbit: float
+) -> None:
+    """Where allreduces do not slow computation down and cuts are free."""
+    (cell,) = sweep(plan, (ranks,), (gbit * 125e6,), NETWORK)
+    assert cell.replanned >= max(cell.saved, cell.default) - 1e-9
+
+
+def _cell(saved: float, default: float, replanned: float) -> Cell:
+    return Cell(
+        world_size=8,
+        bytes_per_s=1.25e9,
+        saved=saved,
+        default=default,
+        replanned=replanned,
+        num_buckets=3,
+    )
+
+
+def test_the_best_is_the_simplest_of_equally_good_ones() -> None:
+    """No new plan for a difference that nobody can measure."""
+    assert _cell(0.5, 0.7, 0.9).best == "replanned"
+    assert _cell(0.5, 0.9, 0.90001).best == "default"
+    assert _cell(0.9, 0.9, 0.90001).best == "saved"
+
+
+def test_the_table_shows_a_cell_in_a_line() -> None:
+    """Efficiencies in percent."""
+    header, row = render([_cell(0.5, 0.7, 0.9)]).splitlines()
+    columns = ["ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best"]
+    assert header.split() == columns
+    assert row.split() == ["8", "10gbit", "50.0%", "70.0%", "90.0%", "3", "replanned"]
+
+
+def test_sweep_runs_as_a_command(path: str) -> None:
+    """`python -m ddpopt sweep`, with the default grid of 4 world sizes and 3 bandwidths."""
+    done = _run("sweep", path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1 + 4 * 3
+
+
+def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
+    """It names the file that is missing."""
+    done = _run("simulate", str(tmp_path / "none.json"), "--world-size", "8")
+    assert done.returncode == 2
+    assert "none.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddpopt", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_sweep_prints_the_cells_as_json(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One object a cell, the best included."""
+    grid = ("--world-sizes", "4,8", "--bandwidths", "1gbit,25gbit", "--json")
+    assert main(["sweep", path, *grid, "--algorithm", "tree"]) == 0
+    cells = json.loads(capsys.readouterr().out)
+    assert [(cell["world_size"], cell["bytes_per_s"]) for cell in cells] == [
+        (4, 125e6), (4, 3.125e9), (8, 125e6), (8, 3.125e9),
+    ]  # fmt: skip
+    assert {cell["best"] for cell in cells} <= {"saved", "default", "replanned"}
+
+
+def test_simulate_prints_what_the_simulator_says(
+    path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the plan's own ring, and as JSON with given links and stragglers."""
+    assert main(["simulate", path, "--world-size", "16"]) == 0
+    assert capsys.readouterr().out == f"{simulate(plan, world_size=16)}\n"
+    text = "--bandwidth 200gbit --algorithm hierarchical --ranks-per-node 8 --latency-us 10"
+    links = [*text.split(), "--node-latency-us", "3", "--node-bandwidth", "2tbit"]
+    slow = ("--stragglers", "0.02", "--seed", "7")
+    assert main(["simulate", path, "--world-size", "16", *links, *slow, "--json"]) == 0
+    network = Network(
+        latency_s=10e-6,
+        bytes_per_s=25e9,
+        algorithm="hierarchical",
+        ranks_per_node=8,
+        node_latency_s=3e-6,
+        node_bytes_per_s=250e9,
+    )
+    expected = simulate(
+        plan, world_size=16, network=network, stragglers=Stragglers(mean_delay=0.02, seed=7)
+    )
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["cost"]["startup_s"] == pytest.approx(expected.cost.startup_s)
+    assert printed["efficiency"] == pytest.approx(expected.efficiency)
+
+
+def test_commands_keep_the_plans_interference(
+    path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the machine's, not the link's."""
+    cost = AllreduceCost(startup_s=1e-4, s_per_byte=8e-9, interference=0.25)
+    plan_buckets(plan.profile, cost, 2).save(path)
+    main(["simulate", path, "--world-size", "16", "--bandwidth", "1gbit", "--json"])
+    assert json.loads(capsys.readouterr().out)["cost"]["interference"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required"),
+        (("sweep", "{plan}", "--world-sizes", "2,x"), "'x' is no whole number"),
+        (("sweep", "{plan}", "--world-sizes", "0"), "'0' is no whole number"),
+        (("sweep", "{plan}", "--bandwidths", "10gbps"), "'10gbps'"),
+        (("sweep", "{plan}", "--latency-us", "-1"), "latency_s is -1e-06"),
+        (("sweep", "{plan}", "--ranks-per-node", "0"), "ranks_per_node is 0"),
+        (("sweep", "{plan}", "--stragglers", "-1"), "mean_delay is -1.0"),
+        (("sweep", "{plan}", "--algorithm", "star"), "star"),
+        (("simulate", "{plan}"), "--world-size"),
+        (("simulate", "{plan}", "--world-size", "0"), "world_size is 0"),
+        (("simulate", "{plan}", "--world-size", "8", "--latency-us", "5"), "without --bandwidth"),
+        (("simulate", "{broken}", "--world-size", "8"), "no plan that ddpopt saved"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_a_message(
+    arguments: tuple[str, ...],
+    message: str,
+    path: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It names the argument, or the value and what is valid."""
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    with pytest.raises(SystemExit) as stopped:
+        main([argument.format(plan=path, broken=broken) for argument in arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

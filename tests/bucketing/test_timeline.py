@@ -1,0 +1,119 @@
+"""The timeline of an iteration, against cases worked out by hand and against its own inverse."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.timeline import predict, ready_times, undisturbed
+
+
+def _profile(times: list[float], sizes: list[int], **more: float) -> Profile:
+    gradients = tuple(
+        Gradient(name=f"p{k}", num_bytes=size, ready_s=at_s)
+        for k, (at_s, size) in enumerate(zip(times, sizes, strict=True))
+    )
+    return Profile(gradients=gradients, **{"backward_s": times[-1], **more})
+
+
+COST = AllreduceCost(startup_s=1, s_per_byte=1)
+
+
+def test_allreduces_run_in_order_and_wait_for_each_other() -> None:
+    """[1, 1+3) waits for nothing; the second is ready at 2 and waits until 5; then until 8."""
+    timeline = predict(_profile([1, 2], [3, 2], forward_s=4, between_s=1), (1, 1), COST)
+    first, second = timeline.buckets
+    assert (first.ready_s, first.launched_s, first.finished_s) == (1, 1, 5)
+    assert (second.ready_s, second.launched_s, second.finished_s) == (2, 5, 8)
+    assert (timeline.computed_s, timeline.backward_s, timeline.iteration_s) == (2, 8, 13)
+    assert (timeline.alone_s, timeline.exposed_s, timeline.communication_s) == (7, 6, 7)
+    assert timeline.bound_s == 7
+
+
+def test_one_bucket_starts_when_the_last_gradient_is_ready() -> None:
+    (bucket,) = predict(_profile([1, 2], [3, 2]), (2,), COST).buckets
+    assert (bucket.launched_s, bucket.finished_s) == (2, 8)
+
+
+def test_each_cut_delays_what_comes_after_it() -> None:
+    timeline = predict(_profile([1, 2, 3], [1, 1, 1], cut_s=0.25), (1, 1, 1), COST)
+    assert [bucket.ready_s for bucket in timeline.buckets] == [1, 2.25, 3.5]
+
+
+def test_each_launch_delays_what_comes_after_it() -> None:
+    cost = dataclasses.replace(COST, launch_s=0.25)
+    timeline = predict(_profile([1, 2, 3], [1, 1, 1]), (1, 1, 1), cost)
+    assert [bucket.ready_s for bucket in timeline.buckets] == [1, 2.25, 3.5]
+
+
+def test_an_allreduce_slows_computation_down_while_it_runs() -> None:
+    """It starts at 1 and moves bytes from 2 to 5, at half the speed: 4 is reached at 5.5."""
+    cost = AllreduceCost(startup_s=1, s_per_byte=1, interference=0.5)
+    timeline = predict(_profile([1, 4], [3, 1]), (1, 1), cost)
+    assert timeline.computed_s == pytest.approx(5.5)
+
+
+def test_computation_slows_an_allreduce_down_while_it_runs() -> None:
+    """Of its 3 seconds 1 is done in those from 2 to 4, and 2 after computation has ended."""
+    cost = AllreduceCost(startup_s=1, s_per_byte=1, contention=2)
+    timeline = predict(_profile([1, 4], [3, 1]), (1, 1), cost)
+    assert timeline.buckets[0].finished_s == pytest.approx(6)
+
+
+def test_gradients_of_two_groups_need_two_allreduces() -> None:
+    gradients = tuple(
+        Gradient(name=group, num_bytes=2, ready_s=1, group=group) for group in ("half", "float")
+    )
+    timeline = predict(Profile(gradients=gradients, backward_s=1), (2,), COST)
+    assert [bucket.num_bytes for bucket in timeline.buckets] == [2, 2]
+    assert timeline.backward_s == 7
+
+
+costs = st.builds(
+    AllreduceCost,
+    startup_s=st.sampled_from([0, 0.05]),
+    s_per_byte=st.sampled_from([0, 1e-4, 1e-3]),
+    interference=st.sampled_from([0, 0.3, 0.8]),
+    contention=st.sampled_from([1, 1.5, 3]),
+    launch_s=st.sampled_from([0, 0.01]),
+)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[Profile, tuple[int, ...]]:
+    times = sorted(draw(st.lists(st.floats(0, 1), min_size=1, max_size=12)))
+    sizes = draw(st.lists(st.integers(1, 100), min_size=len(times), max_size=len(times)))
+    buckets: list[int] = []
+    while sum(buckets) < len(times):
+        buckets.append(draw(st.integers(1, len(times) - sum(buckets))))
+    return _profile(times, sizes), tuple(buckets)
+
+
+@given(_cases(), costs)
+def test_measured_times_can_be_freed_from_the_disturbance(case, cost) -> None:
+    """What `undisturbed` makes of the predicted times is what was predicted from."""
+    profile, sizes = case
+    ends = [0, *itertools.accumulate(sizes)]
+    buckets = [
+        (stop - 1, sum(g.num_bytes for g in profile.gradients[start:stop]))
+        for start, stop in itertools.pairwise(ends)
+    ]
+    found = undisturbed(ready_times(profile, sizes, cost), buckets, cost)
+    assert found == pytest.approx([g.ready_s for g in profile.gradients], abs=1e-9)
+
+
+@given(_cases(), costs)
+def test_nothing_beats_the_bound_and_nothing_waits_without_reason(case, cost) -> None:
+    profile, sizes = case
+    timeline = predict(profile, sizes, cost)
+    assert timeline.backward_s >= profile.backward_s - 1e-12
+    assert timeline.iteration_s >= timeline.bound_s - 1e-9
+    previous_s = 0.0
+    for bucket in timeline.buckets:
+        assert bucket.launched_s == pytest.approx(max(bucket.ready_s, previous_s))
+        previous_s = bucket.finished_s

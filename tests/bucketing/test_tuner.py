@@ -1,0 +1,374 @@
+"""`buckets="auto"` on two ranks: all switch at the same step or none does, and gradients are right.
+
+The network is given (a slow one), since what it costs here says nothing, and so is the clock, since
+a machine that is busy for a moment would make the best buckets others.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import itertools
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import AllreduceCost
+from ddpopt.bucketing import rebucket
+from ddpopt.bucketing import tuner as tuning
+from ddpopt.ranks import rendezvous
+from ddpopt.split import state as records
+from tests.support.fake_ddp import real_buckets
+from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.ranks import Ranks
+
+SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
+TICK_S = 1e-3
+FREE = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
+DECIDED = 9  # the step in which buckets change
+SHAPE = (256, 64)
+
+
+def _clock(tick_s: float = TICK_S) -> mock.Mock:
+    """Return a `time` by which any two readings are `tick_s` apart."""
+    readings = itertools.count()
+    return mock.Mock(perf_counter=lambda: next(readings) * tick_s)
+
+
+def _train(
+    rank: int,
+    split: str,
+    cost: AllreduceCost,
+    patches: dict[str, Any],
+    ddp_options: dict[str, Any] | None = None,
+    hook: Any = None,
+) -> dict[str, Any]:
+    """Train beside eager DDP, step by step; return what was decided."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options or {})
+    ddp = DistributedDataParallel(module, **ddp_options or {})
+    if hook is not None:
+        for each in (expected, ddp):
+            each.register_comm_hook(*hook)
+    options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    buckets = []
+    with mock.patch.multiple(tuning, **{"calibrate": lambda *_: cost, "time": _clock()} | patches):
+        for x in batches(rank, [SHAPE] * (DECIDED + 4)):
+            assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
+            buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
+    search, plan = tuning.of(ddp), rebucket.plan_of(ddp)
+    return {
+        "buckets": buckets,
+        "outcome": search.outcome if search else "",
+        "hash": plan.hash if plan else None,
+        "planned": [b.parameters for b in plan.buckets] if plan else None,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "explained": str(ddpopt.explain(ddp)),
+        "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
+        "names": [name for name, _ in module.named_parameters()],
+        "sections": [len(plan.sections) for plan in records.of(ddp).plans],
+    }
+
+
+@pytest.mark.parametrize(("split", "graphs"), [("backward", 1), ("forward", 2)])
+def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
+    ranks: Ranks, split: str, graphs: int
+) -> None:
+    """Backward sections are used again as they are; forward ones are compiled once more."""
+    first, second = ranks.run(_train, split, SLOW, {})
+    assert first["outcome"].startswith("buckets change")
+    assert first["hash"] == second["hash"] is not None
+    assert first["buckets"] == second["buckets"]
+    before, after = first["buckets"][: DECIDED - 1], first["buckets"][DECIDED - 1 :]
+    assert all(len(step) == 1 for step in before)  # DDP's own: all is below its first cap
+    names = first["names"]
+    for step in after:
+        assert [{names[i] for i in bucket} for bucket in step] == [
+            set(bucket) for bucket in first["planned"]
+        ]
+    assert len(after[-1]) > 1
+    assert first["graphs"] == graphs
+    assert first["as_planned"] == [True] * len(after[-1])
+    assert first["outcome"] in first["explained"]
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}],
+    ids=str,
+)
+def test_options_of_ddp_stay(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
+    for told in ranks.run(_train, "backward", SLOW, {}, ddp_options):
+        assert told["outcome"].startswith("buckets change")
+        assert all(told["as_planned"])
+
+
+def test_a_comm_hook_that_keeps_a_state_keeps_its_buckets(ranks: Ranks) -> None:
+    """A hook without one goes on with the new buckets."""
+    for told in ranks.run(_train, "backward", SLOW, {}, {}, (None, default_hooks.allreduce_hook)):
+        assert told["outcome"].startswith("buckets change")
+    for told in ranks.run(_train, "backward", SLOW, {}, {}, ([], _reduce_and_count)):
+        assert "its comm hook keeps a state" in told["outcome"]
+
+
+def _reduce_and_count(state, bucket):
+    state.append(bucket.index())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
+    for told in ranks.run(_train, "backward", FREE, {}):
+        assert told["outcome"].startswith("buckets stay DDP's own: iterations would get 0% shorter")
+        assert told["hash"] is None
+        assert told["buckets"][2] == told["buckets"][-1]
+
+
+def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Ranks) -> None:
+    """DDP's one bucket needs no cut; the graph that was cut is compiled again as a whole."""
+    told, _ = ranks.run(_train, "forward", FREE, {})
+    assert told["graphs"] == 2
+    assert told["sections"][0] > 1
+    assert told["sections"][-1] == 0
+
+
+def _train_unevenly(rank: int) -> dict[str, Any]:
+    """Rank 1 measures three times the times."""
+    return _train(rank, "backward", SLOW, {"time": _clock(TICK_S * (3 if rank else 1))})
+
+
+def test_ranks_that_measure_different_times_get_one_plan(ranks: Ranks) -> None:
+    first, second = ranks.run(_train_unevenly)
+    assert first["outcome"] == second["outcome"]
+    assert first["hash"] == second["hash"] is not None
+
+
+def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
+    with mock.patch.object(rebucket, where, return_value="the test says so" if rank else ""):
+        return _train(rank, "backward", SLOW, {})
+
+
+@pytest.mark.parametrize("where", ["find_obstacle", "find_problem"])
+def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
+    first, second = ranks.run(_train_with_an_obstacle, where)
+    for told in (first, second):
+        assert "on rank 1: the test says so" in told["outcome"]
+        assert told["hash"] is None
+        assert told["buckets"][2] == told["buckets"][-1]
+
+
+def _train_apart(rank: int, absent: int) -> dict[str, Any]:
+    """One rank does not look for better buckets, so it never comes to meet the other."""
+    buckets = "ddp" if rank == absent else "auto"
+    with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
+        return _train(rank, "backward", SLOW, {"buckets": buckets})
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, absent: int) -> None:
+    """Nor does it keep ranks from finding each other for the next module, an equal one."""
+    told = ranks.run(_train_apart, absent)
+    present = told[1 - absent]
+    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} did not look")
+    assert present["hash"] is None
+    assert told[0]["buckets"] == told[1]["buckets"]
+    for outcome in ranks.run(_outcome, {}):
+        assert outcome.startswith("buckets change")
+
+
+def _outcome(rank: int, patches: dict[str, Any]) -> str:
+    outcome: str = _train(rank, "backward", SLOW, dict(patches))["outcome"]
+    return outcome
+
+
+def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
+    """The others may be in a collective meanwhile, which must not end in its timeout."""
+    ddp = DistributedDataParallel(MLP())
+    timeout = datetime.timedelta(seconds=8)
+    with mock.patch.object(tuning._torch, "group_timeout", return_value=timeout):
+        tuner = tuning._Tuner(ddp)
+        tuner.check()
+    assert tuner._limit_s == 2.0
+
+
+def _train_with(rank: int, kind: str, split: str) -> str:
+    """Rank 0 runs forwards that the other does not, or forgets its code; or parameters freeze."""
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module))
+    ddp = DistributedDataParallel(module)
+    options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()):
+        for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 3)), 1):
+            if kind == "sanity" and rank == 0 and step in (1, 3, DECIDED):
+                ddp(x)
+                compiled(x)
+            if kind == "reset" and rank == 0 and step in (2, 6):
+                torch._dynamo.reset()
+            if kind == "frozen":
+                for each, call in ((ddp, compiled), (expected, expected)):
+                    each.requires_grad_(False)
+                    call(x.requires_grad_()).sum().backward()
+                    each.requires_grad_(True)
+            assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
+    return tuning.of(ddp).outcome
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("kind", ["sanity", "reset", "frozen"])
+def test_ranks_meet_whatever_else_they_run(ranks: Ranks, kind: str, split: str) -> None:
+    """Forwards on one rank, a reset of Dynamo on one, and forwards of frozen parameters on all."""
+    first, second = ranks.run(_train_with, kind, split)
+    assert first.startswith("buckets change")
+    assert first == second
+
+
+def _train_in_join(rank: int) -> str:
+    """Rank 1 has fewer batches."""
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with (
+        mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")),
+        ddp.join(),
+    ):
+        for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
+            train(ddp, [x], compiled)
+    return tuning.of(ddp).outcome
+
+
+def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
+    first, second = ranks.run(_train_in_join)
+    assert "on rank 0: this DDP module's buckets cannot be changed: it is in its join()" in first
+    assert second == "not decided yet"
+
+
+def _train_at_the_limit(rank: int) -> str:
+    options = {"inner": "aot_eager", "split": "forward", "buckets": "auto"}
+    compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
+    ddp = DistributedDataParallel(compiled)
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()),
+    ):
+        train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            train(ddp, batches(rank, [(3, 64)]))
+    return tuning.of(ddp).outcome
+
+
+def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
+    """A graph that may be compiled once is compiled once more, whole graphs asked for; no third."""
+    for outcome in ranks.run(_train_at_the_limit):
+        assert outcome.startswith("buckets change")
+
+
+def _fail_to_plan(rank: int) -> dict[str, Any]:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("the test says so")
+
+    return _train(rank, "backward", SLOW, {"plan_buckets": fail})
+
+
+def test_a_failure_to_plan_reaches_all_ranks(ranks: Ranks) -> None:
+    for told in ranks.run(_fail_to_plan):
+        assert "planning raised ArithmeticError('the test says so')" in told["outcome"]
+        assert told["hash"] is None
+
+
+def _train_oddly(rank: int, kind: str) -> str:
+    """Two forwards before each backward, or steps that do not communicate between others."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module))
+    ddp = DistributedDataParallel(module)
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()):
+        for x in batches(rank, [SHAPE] * (DECIDED + 4)):
+            for model, call in ((ddp, compiled), (expected, expected)):
+                if kind == "two forwards":
+                    (call(x).sum() + call(x + 1).sum()).backward()
+                else:
+                    with model.no_sync():
+                        call(x).sum().backward()
+                    call(x).sum().backward()
+            for p, q in zip(module.parameters(), expected.module.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+    assert tuning.of(ddp) is not None
+    return tuning.of(ddp).outcome
+
+
+def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
+    for outcome in ranks.run(_train_oddly, "no_sync"):
+        assert outcome.startswith("buckets change")
+
+
+def test_where_no_step_can_be_measured_buckets_stay(ranks: Ranks) -> None:
+    for outcome in ranks.run(_train_oddly, "two forwards"):
+        assert "too few steps of one forward and one backward" in outcome
+
+
+def _train_with_evaluation(rank: int) -> dict[str, Any]:
+    """A forward without gradients between steps, of other times; the step is measured as it is."""
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with mock.patch.object(tuning, "calibrate", return_value=SLOW):
+        for x in batches(rank, [SHAPE] * (DECIDED + 1)):
+            train(ddp, [x], compiled)
+            time.sleep(0.05)
+            with torch.no_grad():
+                compiled(x)
+    best = tuning.of(ddp).best
+    return {"ready": best.profile.gradients[0].ready_s, "between": best.profile.between_s}
+
+
+def test_a_forward_of_an_evaluation_is_no_part_of_a_step(ranks: Ranks) -> None:
+    """The pause before it lies between steps; gradients are ready before, not after it."""
+    for told in ranks.run(_train_with_evaluation):
+        assert told["between"] >= 0.05
+        assert told["ready"] < told["between"]
+
+
+def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
+    assert "one rank communicates nothing" in str(ddpopt.explain(ddp))
+
+
+def test_where_torch_has_moved_a_name_training_goes_on(
+    one_rank: None,
+) -> None:
+    error = ddpopt.TorchDriftError("torch 9 has no such name")
+    ddp = DistributedDataParallel(MLP())
+    compiled = torch.compile(
+        ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
+    )
+    with mock.patch.object(tuning._torch, "check_names_for_tuning", side_effect=error):
+        train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
+    assert "buckets stay DDP's own: torch 9 has no such name" in str(ddpopt.explain(ddp))
+
+
+def test_the_choice_is_logged_once(ranks: Ranks) -> None:
+    assert ranks.run(_count_log_lines) == [1, 1]
+
+
+def _count_log_lines(rank: int) -> int:
+    lines: list[str] = []
+    with mock.patch.object(tuning._logs, "info", lambda text, *args: lines.append(text % args)):
+        outcome = _train(rank, "backward", SLOW, {})["outcome"]
+    return lines.count(outcome)

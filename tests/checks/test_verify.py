@@ -1,0 +1,738 @@
+"""`verify` finds broken compiled code and nothing else, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _torch, config
+from ddpopt.bucketing.batch import tensors_of
+from ddpopt.checks.numerics import relative_error
+from ddpopt.checks.verify import verify
+from ddpopt.errors import VerificationError
+from ddpopt.split import state
+from tests.support.models import MLP, assert_equal_states, batches, state_of, train, twins
+from tests.support.ranks import Ranks
+
+SPLITS = ["forward", "backward"]
+CAP_MB = 0.03
+
+
+class Noisy(nn.Module):
+    """A model with dropout, batch statistics, a counter in Python, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm, self.dropout = nn.BatchNorm1d(64), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        x = self.dropout(self.norm(self.first(x)).relu())
+        return {"logits": self.second(x) * scale, "hidden": x}
+
+
+def _snapshot(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Return all that a rehearsal must not change."""
+    return {
+        "state": state_of(ddp),
+        "rng": torch.get_rng_state(),
+        "rebuilt": ddp._has_rebuilt_buckets,
+        "iterations": ddp._get_ddp_logging_data().get("iteration"),
+        "flags": (ddp.require_backward_grad_sync, ddp.require_forward_param_sync, ddp.training),
+        "hooks": len(ddp.module._forward_hooks),
+        "ids": [id(p) for p in ddp.parameters()] + [id(p.grad) for p in ddp.parameters()],
+    }
+
+
+def _assert_untouched(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for name, value in before["state"].items():
+        assert torch.equal(value, after["state"][name]), name
+    assert torch.equal(before["rng"], after["rng"])
+    for key in before.keys() - {"state", "rng"}:
+        assert before[key] == after[key], key
+
+
+def _compiled(module: nn.Module, split: str, inner: Any = "aot_eager", **ddp_options: Any) -> Any:
+    ddp = DistributedDataParallel(module, **{"bucket_cap_mb": CAP_MB, **ddp_options})
+    return torch.compile(ddp, backend="ddpopt", options={"inner": inner, "split": split})
+
+
+def _verify(rank: int, split: str, steps_before: int, ddp_options: dict[str, Any]) -> str:
+    """Verify after some steps; return the verdict."""
+    model = _compiled(Noisy(), split, **ddp_options)
+    ddp = state.ddp_of(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    (x,) = batches(rank, [(16, 64)])
+    for _ in range(steps_before):
+        model(x)["logits"].square().mean().backward()
+        optimizer.step()
+    before, steps = _snapshot(ddp), copy.deepcopy(optimizer.state_dict())
+    result = verify(model, {"x": x, "scale": 2.0}, lambda out: out["logits"].square().mean())
+    _assert_untouched(before, _snapshot(ddp))
+    assert str(steps) == str(optimizer.state_dict())
+    assert result.passed, str(result)
+    assert result.gradients.keys() == {name for name, _ in ddp.module.named_parameters()}
+    assert result.buffers.keys() == {name for name, _ in ddp.module.named_buffers()}
+    assert result.num_ranks == 2
+    model(x)["logits"].square().mean().backward()  # training goes on
+    return str(result)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_right_code_passes_and_nothing_changes(ranks: Ranks, split: str, steps_before: int) -> None:
+    """Before the first step, before DDP rebuilds its buckets, and after; equal on both ranks."""
+    first, second = ranks.run(_verify, split, steps_before, {})
+    assert first == second
+    assert "verification passed" in first
+    assert "on 2 ranks" in first
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    "ddp_options",
+    [
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_ddps_options_are_those_of_the_copy(
+    ranks: Ranks, split: str, ddp_options: dict[str, Any]
+) -> None:
+    """Modes with which the Reducer works otherwise are verified in that mode."""
+    first, second = ranks.run(_verify, split, 2, ddp_options)
+    assert first == second
+
+
+# ---- What is wrong is found -------------------------------------------------------------------
+
+
+def _scaling(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile so that the first parameter's gradient is one percent too large."""
+    compiled = _torch.lookup_backend("aot_eager")(gm, inputs)
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        for place, value in enumerate(values):
+            if isinstance(value, nn.Parameter):
+                values[place] = value.view_as(value)
+                values[place].register_hook(lambda gradient: gradient * 1.01)
+                break
+        return compiled(*values)
+
+    return run
+
+
+def _rounding(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile so that what a section returns is rounded to 16 bits."""
+    compiled = _torch.lookup_backend("aot_eager")(gm, inputs)
+    return lambda *args: tuple(value.bfloat16().float() for value in compiled(*args))
+
+
+def _forgetting(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile so that buffers, which a section writes to, stay as they are."""
+    compiled = _torch.lookup_backend("aot_eager")(gm, inputs)
+
+    def run(*args: Any) -> Any:
+        values = [
+            value.clone() if isinstance(value, torch.Tensor) and not value.requires_grad else value
+            for value in args
+        ]
+        return compiled(*values)
+
+    return run
+
+
+def _broken_backward(*arguments: Any) -> Callable[..., Any]:
+    """As `_torch.aot_eager`, but the first gradient of each section is too large."""
+    gm, inputs, edit_forward, cut_backward = arguments
+
+    def cut(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:
+        def compile_badly(section: fx.GraphModule, given: list[Any], origins: Any) -> Any:
+            compiled = compile_section(section, given, origins)
+
+            def run(args: list[Any]) -> list[Any]:
+                outputs = list(compiled(args))
+                outputs[-1] = outputs[-1] * 1.01
+                return outputs
+
+            return _torch.boxed(run)
+
+        return cut_backward(graph, values, compile_badly)
+
+    return _AOT_EAGER(gm, inputs, edit_forward, cut)
+
+
+_AOT_EAGER = _torch.aot_eager
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("inner", [_scaling, _rounding])
+def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(inner: Any) -> None:
+    """One percent in one gradient, or 16 bits in place of 32, is above the tolerance."""
+    result = verify(_compiled(MLP(), "forward", inner), torch.randn(8, 64))
+    assert not result.passed
+    assert result.worst_error > result.tolerance
+    assert "verification FAILED" in str(result)
+    assert result.worst in str(result)
+    if inner is _scaling:
+        assert re.fullmatch(r"gradient of layers\.\d\.(weight|bias)", result.worst)
+        assert result.loss <= result.tolerance
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_buffer_that_is_not_written_fails() -> None:
+    """Buffers count as gradients do."""
+    result = verify(
+        _compiled(nn.ModuleList([Noisy()])[0], "forward", _forgetting), torch.randn(8, 64)
+    )
+    assert result.buffers["norm.running_mean"] > result.tolerance
+
+
+def _verify_broken(rank: int, broken_rank: int) -> tuple[bool, int, str]:
+    torch.manual_seed(0)
+    with mock.patch.object(
+        _torch, "aot_eager", _broken_backward if rank == broken_rank else _AOT_EAGER
+    ):
+        model = _compiled(MLP(), "backward")
+        result = verify(model, *batches(rank, [(8, 64)]))
+        assert len(state.ddp_of(model).module.layers) == 6
+    return result.passed, result.worst_rank, str(result)
+
+
+def test_a_backward_that_one_rank_compiled_wrong_fails_on_all(ranks: Ranks) -> None:
+    """Gradients are averaged, so the error shows on all ranks; the verdict is one."""
+    first, second = ranks.run(_verify_broken, 1)
+    assert first == second
+    assert not first[0]
+
+
+# ---- What can be verified ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_compiled_module_in_ddp_is_verified_too() -> None:
+    """The other order of wrapping, with Dynamo's compiled code shared as well."""
+    compiled = torch.compile(MLP(), backend="ddpopt", options={"inner": "aot_eager"})
+    ddp = DistributedDataParallel(compiled, bucket_cap_mb=CAP_MB)
+    before = counters["stats"]["unique_graphs"]
+    assert verify(ddp, torch.randn(8, 64)).passed
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > before
+    ddp(torch.randn(8, 64)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("split", SPLITS)
+def test_training_runs_the_code_that_was_verified(split: str) -> None:
+    """The first step after it compiles nothing, and plans are known as without it."""
+    model = _compiled(MLP(), split)
+    x = torch.randn(8, 64)
+    assert verify(model, x).passed
+    num_graphs = counters["stats"]["unique_graphs"]
+    for _ in range(3):
+        model(x).sum().backward()
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    (plan,) = state.of(state.ddp_of(model)).plans
+    assert len(plan.sections) > 1
+    assert plan.split == split
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_inductors_random_numbers_are_eagers_in_it() -> None:
+    """Dropout under Inductor draws others; the copy is compiled apart, and the result says so."""
+    model = _compiled(Noisy(), "backward", "inductor")
+    x = torch.randn(16, 64)
+    before = _snapshot(state.ddp_of(model))
+    result = verify(model, x)
+    _assert_untouched(before, _snapshot(state.ddp_of(model)))
+    assert result.passed, str(result)
+    assert "random numbers" in str(result)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_cannot_be_verified_is_refused() -> None:
+    """A model that we do not compile, and a loss that is no scalar."""
+    ddp, other = twins(MLP())
+    with pytest.raises(TypeError, match="takes a DistributedDataParallel"):
+        verify(MLP(), torch.randn(8, 64))
+    with pytest.raises(ddpopt.OptionError, match="nothing in this model is compiled"):
+        verify(ddp, torch.randn(8, 64))
+    with pytest.raises(ddpopt.OptionError, match="nothing in this model is compiled"):
+        verify(torch.compile(other, backend="aot_eager"), torch.randn(8, 64))
+    with pytest.raises(ddpopt.OptionError, match=r"the loss is a tensor of shape \(8, 64\)"):
+        verify(_compiled(MLP(), "forward"), torch.randn(8, 64), lambda output: output)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tolerances_can_be_given() -> None:
+    """By dtype; the others stay."""
+    model = _compiled(MLP(), "forward", _scaling)
+    assert verify(model, torch.randn(8, 64), tolerances={torch.float32: 0.1}).passed
+    assert not verify(model, torch.randn(8, 64), tolerances={torch.bfloat16: 0.1}).passed
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([math.nan, math.inf], [math.nan, math.inf], 0.0),
+        ([math.nan, 1.0], [1.0, 1.0], math.inf),
+        ([-math.inf], [math.inf], math.inf),
+        ([1.0], [1.0, 1.0], math.inf),
+        ([0.0], [0.0], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_an_error_is_relative_to_the_largest_element(
+    actual: list[float], expected: list[float], error: float
+) -> None:
+    """Infinite where shapes or non-finite elements differ."""
+    found = relative_error(torch.tensor(actual), torch.tensor(expected))
+    assert found == pytest.approx(error, abs=1e-6)
+
+
+def test_missing_gradients_and_dtypes_count() -> None:
+    """None is equal to None alone, float16 to float16 alone; a floor bounds what is small."""
+    one = torch.ones(1)
+    assert relative_error(None, None) == 0
+    assert relative_error(one, None) == relative_error(None, one) == math.inf
+    assert relative_error(one.half(), one) == math.inf
+    assert relative_error(1e-6 * one, 0 * one, floor=1e-3) == pytest.approx(1e-3)
+    assert relative_error(torch.tensor([2]), torch.tensor([3])) == math.inf
+
+
+# ---- By itself --------------------------------------------------------------------------------
+
+
+def _train_verified(rank: int, is_outer: bool, is_broken: bool) -> str:
+    """Train with `config.verify`; return the error, "" if it trains as eager does."""
+    torch.manual_seed(0)
+    inner = _scaling if is_broken and rank == 0 else "aot_eager"
+    options = {"backend": "ddpopt", "options": {"inner": inner}}
+    module = MLP()
+    ddp, expected = twins(module, bucket_cap_mb=CAP_MB)
+    if is_outer:
+        model = torch.compile(ddp, **options)
+    else:
+        model = ddp = DistributedDataParallel(
+            torch.compile(copy.deepcopy(module), **options), bucket_cap_mb=CAP_MB
+        )
+    inputs = batches(rank, [(8, 64)] * 3)
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+        try:
+            ours = train(ddp, inputs, model)
+        except VerificationError as error:
+            assert all(p.grad is None for p in ddp.parameters())
+            return str(error)
+    assert not warning.called
+    theirs = train(expected, inputs)
+    ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
+    assert_equal_states(ours, theirs)
+    return ""
+
+
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_the_flag_verifies_before_the_first_step(ranks: Ranks, is_outer: bool) -> None:
+    """Right code trains on; wrong code on one rank stops all with one error, before any step."""
+    assert ranks.run(_train_verified, is_outer, False) == ["", ""]
+    first, second = ranks.run(_train_verified, is_outer, True)
+    assert first == second
+    assert "verification FAILED" in first
+    assert "training was stopped before its first step" in first
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_flag_verifies_a_model_once_and_leaves_others_alone() -> None:
+    """Eager DDP and evaluation are no reason to verify."""
+    ddp, other = twins(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    x = torch.randn(8, 64)
+    with (
+        config.patch(verify=True),
+        mock.patch("ddpopt.checks.verify.verify", side_effect=verify) as calls,
+    ):
+        other(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        assert not calls.called
+        for _ in range(3):
+            model(x).sum().backward()
+    assert calls.call_count == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_flag_says_what_it_could_not_verify() -> None:
+    """A function around the DDP module is compiled, so its forward cannot be called by itself."""
+    (ddp, _), x = twins(MLP(), bucket_cap_mb=CAP_MB), torch.randn(8, 64)
+    step = torch.compile(
+        lambda value: ddp(value).sum(), backend="ddpopt", options={"inner": "aot_eager"}
+    )
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+        step(x).backward()
+    assert any("with a function around it" in str(call) for call in warning.call_args_list)
+
+
+# ---- What the flag cannot verify does not end training ----------------------------------------
+
+Make = Callable[..., tuple[DistributedDataParallel, Any]]
+
+
+class Scale:
+    """An input that is no tensor."""
+
+    def __init__(self, value: float = 0.5) -> None:
+        self.value = value
+
+
+class Locked(Scale):
+    """One that `copy.deepcopy` does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Forgetful(Scale):
+    """One whose copy is of no use."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return Scale(None)  # type: ignore[arg-type]
+
+
+class Counting(Scale):
+    """One whose copies share a state."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.value *= 2
+        return self
+
+
+class Scaled(MLP):
+    """Takes a tensor and a scale."""
+
+    def forward(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return super().forward(x) * scale.value
+
+
+class Speaking(Scaled):
+    """Its forward communicates: the mean of two ranks' inputs is that of both."""
+
+    def forward(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return super().forward(_mean_over_ranks(x), scale)
+
+
+@torch.compiler.disable
+def _mean_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x := x.clone())
+    return x / dist.get_world_size()
+
+
+class Summed(MLP):
+    """Takes an iterable of tensors."""
+
+    def forward(self, parts: Any) -> torch.Tensor:
+        return super().forward(sum(parts))
+
+
+class Odd(nn.Module):
+    """A model with batch statistics, and layers that subclasses use in their ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+class WithLock(Odd):
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Unique(Odd):
+    """Its copy is the model itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class Bound(Odd):
+    """A function of it holds it, and would in a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = lambda x: self.norm(self.first(x))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.start(x).relu())
+
+
+class Opaque(Odd):
+    """Its output shows no tensors."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        value = super().forward(x)
+        return lambda: value
+
+
+class TwoHeads(Odd):
+    """Its loss does not depend on all parameters; what trains it adds another."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.norm(self.first(x)).relu()
+        return {"loss": x.square().mean(), "extra": self.last(x)}
+
+
+class LossOfEach(Odd):
+    """Has a loss for each sample."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": super().forward(x).square().mean(1)}
+
+
+class Linked(Odd):
+    """Its output is an object that refers to itself."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = Scale()
+        output.itself, output.value = output, super().forward(x)
+        return output
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    output = output() if callable(output) else output
+    return sum(t.square().mean() for t in tensors_of(output))
+
+
+def _steps(ddp: DistributedDataParallel, model: Any, inputs: Any) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+    for arguments in inputs:
+        optimizer.zero_grad()
+        _loss_of(model(*arguments)).backward()
+        optimizer.step()
+    return state_of(ddp)
+
+
+def _with_inputs(model: type[nn.Module], change: Callable[[int, Any], tuple[Any, ...]]) -> Any:
+    def run(rank: int, make: Make) -> dict[str, torch.Tensor]:
+        ddp, compiled = make(model())
+        return _steps(ddp, compiled, [change(rank, x) for x in batches(rank, [(8, 64)] * 2)])
+
+    return run
+
+
+def _of(model: Callable[[], nn.Module]) -> Any:
+    return _with_inputs(model, lambda rank, x: (x,))  # type: ignore[arg-type]
+
+
+def _no_leaf(rank: int, x: torch.Tensor) -> tuple[Any, ...]:
+    return (x.clone().requires_grad_() * 2,)
+
+
+def _shared(rank: int, x: torch.Tensor) -> tuple[Any, ...]:
+    return ([x, x.flip(0), x[:]],)
+
+
+def _without_sync(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    ddp, compiled = make(Odd())
+    with ddp.no_sync():
+        compiled(*batches(rank, [(8, 64)])).sum().backward()
+    return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * 2)
+
+
+def _two_forwards(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    ddp, compiled = make(MLP())
+    one, two = (compiled(x) for x in batches(rank, [(8, 64)] * 2))
+    (one.sum() + two.sum()).backward()
+    return state_of(ddp)
+
+
+def _autocast(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    ddp, compiled = make(Odd())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = compiled(*batches(rank, [(8, 64)])).float().sum()
+    loss.backward()
+    return state_of(ddp)
+
+
+def _frozen_at_first(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    """As a discriminator that a generator's gradient passes through."""
+    ddp, compiled = make(Odd())
+    ddp.requires_grad_(False)
+    with ddp.no_sync():
+        compiled(*_no_leaf(rank, *batches(rank, [(8, 64)]))).sum().backward()
+    ddp.requires_grad_(True)
+    return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * 2)
+
+
+def _patched(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    """As Lightning redirects a forward to `training_step`, once."""
+    module = Odd()
+    ddp, compiled = make(module)
+
+    def redirected(x: torch.Tensor) -> torch.Tensor:
+        del module.forward
+        return module(x) * 2
+
+    module.forward = redirected  # type: ignore[method-assign]
+    return _steps(ddp, compiled, [batches(rank, [(8, 64)])])
+
+
+def _joined(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    ddp, compiled = make(MLP())
+    with ddp.join():
+        return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * (1 + rank))
+
+
+@torch.compile(backend="ddpopt", options={"inner": "aot_eager"})
+def _compiled_elsewhere(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+class CallingElsewhere(nn.Module):
+    """Of what is compiled only a call shows something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _compiled_elsewhere(self.inner, x)
+
+
+def _elsewhere(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(CallingElsewhere(), bucket_cap_mb=CAP_MB)
+    return _steps(ddp, ddp, [batches(rank, [(8, 64)])] * 2)
+
+
+def _known(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    """A module that refers to the DDP module around it."""
+    ddp, compiled = make(Odd())
+    ddp.module.wrappers = [ddp]
+    return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * 2)
+
+
+def _weight_norm() -> nn.Module:
+    model = Odd()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.first)
+    return model
+
+
+VERIFIED = {
+    "inputs are no leaves": _with_inputs(MLP, _no_leaf),
+    "inputs share memory": _with_inputs(Summed, _shared),
+    "weight norm": _of(_weight_norm),
+    "no_sync": _without_sync,
+    "two forwards": _two_forwards,
+    "autocast": _autocast,
+    "frozen at first": _frozen_at_first,
+    "a loss for each sample": _of(LossOfEach),
+    "an output that refers to itself": _of(Linked),
+    "a function elsewhere": _elsewhere,
+    "a reference to DDP": _known,
+}
+WARNED = {
+    "a generator": (_with_inputs(Summed, lambda _, x: ((t for t in (x, x)),)), "generator"),
+    "a lock in a batch": (_with_inputs(Scaled, lambda _, x: (x, Locked())), "lock"),
+    "a lock on rank 1": (
+        _with_inputs(Speaking, lambda rank, x: (x, Locked() if rank else Scale())),
+        "the batch cannot be copied",
+    ),
+    "a forward that raises": (_with_inputs(Scaled, lambda _, x: (x, Forgetful())), "TypeError"),
+    "a lock in the module": (_of(WithLock), "lock"),
+    "a copy that is the module": (_of(Unique), "would have the same first.weight"),
+    "a function that holds it": (_of(Bound), "uses the original's"),
+    "a forward that is patched": (_patched, "is replaced by a function that holds the module"),
+    "no tensors": (_of(Opaque), "give loss_fn"),
+    "a part of the loss": (_of(TwoHeads), "Expected to have finished reduction"),
+    "nothing compiled": (_of(lambda: nn.Sequential(nn.Linear(64, 64))), "compiled nothing"),
+    "join": (_joined, "join() context"),
+}
+
+
+def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
+    """Train with the flag and without; return how often it verified, and what it warned of."""
+    case = VERIFIED.get(name) or WARNED[name][0]
+    states, rng = [], []
+    num_verified = 0
+
+    def make(module: nn.Module) -> tuple[DistributedDataParallel, Any]:
+        model = _compiled(module, "backward")
+        return state.ddp_of(model), model
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_verified
+        verdict = verify(*args)
+        num_verified += 1
+        return verdict
+
+    for flag in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with (
+            config.patch(verify=flag),
+            mock.patch.object(ddpopt._logs, "warning") as warning,
+            mock.patch("ddpopt.checks.verify.verify", counting),
+        ):
+            states.append(case(rank, make))
+        rng.append(torch.get_rng_state())
+    assert_equal_states(*states, bitwise=True)
+    assert torch.equal(*rng)
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return num_verified, [text for text in said if text.startswith("ddpopt.config.verify")]
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_the_flag_verifies_and_changes_nothing(ranks: Ranks, name: str) -> None:
+    """Training with it is bitwise the one without; nothing is warned of."""
+    assert ranks.run(_train_twice, name) == [(1, []), (1, [])]
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_the_flag_cannot_verify_is_trained(ranks: Ranks, name: str) -> None:
+    """Bitwise as without the flag; one warning on each rank says why, on one line."""
+    said = [text for _, [text] in ranks.run(_train_twice, name)]
+    assert any(WARNED[name][1] in text for text in said), said
+    for text in said:
+        assert "training goes on" in text
+        assert "\n" not in text
+
+
+def _train_unrepeatably(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"}, dynamic=True)
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+        model(*batches(rank, [(8, 64)]), Counting()).sum().backward()
+    return [str(call) for call in warning.call_args_list]
+
+
+def test_a_model_that_differs_from_itself_is_not_blamed_on_us(ranks: Ranks) -> None:
+    """Where eager gives something else the second time, compiled code may as well."""
+    for said in ranks.run(_train_unrepeatably):
+        assert any("eager differs from itself" in text for text in said), said

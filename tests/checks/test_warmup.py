@@ -1,0 +1,276 @@
+"""`warmup` compiles all of a step, changes nothing, and waits as long as anybody compiles."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _torch
+from ddpopt.bucketing import tuner
+from ddpopt.checks.verify import verify
+from ddpopt.checks.warmup import warmup
+from ddpopt.ranks import rendezvous
+from ddpopt.split import state
+from tests.support.hanging import hanging_store
+from tests.support.models import (
+    MLP,
+    WAYS,
+    Blocks,
+    assert_equal_states,
+    batches,
+    state_of,
+    train,
+    twins,
+)
+from tests.support.ranks import OwnRanks, Ranks
+
+SPLITS = ["forward", "backward"]
+CAP_MB = 0.03
+SHORT_S = 5.0  # of a group, where compiling takes longer
+SLOW_S = 3 * SHORT_S
+
+
+def _options(split: str, inner: Any = "aot_eager") -> dict[str, Any]:
+    return {"backend": "ddpopt", "options": {"inner": inner, "split": split}}
+
+
+def _slow(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile for longer than the group's collectives may take."""
+    if not _slept:
+        _slept.append(True)
+        time.sleep(SLOW_S)
+    return _torch.lookup_backend("aot_eager")(gm, inputs)
+
+
+_slept: list[bool] = []
+
+
+# ---- It compiles all, and changes nothing -----------------------------------------------------
+
+
+def _warm_and_train(
+    rank: int, split: str, steps_before: int, ddp_options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train beside eager DDP, with a warmup in between; return what was compiled when."""
+    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB, **ddp_options)
+    model = torch.compile(ddp, **_options(split))
+    inputs = batches(rank, [(8, 64)] * 4)
+    if steps_before:
+        train(ddp, inputs[:steps_before], model)
+        train(expected, inputs[:steps_before])
+    before, rng = state_of(ddp), torch.get_rng_state()
+    rebuilt, num_steps = ddp._has_rebuilt_buckets, ddp._get_ddp_logging_data().get("iteration")
+    warmup(model, inputs[0])
+    assert_equal_states(state_of(ddp), before, bitwise=True)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert ddp._has_rebuilt_buckets == rebuilt
+    assert ddp._get_ddp_logging_data().get("iteration") == num_steps
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
+    assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
+    assert counters["stats"]["unique_graphs"] == num_graphs
+    (plan,) = state.of(ddp).plans
+    assert plan.split == split
+    assert len(plan.sections) > 1
+    return {
+        "buckets": [[p.name for p in bucket.parameters] for bucket in plan.buckets],
+        "actual": state.of(ddp).told_buckets,
+    }
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_training_after_it_compiles_nothing_and_equals_eager(
+    ranks: Ranks, split: str, steps_before: int
+) -> None:
+    """Also between DDP's first step and its rebuild of buckets; the plan's buckets come true."""
+    first, second = ranks.run(_warm_and_train, split, steps_before, {})
+    assert first == second
+    sizes = [len(bucket) for bucket in first["buckets"]]
+    assert [len(bucket) for bucket in first["actual"]] == sizes
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
+def test_a_reducer_that_counts_uses_is_not_disturbed(ranks: Ranks, options: dict[str, Any]) -> None:
+    """A static graph's first iteration is noted in the Reducer; the copy has its own."""
+    first, second = ranks.run(_warm_and_train, "backward", 0, options)
+    assert first == second
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_search_for_better_buckets_still_begins(split: str) -> None:
+    """With buckets="auto" it begins when code is compiled, and after a warmup none is."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
+    model = torch.compile(ddp, backend="ddpopt", options=options)
+    warmup(model, torch.randn(8, 64))
+    assert tuner.of(ddp) is not None
+    num_graphs = counters["stats"]["unique_graphs"]
+    model(torch.randn(8, 64)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+# ---- However the model is compiled ------------------------------------------------------------
+
+
+def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
+    """Warm up and verify a new model, then train it beside eager DDP; return whether it passed."""
+    _, expected = twins(Blocks(), bucket_cap_mb=CAP_MB)
+    model = WAYS[way](
+        copy.deepcopy(expected.module), lambda: _options(split), {"bucket_cap_mb": CAP_MB}
+    )
+    ddp, inputs = state.ddp_of(model), batches(rank, [(8, 64)] * 3)
+    before, rng = state_of(ddp), torch.get_rng_state()
+    warmup(model, inputs[0])
+    num_graphs = counters["stats"]["unique_graphs"]
+    verdict = verify(model, inputs[0])
+    assert_equal_states(state_of(ddp), before, bitwise=True)
+    assert torch.equal(rng, torch.get_rng_state())
+    ours = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
+    assert_equal_states(ours, train(expected, inputs))
+    assert counters["stats"]["unique_graphs"] == num_graphs > 0
+    assert any(plan.sections for plan in state.of(ddp).plans)
+    return verdict.passed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_takes_a_model_however_that_is_compiled(ranks: Ranks, way: str) -> None:
+    """So does `verify`; nothing of the model changes, and training compiles nothing."""
+    for split in SPLITS:
+        assert ranks.run(_warm_verify_and_train, split, way) == [True, True]
+
+
+# ---- It waits, and does not wait for the dead -------------------------------------------------
+
+
+def _warm_slowly(rank: int, split: str) -> list[str]:
+    """Warm up with one rank that compiles for three times the group's timeout; then train."""
+    _slept.clear()
+    timeout = datetime.timedelta(seconds=SHORT_S)
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    with mock.patch.object(rendezvous, "_REPORT_S", SHORT_S):
+        ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB, process_group=group)
+        inner = _slow if rank == 1 and split == "forward" else "aot_eager"
+        real = _torch.aot_eager
+
+        def slow_aot(*args: Any) -> Any:
+            time.sleep(SLOW_S)
+            return real(*args)
+
+        slow = slow_aot if rank == 1 and split == "backward" else real
+        inputs = batches(rank, [(8, 64)] * 3)
+        with mock.patch.object(_torch, "aot_eager", slow):
+            model = torch.compile(ddp, **_options(split, inner))
+            with mock.patch.object(rendezvous._logs, "warning") as warning:
+                warmup(model, inputs[0])
+        assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
+        return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_compiling_may_take_longer_than_the_groups_timeout(ranks: Ranks, split: str) -> None:
+    """Nobody is in a collective; the rank that waits says for whom, and in which phase."""
+    waiting, slow = ranks.run(_warm_slowly, split)
+    assert "warmup: still waiting for rank 1 (forward)" in waiting
+    assert slow == []
+
+
+def _raise_on_one(rank: int) -> str:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options("forward"))
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        if rank == 1:
+            raise KeyError("no target")
+        return output.sum()
+
+    with pytest.raises((ddpopt.PeerError, KeyError)) as caught:
+        warmup(model, *batches(rank, [(8, 64)]), loss_fn)
+    warmup(model, *batches(rank, [(8, 64)]))  # the group is as good as before
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_rank_that_raises_is_named_to_the_others(ranks: Ranks) -> None:
+    """With its phase and its error; it raises its own itself. Nothing is left behind."""
+    other, own = ranks.run(_raise_on_one)
+    assert own == "KeyError: 'no target'"
+    assert other.startswith("PeerError: warmup: rank 1 raised in forward, KeyError: 'no target'")
+
+
+def _vanish(rank: int, how: str) -> str:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+
+    def inner(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        if rank == 1:
+            os._exit(1)
+        return _torch.lookup_backend("aot_eager")(gm, inputs)
+
+    model = torch.compile(ddp, **_options("forward", inner))
+    if how == "absent" and rank == 1:
+        os._exit(0)
+    with pytest.raises(ddpopt.PeerError) as caught:
+        warmup(model, *batches(rank, [(8, 64)]), silence_s=2.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "last_word"), [("compiling", "forward"), ("absent", "absent")], ids=lambda text: text
+)
+def test_a_rank_that_ends_is_noticed_by_its_silence(
+    how: str, last_word: str, own_ranks: OwnRanks
+) -> None:
+    """While it compiles or before it came: the others raise within the limit that was given."""
+    workers = own_ranks()
+    try:
+        results = workers.run_survivors([0], _vanish, how)
+    finally:
+        workers.stop()
+    assert "rank 1 has told nothing for 2 s" in results[0]
+    assert f"its last word: {last_word}" in results[0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_store_that_does_not_answer_ends_it() -> None:
+    """After the silence that was allowed, with an error that says so."""
+    model = torch.compile(DistributedDataParallel(MLP()), **_options("backward"))
+    with hanging_store(), pytest.raises(ddpopt.PeerError) as caught:
+        warmup(model, torch.randn(8, 64), silence_s=0.1)
+    assert "the process group's store has gone (no answer within 0.1 s)" in str(caught.value)
+
+
+def _count_threads(rank: int) -> int:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options("backward"))
+    before = threading.active_count()
+    for _ in range(3):
+        warmup(model, *batches(rank, [(8, 64)]))
+    return threading.active_count() - before
+
+
+def test_no_thread_is_left(ranks: Ranks) -> None:
+    """What tells that a rank lives ends with the call."""
+    assert ranks.run(_count_threads) == [0, 0]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("silence_s", [0, -1.0, float("nan"), float("inf"), "60"])
+def test_a_bad_limit_is_refused(silence_s: Any) -> None:
+    """The message names it."""
+    model = torch.compile(DistributedDataParallel(MLP()), **_options("forward"))
+    with pytest.raises(ddpopt.OptionError, match="silence_s is"):
+        warmup(model, torch.randn(8, 64), silence_s=silence_s)

@@ -1,0 +1,254 @@
+"""`record`: what it notes of real steps on two ranks, shown by the order of events."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _events
+from ddpopt.inspection.recording import RecordedStep
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import Ranks
+
+SETTLED = 4  # steps, after which DDP tells its buckets
+CAP_MB = 0.03  # two layers a bucket
+CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
+    "forward": {"inner": "aot_eager"},
+    "backward": {"inner": "aot_eager", "split": "backward"},
+    "whole": {"inner": "aot_eager", "enabled": False},
+    "no AOTAutograd": {"inner": "eager"},
+    "uncompiled": None,
+}
+
+
+def _model(kind: str, **ddp_options: Any) -> tuple[DistributedDataParallel, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=CAP_MB, **ddp_options)
+    options = CONFIGURATIONS[kind]
+    return ddp, ddp if options is None else torch.compile(ddp, backend="ddpopt", options=options)
+
+
+def _record(rank: int, kind: str, hook: Any = None) -> tuple[tuple[RecordedStep, ...], int, Any]:
+    ddp, model = _model(kind)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    for x in batches(rank, [(8, WIDTH)] * SETTLED):
+        model(x).sum().backward()
+    with ddpopt.record(model) as recording:
+        for x in batches(rank, [(8, WIDTH)] * 3):
+            model(x).sum().backward()
+    assert recording.notes == ()
+    return recording.steps, recording.origin_unix_ns, str(ddpopt.explain(ddp))
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_each_step_is_noted_in_its_order(ranks: Ranks, kind: str) -> None:
+    """Forward, backward, sections in it, buckets: ready, launched, finished before DDP is done."""
+    for steps, _, _ in ranks.run(_record, kind):
+        assert len(steps) == 3
+        for step in steps:
+            assert step.forward_start_s < step.forward_stop_s < step.backward_stop_s
+            assert [bucket.index for bucket in step.buckets] == [0, 1, 2]
+            for bucket in step.buckets:
+                assert bucket.num_bytes == 2 * WIDTH * WIDTH * 4
+                assert step.forward_stop_s < bucket.ready_s < bucket.launched_s
+                assert bucket.launched_s < bucket.finished_s <= step.backward_stop_s
+            assert step.exposed_s is not None
+            assert 0 < step.exposed_s < step.backward_s
+            for section in step.sections:
+                start_s = step.forward_start_s if section.kind == "forward" else step.forward_stop_s
+                assert start_s < section.start_s < section.stop_s < step.backward_stop_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("forward", [2, 1, 0]),
+        ("backward", [0, 1, 2]),
+        ("whole", [0]),
+        ("no AOTAutograd", []),
+        ("uncompiled", []),
+    ],
+)
+def test_backward_sections_are_noted_as_they_ran(
+    ranks: Ranks, kind: str, expected: list[int]
+) -> None:
+    """In split graphs a bucket is launched before the next section begins."""
+    for steps, _, _ in ranks.run(_record, kind):
+        for step in steps:
+            backward = [section for section in step.sections if section.kind == "backward"]
+            assert [section.section for section in backward] == expected
+            for earlier, later in itertools.pairwise(backward):
+                assert earlier.stop_s < later.start_s
+            if len(expected) == 3:
+                for k, bucket in enumerate(step.buckets):
+                    assert step.num_started(bucket.launched_s) == k + 1
+
+
+def _hook_that_notes(notes: list[tuple[int, list[int]]]) -> Any:
+    def launch(_, bucket):  # DDP takes no annotations but its own
+        before_ns = time.time_ns()
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        done: list[int] = []
+        notes.append((before_ns, done))
+        launching_thread = threading.get_ident()
+
+        def finish(future: Any) -> torch.Tensor:
+            # Run at once, in this thread, where the allreduce was done before it was attached:
+            # then it does not tell when that was.
+            if threading.get_ident() != launching_thread:
+                done.append(time.time_ns())
+            return future.value()[0]
+
+        return work.get_future().then(finish)
+
+    return launch
+
+
+def _record_with_hook(rank: int) -> tuple[Any, ...]:
+    notes: list[tuple[int, list[int]]] = []
+    return (*_record(rank, "backward", _hook_that_notes(notes)), notes[-9:])
+
+
+def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
+    """The launch comes after the hook was called, and the finish where its callback was run.
+
+    And none finishes before both ranks have launched it; they share a clock.
+    """
+    found = ranks.run(_record_with_hook)
+    launched: list[list[float]] = []
+    finished: list[list[float]] = []
+    for steps, origin_ns, _, notes in found:
+        buckets = [bucket for step in steps for bucket in step.buckets]
+        assert len(buckets) == len(notes)
+        for bucket, (before_ns, done) in zip(buckets, notes, strict=True):
+            before_s = (before_ns - origin_ns) / 1e9
+            assert bucket.ready_s < before_s < bucket.launched_s < bucket.finished_s
+            for done_ns in done:
+                assert bucket.launched_s < (done_ns - origin_ns) / 1e9 <= bucket.finished_s
+        launched.append([bucket.launched_s + origin_ns / 1e9 for bucket in buckets])
+        finished.append([bucket.finished_s + origin_ns / 1e9 for bucket in buckets])
+    for starts, stops in zip(zip(*launched, strict=True), zip(*finished, strict=True), strict=True):
+        assert max(starts) < min(stops)
+
+
+def test_explain_has_a_table_of_the_medians(ranks: Ranks) -> None:
+    for steps, _, text in ranks.run(_record, "backward"):
+        assert f"measured ({len(steps)} steps): backward" in text
+        assert "after 2 of 3" in text
+        assert "nothing yet" not in text
+
+
+def _record_between(rank: int) -> tuple[int, int]:
+    """Steps that do not communicate, evaluation, and two forwards before a backward."""
+    ddp, model = _model("backward")
+    xs = batches(rank, [(8, WIDTH)] * (SETTLED + 3))
+    for x in xs[:SETTLED]:
+        model(x).sum().backward()
+    with ddpopt.record(model) as recording:
+        with ddp.no_sync():
+            model(xs[0]).sum().backward()
+        model(xs[1]).sum().backward()
+        with torch.no_grad():
+            model(xs[2])
+        (model(xs[2]).sum() + model(xs[3]).sum()).backward()
+    forwards = [s for s in recording.steps[-1].sections if s.kind == "backward"]
+    return len(recording.steps), len(forwards)
+
+
+def test_only_steps_that_communicate_count(ranks: Ranks) -> None:
+    assert ranks.run(_record_between) == [(2, 6), (2, 6)]
+
+
+def _record_under_profiler(rank: int) -> tuple[list[str], tuple[str, ...], list[float | None]]:
+    _, model = _model("backward")
+    for x in batches(rank, [(8, WIDTH)] * SETTLED):
+        model(x).sum().backward()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler, ddpopt.record(model) as found:
+        model(torch.ones(8, WIDTH)).sum().backward()
+    (step,) = found.steps
+    names = [event.name for event in profiler.events() if event.name.startswith("ddpopt")]
+    return names, found.notes, [bucket.finished_s for bucket in step.buckets]
+
+
+def test_beside_torch_profiler_sections_and_buckets_are_named_ranges(ranks: Ranks) -> None:
+    """Only the finish is left to the profiler, and a note says so."""
+    for names, notes, finished in ranks.run(_record_under_profiler):
+        sections = [name for name in names if "section" in name]
+        assert [name.partition(" section ")[2] for name in sections] == [
+            f"{k} backward" for k in range(3)
+        ]
+        assert [name for name in names if "bucket" in name] == [
+            f"ddpopt: bucket {k} ready (32.0 KiB)" for k in range(3)
+        ]
+        assert finished == [None] * 3
+        assert any("torch.profiler was on" in note for note in notes)
+
+
+def test_before_ddp_has_told_its_buckets_a_note_says_when_to_record(one_rank: None) -> None:
+    _, model = _model("backward")
+    with ddpopt.record(model) as recording:
+        model(torch.ones(8, WIDTH)).sum().backward()
+    assert recording.steps[0].buckets == ()
+    assert "after the first four steps" in str(recording)
+
+
+def test_nothing_stays_behind(one_rank: None) -> None:
+    """Neither a listener nor a hook, also when the step fails."""
+    _, model = _model("backward")
+    model(torch.ones(8, WIDTH)).sum().backward()
+    with contextlib.suppress(ArithmeticError), ddpopt.record(model) as recording:
+        raise ArithmeticError
+    assert _events.current is None
+    assert recording.steps == ()
+    with ddpopt.record(model) as recording:
+        pass
+    model(torch.ones(8, WIDTH)).sum().backward()
+    assert recording.steps == ()
+
+
+def test_two_recordings_at_a_time_are_refused(one_rank: None) -> None:
+    _, model = _model("uncompiled")
+    with (
+        ddpopt.record(model),
+        pytest.raises(RuntimeError, match="one DDP module at a time"),
+        ddpopt.record(model),
+    ):
+        pass
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="this is a Linear"), ddpopt.record(nn.Linear(1, 1)):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """A link where the trace would go was planted; nothing is recorded, and nothing stays open."""
+    ddp = DistributedDataParallel(MLP())
+    (tmp_path / "rank0.json").symlink_to(tmp_path / "precious")
+    with (
+        pytest.raises(FileExistsError, match="links are not followed"),
+        ddpopt.record(ddp, tmp_path),
+    ):
+        pytest.fail("the block has begun")
+    (tmp_path / "rank0.json").unlink()
+    for _ in range(2):  # a run's own file is replaced by its next
+        with ddpopt.record(ddp, tmp_path / "new" / "folder"):
+            ddp(torch.randn(2, WIDTH)).sum().backward()
+    assert (tmp_path / "new" / "folder" / "rank0.json").is_file()
+    assert not (tmp_path / "precious").exists()

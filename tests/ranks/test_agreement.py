@@ -1,0 +1,388 @@
+"""Ranks that compile different things: gradients stay equal, or all stop with one error in time."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _torch, config
+from ddpopt.checks import warmup as warming
+from ddpopt.checks.warmup import warmup
+from ddpopt.errors import DisagreementError
+from ddpopt.ranks import agreement
+from ddpopt.ranks.agreement import Fact, Word, agree, find_difference
+from ddpopt.ranks.stores import Board
+from ddpopt.split import state
+from tests.support.hanging import hanging_store
+from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.ranks import OwnRanks, Ranks
+
+CAP_MB = 0.03
+SHORT_S = 4.0
+SPLITS = ["forward", "backward"]
+
+
+def _options(split: str = "backward", **options: Any) -> dict[str, Any]:
+    return {"backend": "ddpopt", "options": {"inner": "aot_eager", "split": split, **options}}
+
+
+class Named(nn.Module):
+    """Two layers of one shape, whose names are given in the order in which they are registered."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.b(x).tanh()
+
+
+# ---- Ranks that compile different things train on ---------------------------------------------
+
+
+def _train_beside_eager(
+    rank: int, split: str, what: str, shapes: list[tuple[int, int]]
+) -> tuple[int, bool]:
+    """Train while rank 1 does something else; return what was compiled, and whether it is split."""
+    before = counters["stats"]["unique_graphs"]
+    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
+    is_other = rank == 1
+    options = _options(split, **({"enabled": False} if what == "falls back" and is_other else {}))
+    if what == "another split" and is_other:
+        options = _options("forward" if split == "backward" else "backward")
+    model = torch.compile(ddp, **options, dynamic=False)
+    inputs = batches(
+        rank, shapes if is_other or what != "recompiles" else [shapes[0]] * len(shapes)
+    )
+    with config.patch(disagreement="error"):
+        ours = train(ddp, inputs, model)
+    assert_equal_states(ours, train(expected, inputs))
+    plans = state.of(ddp).plans
+    return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_rank_recompiles_alone(ranks: Ranks, split: str) -> None:
+    """It meets a new shape in the third step and another in the fifth: nobody waits or differs."""
+    shapes = [(8, 64), (8, 64), (5, 64), (8, 64), (3, 64), (8, 64)]
+    (first, _), (second, _) = ranks.run(_train_beside_eager, split, "recompiles", shapes)
+    assert first == 1
+    assert second == 3
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("what", ["falls back", "another split"])
+def test_one_rank_compiles_otherwise(ranks: Ranks, split: str, what: str) -> None:
+    """Buckets are the Reducer's, equal on all ranks whatever each compiled."""
+    first, second = ranks.run(_train_beside_eager, split, what, [(8, 64)] * 4)
+    assert first[1]
+    assert second[1] == (what == "another split")
+
+
+def _train_with_caches(rank: int, folder: str) -> int:
+    """Train on Inductor, rank 1 with its caches warm and rank 0 with cold ones; return its hits."""
+    counters.clear()
+    alone = dist.new_group([1], backend="gloo")
+    with mock.patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{rank}"}):
+        options = {"backend": "ddpopt", "options": {"split": "backward"}}
+        if rank == 1:  # alone, so by a group of its own
+            ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01, process_group=alone)
+            torch.compile(ddp, **options)(torch.randn(8, 64)).sum().backward()
+            torch._dynamo.reset()
+            counters.clear()
+        ddp, expected = twins(MLP(2), bucket_cap_mb=0.01)
+        model = torch.compile(ddp, **options)
+        inputs = batches(rank, [(8, 64)] * 3)
+        assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def test_one_rank_has_warm_caches(ranks: Ranks, tmp_path: Any) -> None:
+    """On Inductor: what comes from a cache trains with what was compiled."""
+    cold, warm = ranks.run(_train_with_caches, str(tmp_path))
+    assert cold == 0
+    assert warm > 0
+
+
+# ---- Compiling longer than collectives may take -----------------------------------------------
+
+
+def _slow(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    time.sleep(3 * SHORT_S / 2)  # two sections
+    return _torch.lookup_backend("aot_eager")(gm, inputs)
+
+
+def _compile_slowly(rank: int) -> str:
+    """Train without a warmup in a group whose collectives may take a third of the compile."""
+    timeout = datetime.timedelta(seconds=SHORT_S)
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01, process_group=group)
+    inner = _slow if rank == 1 else "aot_eager"
+    model = torch.compile(ddp, **_options("forward", inner=inner))
+    try:
+        with ddpopt.naming_peers():
+            train(ddp, batches(rank, [(8, 64)] * 2), model)
+    except ddpopt.PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(own_ranks: OwnRanks) -> None:
+    """All ranks end with one error, which names the rank; checks/test_warmup.py has a warmup."""
+    workers = own_ranks()
+    try:
+        errors = workers.run(_compile_slowly)
+    finally:
+        workers.stop()
+    for error in errors:
+        assert re.match(
+            r"training failed: rank 1 \(.*\) compiled for longer than the process", error
+        )
+
+
+# ---- What must not differ ---------------------------------------------------------------------
+
+
+def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[str]]:
+    """Train where rank 1 differs; return the error, the steps made, and warnings.
+
+    For a warning there is a warmup, without which nothing is compared.
+    """
+    is_other = rank == 1
+    names = "ba" if what == "order" and is_other else "ab"
+    cap_mb = 0.01 if what == "caps" and is_other else CAP_MB
+    ddp = DistributedDataParallel(Named(names), bucket_cap_mb=cap_mb)
+    model = torch.compile(ddp, **_options())
+    own_version = mock.patch.object(
+        warming, "_own_version", return_value="0.0" if what == "version" and is_other else "9.9"
+    )
+    num_steps = 0
+    with (
+        own_version,
+        config.patch(disagreement=disagreement),
+        mock.patch.object(agreement._logs, "warning") as warning,
+    ):
+        try:
+            inputs = batches(rank, [(8, 64)] * 4)
+            if disagreement == "warning":
+                warmup(model, inputs[0])
+            for x in inputs:
+                model(x).sum().backward()
+                num_steps += 1
+            error = ""
+        except DisagreementError as caught:
+            error = str(caught)
+    dist.barrier()  # the group is in order
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return error, num_steps, [text for text in said if text.startswith("ranks compiled for")]
+
+
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        ("order", "parameter 0 is b.weight float32[64, 64] instead of a.weight float32[64, 64]"),
+        ("caps", "bucket limits in bytes is [10485] instead of [31457]"),
+        ("version", "ddpopt is 0.0 instead of 9.9"),
+    ],
+)
+@pytest.mark.parametrize("disagreement", ["error", "warning"])
+def test_all_ranks_hear_of_a_difference_in_the_same_step(
+    ranks: Ranks, what: str, difference: str, disagreement: str
+) -> None:
+    """An error stops all before the second step, a warning of the warmup none."""
+    first, second = ranks.run(_disagree, what, disagreement)
+    assert first == second
+    error, num_steps, warnings = first
+    assert (num_steps, len(warnings)) == ((1, 0) if disagreement == "error" else (4, 1))
+    said = error or warnings[0]
+    assert f"rank 1 differs from rank 0: {difference}" in said
+    assert "DistributedDataParallel(Named)" in said
+
+
+def _disagree_at_warmup(rank: int) -> str:
+    ddp = DistributedDataParallel(Named("ba" if rank else "ab"))
+    model = torch.compile(ddp, **_options())
+    with config.patch(disagreement="error"), pytest.raises(DisagreementError) as caught:
+        warmup(model, *batches(rank, [(8, 64)]))
+    return str(caught.value)
+
+
+def test_a_warmup_compares_before_any_step(ranks: Ranks) -> None:
+    """All ranks have told when it ends."""
+    first, second = ranks.run(_disagree_at_warmup)
+    assert first == second
+    assert "parameter 0 is b.weight" in first
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(gradient, "sum", dist.group.WORLD)
+
+
+class _Communicating(MLP):
+    """Adds activations over ranks in its middle, and gradients in the middle of backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            if index == 2:
+                x = _Sum.apply(x)
+        return x
+
+
+def _fall_back_alone(rank: int, split: str) -> str:
+    ddp = DistributedDataParallel(_Communicating(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options(split, enabled=rank == 0))
+    with config.patch(disagreement="error"):
+        try:
+            warmup(model, *batches(rank, [(8, 64)]))
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_graph_with_collectives_of_its_own_is_cut_alike_on_all_ranks(
+    ranks: Ranks, split: str
+) -> None:
+    """Else DDP's allreduces would meet the graph's; a warmup finds out before any step."""
+    first, second = ranks.run(_fall_back_alone, split)
+    assert first == second
+    assert re.search(
+        r"rank 1 differs from rank 0: where graphs with collectives of their own are cut is "
+        rf"\['\d collectives, whole'\] instead of \['\d collectives, {split} cut at \d+, \d+'\]; ",
+        first,
+    ), first
+
+
+# ---- It costs nothing, and never waits --------------------------------------------------------
+
+
+def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
+    """Return how often a step talks to the store; rank 1 may compile nothing."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
+    real, counts = Board._ask, []
+    with (
+        config.patch(disagreement="error"),
+        mock.patch.object(Board, "_ask", autospec=True, side_effect=real) as calls,
+        mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
+    ):
+        for x in batches(rank, [(8, 64)] * 5):
+            model(x).sum().backward()
+            counts.append(calls.call_count)
+    return counts
+
+
+def test_steps_without_a_compile_do_not_talk(ranks: Ranks) -> None:
+    """The first step tells, the second compares, and that is all."""
+    for counts in ranks.run(_count_store_calls, False):
+        assert 0 < counts[0] < counts[1]
+        assert counts[2:] == [counts[1]] * 3
+
+
+def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
+    """The others stop asking when the limit is over, and train on meanwhile."""
+    compiled, uncompiled = ranks.run(_count_store_calls, True)
+    assert 0 < compiled[0] < compiled[1]
+    assert compiled[2:] == [compiled[1]] * 3
+    assert uncompiled == [0] * 5
+
+
+def _train_without_store(rank: int) -> int:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, **_options())
+    with (
+        config.patch(disagreement="error"),
+        mock.patch.object(agreement, "_STORE_S", 0.05),
+        hanging_store() as store,
+    ):
+        train(ddp, batches(rank, [(8, 64)] * 3), model)
+        return store.num_calls
+
+
+def test_a_store_that_hangs_stops_the_comparison_and_nothing_else(ranks: Ranks) -> None:
+    """It is asked once."""
+    assert ranks.run(_train_without_store) == [1, 1]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    """Nothing is told."""
+    model = torch.compile(DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB), **_options())
+    with config.patch(disagreement="error"), mock.patch.object(_torch, "store_of") as store_of:
+        model(torch.randn(8, 64)).sum().backward()
+    assert not store_of.called
+
+
+def _said(**facts: str) -> list[Fact]:
+    return [Fact(name, value) for name, value in facts.items()]
+
+
+def test_the_first_difference_is_named_with_its_ranks() -> None:
+    """By the order of facts, whatever ranks have more of them; many ranks are cut short."""
+    base, other = _said(a="x", torch="1"), _said(a="x", b="y", torch="2")
+    assert find_difference([base, base], "do it") == ""
+    assert find_difference([base, _said(a="x", torch="2")], "do it") == (
+        "rank 1 differs from rank 0: torch is 2 instead of 1; do it"
+    )
+    assert find_difference([other, base, base], "do it") == (
+        "ranks 1, 2 differ from rank 0: b is missing; do it"
+    )
+    assert find_difference([base, _said(a="x", torch="1", b="y")], "do it") == (
+        "rank 1 differs from rank 0: b is missing on rank 0; do it"
+    )
+    said = find_difference([base, *[other] * 12], "do it")
+    assert said.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more differ from rank 0: torch is 2")
+
+
+def test_a_fact_may_have_a_remedy_of_its_own() -> None:
+    """It is told in place of the caller's."""
+    said = [[Fact("a", value, "mend a")] for value in "xy"]
+    assert find_difference(said, "do it").endswith("; mend a")
+
+
+def _agree(rank: int, what: str) -> str:
+    """Return the error of two ranks; the second differs or has a problem."""
+    is_other = rank == 1
+    ddp = DistributedDataParallel(MLP(1))
+    problem = KeyError("no disk") if what == "problem" and is_other else None
+    own = Word([Fact("lr", "0.2" if is_other else "0.1")], problem)
+    with pytest.raises((ddpopt.AttachError, KeyError)) as caught:
+        agree(ddp, own, ddpopt.AttachError, "set it alike", title="nothing changes: ")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        (
+            "fact",
+            "AttachError: nothing changes: rank 1 differs from rank 0: lr is 0.2 instead of 0.1; "
+            "set it alike",
+        ),
+        ("problem", "KeyError: \"nothing changes: on rank 1: 'no disk'\""),
+    ],
+)
+def test_all_ranks_raise_one_error(ranks: Ranks, what: str, error: str) -> None:
+    """A problem comes before a difference, and keeps its class."""
+    assert ranks.run(_agree, what) == [error, error]

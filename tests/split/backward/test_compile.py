@@ -1,0 +1,298 @@
+"""What `split="backward"` promises beside training right: fusion, memory, caches, fallbacks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _EventType
+from torch._inductor import metrics
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import ddpopt
+from ddpopt import Fallback, _torch
+from ddpopt.errors import ForwardInstead, TorchDriftError
+from ddpopt.split.plan import SplitPlan
+from tests.support.models import MLP, WIDTH, batches
+
+
+class Block(nn.Module):
+    """A layer that Inductor fuses a lot of: norm, GELU, dropout, residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.widen(self.norm(x)))
+        return x + nn.functional.dropout(self.narrow(hidden), 0.1, self.training)
+
+
+def _stack(depth: int = 4, width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return _Stack([Block(width) for _ in range(depth)])
+
+
+class _Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _compile(model: nn.Module, cap: float, **options: Any) -> tuple[DistributedDataParallel, Any]:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    return ddp, torch.compile(ddp, backend="ddpopt", options=options)
+
+
+def _plan(ddp: nn.Module) -> SplitPlan:
+    (plan,) = ddpopt.explain(ddp).plans
+    return plan
+
+
+def _gated_plan(ddp: nn.Module) -> SplitPlan:
+    plan = _plan(ddp)
+    assert plan.split == "backward"
+    assert len(plan.sections) > 1
+    return plan
+
+
+def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], SplitPlan]:
+    """Return outputs, losses, gradients and parameters of three steps."""
+    ddp, compiled = _compile(model, 0.02, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    seen: list[torch.Tensor] = []
+    for step, x in enumerate(batches(0, [(8, 32)] * 3)):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        output = compiled(x)
+        output.pow(2).mean().backward()
+        seen += [output.detach(), *(p.grad.clone() for p in ddp.parameters())]
+        optimizer.step()
+    return [*seen, *(p.detach().clone() for p in ddp.parameters())], _plan(ddp)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inner: str) -> None:
+    """Outputs, gradients and parameters, with dropout, over three steps."""
+    unsplit, plan = _train(_stack(), inner=inner, enabled=False)
+    assert plan.fallback is Fallback.DISABLED
+    split, plan = _train(_stack(), inner=inner, split="backward")
+    assert plan.split == "backward"
+    assert len(plan.sections) > 4
+    assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
+
+
+def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
+    """Return the kernels that Inductor made of the forward, and the number of sections."""
+    inner_compile = torch._inductor.compile_fx.compile_fx_inner
+    counts: list[int] = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_backward") and not counts:
+            counts.append(metrics.generated_kernel_count)
+        return inner_compile(*args, **kwargs)
+
+    metrics.reset()
+    ddp, compiled = _compile(_stack(2), cap, **options)
+    with mock.patch.object(torch._inductor.compile_fx, "compile_fx_inner", counting):
+        compiled(torch.ones(8, 32))
+    # The unsplit backward is compiled later, when it first runs.
+    return (counts or [metrics.generated_kernel_count])[0], len(_plan(ddp).sections)
+
+
+def test_the_forward_has_as_many_kernels_as_unsplit_whatever_the_caps(one_rank: None) -> None:
+    """So no fusion is lost in it, while the forward split loses some."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        unsplit, _ = _count_forward_kernels(25, enabled=False)
+        split = [_count_forward_kernels(cap, split="backward") for cap in (0.05, 0.02, 0.001)]
+    assert {kernels for kernels, _ in split} == {unsplit}
+    assert split[0][1] < split[1][1] < split[2][1], "smaller caps, more sections"
+
+
+def _peak(run: Callable[[], None]) -> int:
+    """Return the most bytes that were allocated during a call, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    totals = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            totals.append((event.start_time_ns, fields.total_allocated, fields.alloc_size))
+    totals.sort()
+    return max(total for _, total, _ in totals) - (totals[0][1] - totals[0][2])
+
+
+def _peak_of_step(batch: int, **options: Any) -> int:
+    ddp, compiled = _compile(_stack(depth=6, width=64), 0.1, **options)
+    x = torch.ones(batch, 64)
+    for _ in range(3):
+        compiled(x).sum().backward()
+        ddp.zero_grad()
+    return _peak(lambda: compiled(x).sum().backward())
+
+
+@pytest.mark.parametrize("batch", [8, 512])
+def test_the_peak_of_memory_is_the_unsplit_compiles_and_one_bucket(
+    one_rank: None, batch: int
+) -> None:
+    """At most; with few and with many activations beside the gradients, on Inductor."""
+    unsplit = _peak_of_step(batch, enabled=False)
+    split = _peak_of_step(batch, split="backward")
+    one_bucket = 0.1 * 2**20 + 4 * 64 * 64 * 4  # the cap, and the weight that reaches it
+    assert split <= unsplit + one_bucket
+
+
+def test_equal_sections_are_compiled_once(one_rank: None) -> None:
+    """The blocks of a deep stack: more blocks make more sections, and no more compiles."""
+    compiles = []
+    for depth in (6, 12):
+        with mock.patch.object(_torch, "aot_eager", _CountingAotEager()) as aot:
+            ddp, compiled = _compile(_stack(depth), 0.02, inner="aot_eager", split="backward")
+            compiled(torch.ones(8, 32)).sum().backward()
+        assert len(_gated_plan(ddp).sections) >= depth
+        compiles.append(aot.count)
+    assert compiles[0] == compiles[1] < 6
+
+
+class _CountingAotEager:
+    """`_torch.aot_eager` that counts the sections it compiles."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._aot_eager = _torch.aot_eager
+
+    def __call__(self, gm: Any, inputs: Any, edit_forward: Any, cut_backward: Any) -> Any:
+        def cut(graph: Any, values: Any, compile_section: Any) -> Any:
+            def counting(*args: Any) -> Any:
+                self.count += 1
+                return compile_section(*args)
+
+            return cut_backward(graph, values, counting)
+
+        return self._aot_eager(gm, inputs, edit_forward, cut)
+
+
+_CACHED = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch._dynamo.utils import counters
+from tests.split.backward.test_compile import _compile, _stack, _train, _plan
+{before}
+values, plan = _train(_stack(2), split="backward")
+assert plan.split == "backward" and len(plan.sections) > 2, plan
+digest = hash(tuple(v.double().sum().item() for v in values))
+print(digest, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+print(hash(str(plan)))
+"""
+_UNSPLIT_FIRST = '_train(_stack(2), enabled=False); _train(_stack(2), split="forward")'
+
+
+def _in_new_process(cache: Path, before: str = "", **env: str) -> tuple[str, str, int, int]:
+    """Return digests of results and of the plan, and how often the FX cache hit and missed."""
+    code = _CACHED.format(tests=str(Path(__file__).parents[3]), before=before)
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0", **env}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    digest, hits, misses, plan = result.stdout.split()[-4:]
+    return digest, plan, int(hits), int(misses)
+
+
+def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
+    """Cold, warm, off, and filled by the same model compiled without this split before."""
+    digest, plan, _, misses = _in_new_process(tmp_path / "a")
+    assert misses > 0
+    warm = _in_new_process(tmp_path / "a")
+    assert warm[:2] == (digest, plan)
+    assert warm[2] > 0
+    assert warm[3] == 0, "all sections come from the cache"
+    off = _in_new_process(tmp_path / "b", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    assert off == (digest, plan, 0, 0)
+    after = _in_new_process(tmp_path / "c", before=_UNSPLIT_FIRST)
+    assert after[0] == digest
+
+
+def test_fullgraph_inside_of_ddp(one_rank: None) -> None:
+    """`DDP(torch.compile(model, fullgraph=True))` is split as `torch.compile(DDP(model))` is."""
+    options = {"split": "backward", "inner": "aot_eager"}
+    inner = torch.compile(_stack(), backend="ddpopt", options=options, fullgraph=True)
+    ddp = DistributedDataParallel(inner, bucket_cap_mb=0.02)
+    ddp(torch.ones(8, 32)).sum().backward()
+    _gated_plan(ddp)
+
+
+def _explicit_inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    return gm.forward
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        (ForwardInstead.INNER, {"inner": "eager"}),
+        (ForwardInstead.INNER, {"inner": _explicit_inner}),
+        (ForwardInstead.CUDA_GRAPHS, {"triton.cudagraphs": True}),
+    ],
+)
+def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
+    one_rank: None, reason: ForwardInstead, options: dict[str, Any], caplog: Any
+) -> None:
+    """With one warning that says why, and what to do."""
+    with caplog.at_level(logging.WARNING, _torch.LOG_NAME):
+        ddp, compiled = _compile(MLP(), 0.03, split="backward", **options)
+        compiled(batches(0, [(2, WIDTH)])[0]).sum().backward()
+    plan = _plan(ddp)
+    assert (plan.instead, plan.split, plan.fallback) == (reason, "forward", None)
+    assert len(plan.sections) > 1
+    (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
+    assert record.levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("broken"), ForwardInstead.FAILED),
+        (TorchDriftError("moved"), ForwardInstead.TORCH_DRIFT),
+    ],
+)
+def test_an_error_of_ours_while_cutting_falls_back_to_the_forward_split(
+    one_rank: None, error: Exception, reason: ForwardInstead
+) -> None:
+    """The reason and the error are in the plan, and training is right."""
+    with mock.patch("ddpopt.split.backward.compile.cut_backward", side_effect=error):
+        split, plan = _train(_stack(), inner="aot_eager", split="backward")
+    assert plan.instead is reason
+    assert str(error) in plan.detail
+    assert plan.split == "forward"
+    assert len(plan.sections) > 1
+    unsplit, _ = _train(_stack(), inner="aot_eager", enabled=False)
+    assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
+
+
+def test_one_bucket_is_compiled_as_without_splitting(one_rank: None) -> None:
+    """There is nothing to release early, so there is no token either."""
+    ddp, compiled = _compile(_stack(), 25, inner="aot_eager", split="backward")
+    with mock.patch.object(_torch, "aot_eager", side_effect=AssertionError):
+        compiled(torch.ones(8, 32)).sum().backward()
+    assert _plan(ddp).fallback is Fallback.ONE_BUCKET

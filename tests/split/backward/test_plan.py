@@ -1,0 +1,180 @@
+"""Where a backward graph is cut, on facts written by hand and on random ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpopt.errors import Fallback
+from ddpopt.reducer import Bucket, Parameter
+from ddpopt.split.backward.facts import BackwardFacts, Tie
+from ddpopt.split.backward.plan import plan_backward
+from ddpopt.split.plan import BackwardCuts
+
+
+def _facts(
+    reads: Sequence[dict[int, Tie]],
+    gradients: dict[int, tuple[int, ...]],
+    num_bytes: Sequence[int] | None = None,
+    ordered: Sequence[int] = (),
+    argument_reads: dict[int, tuple[int, ...]] | None = None,
+) -> BackwardFacts:
+    count = len(reads)
+    return BackwardFacts(
+        call_names=[f"n{i}" for i in range(count)],
+        is_repeat=[False] * count,
+        is_ordered=[i in ordered for i in range(count)],
+        reads=reads,
+        num_bytes=num_bytes or [1] * count,
+        gradients=gradients,
+        argument_reads=argument_reads or {},
+    )
+
+
+def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Fallback:
+    """Plan with parameter i as argument i, and these parameters in each bucket."""
+    parameters = {
+        a: Parameter(index=a, name=f"p{a}", num_bytes=4, group="f32") for a in facts.gradients
+    }
+    made = [
+        Bucket(index=k, parameters=tuple(parameters[a] for a in members), cap_bytes=4)
+        for k, members in enumerate(buckets)
+    ]
+    final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
+    final = {a: place for a, place in final.items() if any(a in b for b in buckets)}
+    return plan_backward(facts, made, {a: a for a in parameters}, final)
+
+
+def _sections(plan: BackwardCuts | Fallback) -> list[list[int]]:
+    assert isinstance(plan, BackwardCuts), plan
+    return [list(plan.order[s.start : s.stop]) for s in plan.sections]
+
+
+NO = Tie.NONE
+
+
+def test_a_cut_stands_behind_a_buckets_last_gradient_where_fewest_bytes_live() -> None:
+    """Calls 1 and 4 make gradients. Behind 1 a large value lives, behind 2 a small one."""
+    facts = _facts([{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}], {0: (1,), 1: (4,)}, [8, 8, 1, 8, 8])
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+    even = _facts([{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}], {0: (1,), 1: (4,)})
+    assert _sections(_plan(even, [[0], [1]])) == [[0, 1], [2, 3, 4]], "a tie goes to the earliest"
+
+
+def test_a_value_that_a_fusion_would_not_write_counts_twice() -> None:
+    """Call 0's value is fused with 2; call 2's, as large, is read by a kernel of its own."""
+    reads = [{}, {0: NO}, {0: Tie.FUSED}, {2: NO}, {3: NO}]
+    assert _sections(_plan(_facts(reads, {0: (1,), 1: (4,)}), [[0], [1]])) == [[0, 1, 2], [3, 4]]
+
+
+def test_rounding_counts_before_bytes() -> None:
+    """The cheaper cut in bytes would round a value that the whole graph does not round."""
+    reads = [{}, {0: NO}, {0: Tie.UNROUNDED}, {2: NO}, {3: NO}]
+    facts = _facts(reads, {0: (1,), 1: (4,)}, [1, 1, 8, 8, 8])
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+
+
+def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
+    """Call 0 returns a tuple, from which 1, 2 and 4 take elements; 1 and 4 are gradients."""
+    one = Tie.ONE
+    reads = [{}, {0: one}, {0: one}, {2: NO}, {0: one}, {3: NO}]
+    facts = _facts(reads, {0: (1,), 1: (4,), 2: (5,)})
+    assert _sections(_plan(facts, [[0], [1, 2]])) == [[0, 1, 2, 4], [3, 5]]
+
+
+def test_a_gradient_waits_for_what_it_needs_only() -> None:
+    """Call 1 serves bucket 1 alone: it runs after bucket 0 is released, out of graph order."""
+    facts = _facts([{}, {}, {0: NO}, {1: NO}], {0: (2,), 1: (3,)})
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 2], [1, 3]]
+
+
+def test_calls_with_effects_keep_their_order() -> None:
+    """Call 1 draws random numbers before call 2 does, although bucket 0 needs only call 2."""
+    facts = _facts([{}, {}, {0: NO}, {1: NO}], {0: (2,), 1: (3,)}, ordered=(1, 2))
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3]]
+
+
+def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
+    """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
+    reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
+    facts = _facts(reads, {0: (1,), 1: (4,)}, argument_reads={0: (2,)})
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+
+
+def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
+    """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1."""
+    facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
+    plan = _plan(facts, [[0], [1, 2]])
+    assert _sections(plan) == [[0, 1, 2], [3, 4]]
+    assert isinstance(plan, BackwardCuts)
+    assert plan.releases == ((0,), (1, 2))
+
+
+def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
+    """No parameter, one bucket, and gradients that one call makes."""
+    facts = _facts([{}, {0: NO}, {1: NO}], {0: (1,), 1: (1,), 2: (2,)})
+    assert _plan(facts, []) is Fallback.NO_PARAMETERS
+    assert _plan(facts, [[0, 2]]) is Fallback.ONE_BUCKET
+    assert _plan(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Fallback.COMPLETE_TOGETHER
+
+
+@st.composite
+def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
+    count = draw(st.integers(2, 30))
+    ties = st.sampled_from([Tie.NONE, Tie.FUSED, Tie.UNROUNDED])
+    reads: list[dict[int, Tie]] = [
+        draw(st.dictionaries(st.integers(0, i - 1), ties, max_size=3)) if i else {}
+        for i in range(count)
+    ]
+    for i in range(1, count):
+        if draw(st.integers(0, 5)) == 0:
+            reads[i] = {i - 1: Tie.ONE}
+    makers = draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=8))
+    gradients = {a: (maker,) for a, maker in enumerate(makers)}
+    if draw(st.booleans()):
+        gradients[len(makers)] = ()  # an input handed through
+    arguments = draw(st.permutations(list(gradients)))
+    cuts = sorted(draw(st.sets(st.integers(1, len(arguments)), max_size=4)))
+    bounds = [0, *cuts]
+    buckets = [list(arguments[a:b]) for a, b in itertools.pairwise(bounds)]
+    sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    ordered = draw(st.sets(st.integers(0, count - 1), max_size=3))
+    ordered = {i for i in ordered if Tie.ONE not in reads[i].values()}
+    read_by = st.dictionaries(
+        st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
+    )
+    facts = _facts(reads, gradients, sizes, sorted(ordered), draw(read_by))
+    return facts, [bucket for bucket in buckets if bucket]
+
+
+@given(_random_facts())
+def test_any_plan_runs_every_call_once_and_releases_what_is_there(
+    drawn: tuple[BackwardFacts, list[list[int]]],
+) -> None:
+    """In an order that respects what calls read, effects, tuples, and the order of buckets."""
+    facts, buckets = drawn
+    plan = _plan(facts, buckets)
+    if isinstance(plan, Fallback):
+        return
+    place = {call: i for i, call in enumerate(plan.order)}
+    assert sorted(plan.order) == list(range(facts.num_calls))
+    assert all(place[source] < place[call] for call in place for source in facts.reads[call])
+    ordered = [call for call in plan.order if facts.is_ordered[call]]
+    assert ordered == sorted(ordered)
+    section_of = {c: k for k, calls in enumerate(_sections(plan)) for c in calls}
+    for call, reads in enumerate(facts.reads):
+        if Tie.ONE in reads.values() and len(reads) == 1:
+            assert section_of[call] == section_of[next(iter(reads))]
+    assert sorted(itertools.chain(*plan.releases)) == sorted(facts.gradients)
+    for k, arguments in enumerate(plan.releases):
+        assert all(section_of[c] <= k for a in arguments for c in facts.argument_reads.get(a, ()))
+    for k, arguments in enumerate(plan.releases):
+        assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
+    completed = [bucket for section in plan.sections for bucket in section.completes]
+    assert completed == list(range(len(buckets)))
+    for k, section in enumerate(plan.sections):
+        released = set(itertools.chain(*plan.releases[: k + 1]))
+        assert all(released.issuperset(buckets[bucket]) for bucket in section.completes)

@@ -1,0 +1,217 @@
+"""Parameters that have no gradient in eager DDP have none when the forward is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.split.forward.cut import find_passing_gradients
+from ddpopt.split.nodes import call_nodes
+from tests.split.forward.test_facts import Capture, forward_of
+from tests.support.models import batches
+from tests.support.ranks import Ranks
+
+WIDTH = 8
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def _detached(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x).tanh()
+    return layers[3](x + layers[2](layers[1](x)).detach())
+
+
+def _compared(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x).tanh()
+    mask = layers[1](x)
+    return layers[3](layers[2](x * 2) * (mask.abs() > 0.3))
+
+
+def _used_without_grad(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layers[0](x).tanh()
+    scale = layers[1](x)
+    x = layers[2](x)
+    with torch.no_grad():
+        scale = scale.abs().mean()
+    return layers[3](x * scale)
+
+
+class Layers(nn.Module):
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layers, x)
+
+
+def _train(
+    forward: Forward, options: dict[str, Any], split: str | None
+) -> tuple[list[str], dict[str, torch.Tensor], list[int]]:
+    """Return who has no gradient, all parameters, and the numbers of sections."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = model = DistributedDataParallel(Layers(forward), **options)
+    if split is not None:
+        chosen = {"inner": "aot_eager", "split": split}
+        model = torch.compile(ddp, backend="ddpopt", options=chosen)
+    optimizer = torch.optim.AdamW(ddp.parameters(), weight_decay=0.5)
+    for x in batches(0, [(4, WIDTH)] * 3):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    named = dict(ddp.module.named_parameters())
+    without = [name for name, parameter in named.items() if parameter.grad is None]
+    return without, named, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("forward", [_detached, _compared, _used_without_grad])
+def test_parameters_without_a_gradient_keep_none(
+    one_rank: None, forward: Forward, options: dict[str, Any], split: str
+) -> None:
+    """Zeros in place of none would have AdamW's weight decay change them."""
+    options = {**options, "bucket_cap_mb": 500 / 2**20}  # a cut lies behind the second layer
+    without, expected, _ = _train(forward, options, None)
+    found, parameters, sections = _train(forward, options, split)
+    assert found == without != []
+    assert split == "backward" or sections >= [2]
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name])
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads, each an output. `aside` keeps the second where DDP does not see it."""
+
+    def __init__(self, aside: bool) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.aside = aside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.trunk(x)
+        first, second = self.first(x), self.second(x)
+        if self.aside:
+            self.kept = second
+            return first
+        return {"second": second, "first": first}
+
+
+def _train_first_head(
+    rank: int, aside: bool, options: dict[str, Any], inner: str | None
+) -> tuple[list[str], dict[str, torch.Tensor], list[int]]:
+    """As `_train`, on a loss of the first head, and on rank 1 of both in the last step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = model = DistributedDataParallel(TwoHeads(aside), **options)
+    if inner is not None:
+        chosen = {"inner": inner, "split": "backward"}
+        model = torch.compile(ddp, backend="ddpopt", options=chosen)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, weight_decay=0.5)
+    without = []
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
+        optimizer.zero_grad()
+        output = model(x)
+        loss = (output if aside else output["first"]).pow(2).mean()
+        if step == 3 and rank == 1 and not aside and not ddp.static_graph:
+            loss = loss + output["second"].pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        named = dict(ddp.module.named_parameters())
+        without.append(", ".join(n for n, parameter in named.items() if parameter.grad is None))
+    state = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return without, state, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+
+
+@pytest.mark.parametrize(
+    ("aside", "option", "inner"),
+    [
+        (False, "find_unused_parameters", "aot_eager"),
+        (False, "find_unused_parameters", "inductor"),
+        (True, "find_unused_parameters", "aot_eager"),
+        (True, "static_graph", "aot_eager"),  # eager DDP refuses it with an output that it sees
+    ],
+)
+def test_parameters_behind_outputs_that_the_loss_does_not_use_keep_none(
+    ranks: Ranks, aside: bool, option: str, inner: str
+) -> None:
+    """Zeros, which AOTAutograd fills in, would have AdamW change them. Any rank's use counts."""
+    options = {option: True, "bucket_cap_mb": 200 / 2**20}
+    expected = ranks.run(_train_first_head, aside, options, None)
+    found = ranks.run(_train_first_head, aside, options, inner)
+    for (without, parameters, sections), (eager, eager_parameters, _) in zip(
+        found, expected, strict=True
+    ):
+        assert without == eager
+        assert "second.0.weight" in eager[0]
+        assert sections[0] >= 3
+        torch.testing.assert_close(parameters, eager_parameters)
+
+
+def _passing(forward: Forward) -> dict[str, bool]:
+    torch._dynamo.reset()
+    capture = Capture()
+    module = forward_of(forward, (4, 4), (4, 4))
+    torch.compile(module, backend=capture, fullgraph=True)(torch.randn(4, 4))
+    passing = find_passing_gradients(capture.gm.graph)
+    return {node.name: node in passing for node in call_nodes(capture.gm.graph)}
+
+
+def test_what_is_only_detached_passes_nothing_back() -> None:
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        dead = (x @ p[0]).relu()
+        return (x @ p[1]) * dead.detach().sum() * dead.argmax()
+
+    passing = _passing(forward)
+    assert [name for name, is_passing in passing.items() if is_passing] == [
+        "matmul_1",
+        "mul",
+        "mul_1",
+    ]
+
+
+def test_what_vmap_does_passes_gradients_back() -> None:
+    """Within a transform of functorch Dynamo's values do not say that they require any."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.mul)(x, p[0].exp()) @ p[1]
+
+    made_by_exp, *_ = _passing(forward).values()
+    assert made_by_exp
+
+
+def test_gradients_arrive_where_vmap_alone_uses_a_value_behind_a_cut(one_rank: None) -> None:
+    """As in the scan of a state space model: the rate of decay got zeros."""
+
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        rate = layers[0](x).sigmoid()
+        return layers[3](torch.vmap(torch.mul)(layers[2](layers[1](x)), rate))
+
+    _, expected, _ = _train(forward, {"bucket_cap_mb": 500 / 2**20}, None)
+    _, parameters, sections = _train(forward, {"bucket_cap_mb": 500 / 2**20}, "forward")
+    assert sections >= [2]
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name])
+
+
+def test_what_is_written_into_memory_counts_as_passing() -> None:
+    """Others may read that memory."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(4, 4)
+        rows[0] = (x @ p[0])[0]
+        other = torch.zeros(4, 4)
+        other.view(16).add_((x @ p[1]).view(16))
+        return rows + other
+
+    assert all(is_passing for name, is_passing in _passing(forward).items() if "zeros" not in name)

@@ -1,0 +1,120 @@
+"""Communication overlaps backward: shown by the order of events, not by the clock."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.split.backward.gates import CompiledSection
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import Ranks
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+]
+
+
+def _record_events(rank: int, inner: str, ddp_options: dict[str, Any]) -> tuple[list[str], Any]:
+    """Train; return the events of the last backward, and the plan.
+
+    `launch k` is the start of bucket k's allreduce, `section s` the start of section s's backward.
+    """
+    events: list[str] = []
+    compile_section = torch._dynamo.lookup_backend(inner)
+    sections: list[int] = []
+
+    def marking(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        compiled = compile_section(gm, example_inputs)
+        index = len(sections)
+        sections.append(index)
+
+        def run(*args: Any) -> Any:
+            outputs = compiled(*args)
+            if torch._guards.TracingContext.try_get() is None:
+                node = next(o.grad_fn for o in outputs if o.requires_grad)
+                node.register_prehook(lambda _: events.append(f"section {index}"))
+            return outputs
+
+        return run
+
+    return _train(rank, events, {"inner": marking}, ddp_options, _launch_into(events))
+
+
+def _record_gated_events(
+    rank: int, inner: str, ddp_options: dict[str, Any]
+) -> tuple[list[str], Any]:
+    """As `_record_events`, with the backward split."""
+    events: list[str] = []
+    indices: dict[tuple[int, ...], int] = {}
+    run = CompiledSection.run
+
+    def marking(section: CompiledSection, values: list[Any]) -> Any:
+        events.append(f"section {indices.setdefault(section.releases, len(indices))}")
+        return run(section, values)
+
+    options = {"inner": inner, "split": "backward"}
+    with mock.patch.object(CompiledSection, "run", marking):
+        return _train(rank, events, options, ddp_options, _launch_into(events))
+
+
+def _launch_into(events: list[str]) -> Any:
+    def launch(_, bucket):
+        events.append(f"launch {bucket.index()}")
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    return launch
+
+
+def _train(
+    rank: int, events: list[str], options: dict[str, Any], ddp_options: dict[str, Any], launch: Any
+) -> tuple[list[str], Any]:
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03, **ddp_options)
+    ddp.register_comm_hook(None, launch)
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    for x in batches(rank, [(2, WIDTH)] * 4):
+        events.clear()
+        compiled(x).sum().backward()
+    return events, ddpopt.explain(ddp).plans
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("ddp_options", OPTIONS, ids=str)
+def test_a_buckets_allreduce_is_launched_before_the_next_sections_backward(
+    ranks: Ranks, inner: str, ddp_options: dict[str, Any], split: str
+) -> None:
+    """For every bucket but the last, on both ranks, in every mode of the Reducer."""
+    record = _record_events if split == "forward" else _record_gated_events
+    for events, (plan,) in ranks.run(record, inner, ddp_options):
+        assert plan.split == split
+        assert len(plan.sections) >= 3
+        expected = []
+        for section in plan.sections if split == "backward" else reversed(plan.sections):
+            expected.append(f"section {section.index}")
+            expected += [f"launch {bucket}" for bucket in section.completes]
+        assert events == expected
+        launched = [event for event in events if event.startswith("launch")]
+        assert launched == [f"launch {bucket.index}" for bucket in plan.buckets]
+
+
+def test_the_unsplit_compile_launches_nothing_before_its_backward_is_done(ranks: Ranks) -> None:
+    """So that the test above shows something: with one section nothing can overlap."""
+    for events, (plan,) in ranks.run(_record_unsplit):
+        assert plan.fallback is ddpopt.Fallback.DISABLED
+        assert events[0] == "section 0"
+        assert all(event.startswith("launch") for event in events[1:])
+
+
+def _record_unsplit(rank: int) -> tuple[list[str], Any]:
+    with ddpopt.config.patch(enabled=False):
+        return _record_events(rank, "aot_eager", {})

@@ -1,0 +1,69 @@
+"""Which code runs when a checkpoint recomputes a compiled region."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+
+WIDTH = 16
+
+
+class _Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(torch.tanh(x), self.weight, self.bias))
+
+
+class _Pair(nn.Module):
+    """Two layers in two buckets; where it `breaks`, its data decide, which Dynamo cannot trace."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Layer(WIDTH, WIDTH), _Layer(WIDTH, WIDTH)])
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:  # Dynamo gives up a function that breaks in a loop
+            x = layer(x)
+            if self.breaks and x.sum() > 1000:
+                x = x * 2
+        return x
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([_Pair(False), _Pair(True)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in self.pairs:
+            x = checkpoint(pair.__call__, x, use_reentrant=False)
+        return x
+
+
+def _step(compiled: slice) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = _Layers()
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.001)
+    for pair in layers.pairs[compiled]:
+        pair.compile(backend="ddpopt", options={"inner": "aot_eager"})
+    ddp(torch.randn(WIDTH, WIDTH)).square().sum().backward()
+    return ddp
+
+
+def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: None) -> None:
+    """Layers share `nn.Module.__call__`, which Dynamo gives up when one breaks the graph."""
+    with pytest.raises(Exception, match="does not run the compiled code of its forward"):
+        _step(slice(None))
+
+
+def test_it_is_right_where_the_layer_that_breaks_the_graph_is_not_compiled(one_rank: None) -> None:
+    """As the message says."""
+    eager, ddp = _step(slice(0)), _step(slice(1))
+    assert [len(plan.sections) for plan in ddpopt.explain(ddp).plans] == [2]
+    for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)

@@ -1,0 +1,270 @@
+"""What runs at every step: arrival order in the first iterations, and models that share code."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _torch
+from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+
+CAP = 0.03
+
+
+def _compile(module: nn.Module) -> Any:
+    return torch.compile(module, backend="ddpopt", options={"inner": "aot_eager"})
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_the_first_gradients_arrive_in_the_planned_order(
+    one_rank: None, static_graph: bool
+) -> None:
+    """Parameter hooks see the plan's order, until DDP has rebuilt its buckets."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP, static_graph=static_graph)
+    arrived: list[str] = []
+    for name, parameter in ddp.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    compiled = _compile(ddp)
+    for x in batches(0, [(2, WIDTH)] * 4):
+        was_rebuilt = ddp._has_rebuilt_buckets
+        arrived.clear()
+        compiled(x).sum().backward()
+        (plan,) = ddpopt.explain(ddp).plans
+        if not was_rebuilt and not ddp._has_rebuilt_buckets:
+            assert arrived == [p.name for p in plan.arrival]
+    assert ddp._has_rebuilt_buckets
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))])
+def test_a_copy_of_a_trained_module_is_at_its_beginning(
+    one_rank: None, copy_of: Callable[[DistributedDataParallel], DistributedDataParallel]
+) -> None:
+    """Its Reducer has formed no buckets yet, whatever the attribute says that was copied."""
+    original = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    train(original, batches(0, [(2, WIDTH)] * 4), _compile(original))
+    ddp = copy_of(original)
+    arrived: list[str] = []
+    for name, parameter in ddp.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    compiled = _compile(ddp)
+    will_rebuild = []
+    for x in batches(0, [(2, WIDTH)] * 4):
+        arrived.clear()
+        compiled(x).sum().backward()
+        will_rebuild.append(_torch.will_rebuild_buckets(ddp))
+        (plan,) = ddpopt.explain(ddp).plans
+        if len(will_rebuild) == 1:
+            assert arrived == [p.name for p in plan.arrival]
+    assert will_rebuild[0]
+    assert not will_rebuild[-1]
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert not _torch.will_rebuild_buckets(original)
+
+
+def test_a_copy_has_no_comm_hook(one_rank: None) -> None:
+    """DDP copies the list of hooks, and registers none of them with the new Reducer."""
+    original = DistributedDataParallel(MLP())
+    original.register_comm_hook("state", default_hooks.fp16_compress_hook)
+    assert _torch.has_comm_hook(original)
+    assert _torch.hook_states(original) == ["state"]
+    ddp = copy.deepcopy(original)
+    assert not _torch.has_comm_hook(ddp)
+    assert _torch.hook_states(ddp) == []
+
+
+def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
+    """Dynamo does not compile a second model of the same class; explain still tells."""
+    first = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    second = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    for ddp in (first, second):
+        train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+        assert ddp._has_rebuilt_buckets
+    assert ddpopt.explain(second).plans == ddpopt.explain(first).plans != ()
+    reported = [
+        d._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] for d in (first, second)
+    ]
+    assert reported[0] == reported[1]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "compiled nothing" in r.getMessage()]
+
+
+def _sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_a_bare_sequential_under_ddp_is_warned_about_once(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo compiles nothing there; the warning names the remedy, and the remedy works."""
+    ddp = DistributedDataParallel(_sequential(), bucket_cap_mb=0.01)
+    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    assert len(_warnings(caplog)) == 1
+    assert "DDP(torch.compile(model, backend='ddpopt'))" in _warnings(caplog)[0]
+    assert not ddpopt.explain(ddp).plans
+
+    remedied = DistributedDataParallel(_compile(_sequential()), bucket_cap_mb=0.01)
+    train(remedied, batches(0, [(2, WIDTH)] * 3))
+    assert len(_warnings(caplog)) == 1
+    assert len(ddpopt.explain(remedied).plans[0].sections) == 2
+
+
+def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`Module.compile` of torch.nn's own classes compiles nothing, with any backend."""
+    module = MLP(3)
+    for layer in module.layers:
+        layer.compile(backend="ddpopt", options={"inner": "aot_eager"})
+    train(DistributedDataParallel(module), batches(0, [(2, WIDTH)] * 2))
+    (text,) = _warnings(caplog)
+    assert "torch.compile(part) does" in text
+
+
+def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither for eager DDP nor for another backend."""
+    for backend in (None, "eager"):
+        ddp = DistributedDataParallel(_sequential())
+        compiled = torch.compile(ddp, backend=backend) if backend else ddp
+        train(ddp, batches(0, [(2, WIDTH)] * 2), compiled)
+    assert not _warnings(caplog)
+
+
+def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -> None:
+    """Dynamo would share it; a guard on DDP's rules makes it compile again."""
+    for cap, sections in ((CAP, 3), (25, 0), (0.0157, 6), (CAP, 3)):
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
+        train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+        (plan,) = ddpopt.explain(ddp).plans
+        assert len(plan.sections) == sections
+
+
+def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None) -> None:
+    """And keeps its first code for runs outside of DDP."""
+    model = _compile(MLP())
+    model(torch.randn(2, WIDTH)).sum().backward()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)] * 3))
+    assert [len(plan.sections) for plan in ddpopt.explain(ddp).plans] == [3]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> None:
+    """It gets no alias: a write under no_grad would go through that. Embeddings may write too."""
+
+    class Clamped(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(2, WIDTH, max_norm=1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.layers[3].weight.clamp_(-0.05, 0.05)
+            rows = self.embedding((x[:, 0] > 0).long())
+            return super().forward(x + rows) * self.embedding.weight.mean()
+
+    eager, ddp = twins(Clamped(), bucket_cap_mb=CAP)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+
+
+def test_buckets_other_than_planned_are_warned_about_with_the_first_parameter(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first backward is another graph's, which uses the layers the other way round."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    x = compiled(torch.randn(2, WIDTH)).detach()
+    for layer in reversed(ddp.module.layers):
+        x = layer(x).relu()
+    x.sum().backward()
+    for _ in range(3):
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    said = [
+        r.getMessage() for r in caplog.records if "other buckets than planned" in r.getMessage()
+    ]
+    assert len(said) == 1
+    assert "layers.5.bias of graph 4/0 is in bucket 2" in said[0]
+    explanation = ddpopt.explain(ddp)
+    assert not all(bucket.is_as_planned for bucket in explanation.buckets)
+    assert "DIFFERS" in str(explanation)
+
+
+class Blocks(nn.Module):
+    """Blocks of one class, which Dynamo compiles as one graph when the loop is not compiled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP(2, width) for _ in range(3))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("cap", "sections"), [(CAP, 0), (0.0157, 2)])
+def test_a_graph_shared_by_blocks_is_planned_for_one_block(
+    one_rank: None, caplog: pytest.LogCaptureFixture, cap: float, sections: int
+) -> None:
+    """A small block is not cut, whatever bucket boundary of the whole model falls into it."""
+    eager, ddp = twins(Blocks(WIDTH), bucket_cap_mb=cap)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    plans = ddpopt.explain(ddp).plans
+    assert all(plan.is_shared for plan in plans)
+    assert {len(plan.sections) for plan in plans} == {sections}
+    assert not [r for r in caplog.records if "other buckets" in r.getMessage()]
+
+
+def test_nothing_is_compiled_anew_in_later_steps(one_rank: None) -> None:
+    """Not even frames of ours, under ddpopt or under another backend."""
+    for backend in ("ddpopt", "eager"):
+        ddp = DistributedDataParallel(MLP())
+        compiled = torch.compile(ddp, backend=backend)
+        train(ddp, batches(0, [(2, WIDTH)] * 3), compiled)
+        frames = torch._dynamo.utils.counters["frames"]["total"]
+        train(ddp, batches(0, [(2, WIDTH)] * 3), compiled)
+        assert torch._dynamo.utils.counters["frames"]["total"] == frames
+
+
+def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
+    """DDP writes its log in steps that communicate only."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    for _ in range(4):
+        with ddp.no_sync():
+            for x in batches(0, [(2, WIDTH)] * 15):
+                compiled(x).sum().backward()
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None) -> None:
+    """Even when DDP formed other buckets than planned: they are final, and known by then."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    x = compiled(torch.randn(2, WIDTH)).detach()
+    for i in (5, 0, 4, 1, 3, 2):
+        x = ddp.module.layers[i](x).relu()
+    x.sum().backward()
+    for _ in range(3):
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    compiled(torch.randn(3, WIDTH)).sum().backward()
+    first, second = ddpopt.explain(ddp).plans
+    actual = [bucket.actual for bucket in ddpopt.explain(ddp).buckets]
+    assert [tuple(p.name for p in bucket.parameters) for bucket in second.buckets] == actual
+    assert first.buckets != second.buckets

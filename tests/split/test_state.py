@@ -1,0 +1,91 @@
+"""What is known of a DDP module, and who is told when it changes."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.split import state
+from tests.support.models import MLP
+
+OPTIONS = {"inner": "aot_eager", "split": "backward"}
+
+
+class _Runner:
+    """Counts how often it is told to look again."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+
+    def unsettle(self) -> None:
+        self.num_looks += 1
+
+
+def _ddp() -> DistributedDataParallel:
+    return DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+
+
+def test_other_buckets_unsettle_those_who_looked_no_more_once(one_rank: None) -> None:
+    """And only the module's own."""
+    one, other = state.of(_ddp()), state.of(ddp := _ddp())
+    mine, theirs = _Runner(), _Runner()
+    one.settle(mine)
+    other.settle(theirs)
+    other.give_buckets([[0, 1], list(range(2, len(list(ddp.parameters()))))])
+    other.give_buckets([list(range(len(list(ddp.parameters()))))])
+    assert (mine.num_looks, theirs.num_looks) == (0, 1)
+
+
+def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None) -> None:
+    """A plan that is in force has them then."""
+    ddp = _ddp()
+    compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
+    for _ in range(4):
+        compiled(torch.ones(2, 64)).sum().backward()
+    known = state.of(ddp)
+    told = known.told_buckets
+    assert told is not None
+    assert len(told) == len(ddpopt.explain(ddp).plans[0].buckets) > 1
+    assert known.buckets == told
+    everything = [[index for bucket in told for index in bucket]]
+    known.give_buckets(everything)
+    assert (known.told_buckets, known.buckets) == (None, everything)
+    assert len(known.plans[0].buckets) == 1
+
+
+def test_limits_are_those_of_the_compile_until_new_ones_are_taken(one_rank: None) -> None:
+    """DDP's own may change with its Reducer; code that was cut for the old ones goes on."""
+    ddp = _ddp()
+    known = state.of(ddp)
+    before = known.rules
+    ddp.bucket_bytes_cap_list = [1000, 2000]
+    assert known.rules == before
+    known.take_new_limits()
+    assert known.rules.caps_bytes == (1000, 2000)
+
+
+def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank: None) -> None:
+    """A backward that is cut finely serves any buckets."""
+    ddp = _ddp()
+    known = state.of(ddp)
+    rules = known.rules
+    known.begin_search(is_trial=False)
+    assert known.is_searched
+    assert known.rules == rules
+    known.begin_search(is_trial=True)
+    assert known.rules != rules
+    known.end_search()
+    assert not known.is_searched
+    assert known.rules == rules
+
+
+def test_all_tables_are_emptied_together(one_rank: None) -> None:
+    """As `torch._dynamo.reset()` does; what others keep of a module goes with its state."""
+    ddp = _ddp()
+    table = state.new_table()
+    before = state.of(ddp)
+    table[ddp] = "something"
+    state.clear()
+    assert ddp not in table
+    assert state.of(ddp) is not before

@@ -1,0 +1,91 @@
+"""DDP without processes: plans and splits of a module in one process, in milliseconds.
+
+As `DistributedDataParallel`, but nothing is communicated: it has what ddpopt reads off a DDP
+module, and is active while its forward runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.split import state
+from ddpopt.split.plan import SplitPlan
+
+_MIB = 1024 * 1024
+
+
+class FakeDDP(DistributedDataParallel):
+    """Takes DDP's options for buckets; all others are of no use here."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float | None = None,
+        bucket_cap_mb_list: tuple[float, ...] = (),
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.bucket_bytes_cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
+        self.bucket_bytes_cap_default = bucket_cap_mb is None
+        self.bucket_bytes_cap_list = [int(cap * _MIB) for cap in bucket_cap_mb_list]
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.require_backward_grad_sync = True
+        self.process_group = dist.GroupMember.NON_GROUP_MEMBER
+        state.of(self).is_copy = True  # there are no ranks to agree with
+        self._has_rebuilt_buckets = True
+        reduced = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+        bucket = mock.Mock(parameters=lambda: reduced)
+        self.reducer = mock.Mock(_get_zeros_like_grad_buckets=lambda: [bucket])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {"has_rebuilt_buckets": 1}
+
+
+def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> SplitPlan:
+    """Return the plan for a module whose forward is one graph."""
+    torch._dynamo.reset()
+    ddp = FakeDDP(module, **ddp_options)
+    torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(*inputs)
+    (plan,) = ddpopt.explain(ddp).plans
+    return plan
+
+
+def real_buckets(ddp: DistributedDataParallel) -> list[list[int]]:
+    """Return the buckets that a real DDP module uses now, by parameter index."""
+    index_of = {parameter: i for i, parameter in enumerate(_reduced(ddp))}
+    return [
+        [index_of[parameter] for parameter in bucket.parameters()]
+        for bucket in ddp.reducer._get_zeros_like_grad_buckets()
+    ]
+
+
+def _reduced(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    return ddp._build_params_for_reducer()[0]
+
+
+def assigned_by_torch(
+    parameters: list[torch.Tensor], caps: list[int], order: list[int]
+) -> list[list[int]]:
+    """Return the buckets that torch's own function forms in an arrival order."""
+    tensors = [parameters[index] for index in order]
+    return dist._compute_bucket_assignment_by_size(tensors, caps, [], order)[0]

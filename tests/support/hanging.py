@@ -1,0 +1,37 @@
+"""A store whose process is stopped: it answers nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from ddpopt import _torch
+
+LIMIT_S = 300.0  # a test that waits so long has failed
+
+
+class HangingStore:
+    """As torch's, to which a connection is made for ever; for `LIMIT_S` here."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.num_calls = 0
+
+    def clone(self) -> Any:
+        self.num_calls += 1
+        self.is_over.wait(LIMIT_S)
+        raise RuntimeError("over")
+
+
+@contextlib.contextmanager
+def hanging_store() -> Iterator[HangingStore]:
+    """Have each process group of this process such a store in this block."""
+    store = HangingStore()
+    try:
+        with mock.patch.object(_torch, "store_of", return_value=store):
+            yield store
+    finally:
+        store.is_over.set()

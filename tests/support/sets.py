@@ -1,0 +1,38 @@
+"""Which tests `make test` runs: the quick set. Where a test is, and what it uses, decide alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+SYSTEM = Path(__file__).parents[1] / "system"
+LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures, as these:
+GROUPS = {"one_rank", "ranks"}
+QUICK, REST, ALL = "quick", "rest", "all"
+
+
+def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return those of the quick set, given all tests of their files in order.
+
+    - In `tests/system`, the first test of each file.
+    - Elsewhere, of a test that has a process group (`one_rank`, `ranks`), its first row.
+    - None that uses more ranks than two, or ranks of its own, which it may kill.
+    - All others.
+    """
+    seen: set[str] = set()
+    found = []
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if LARGE & fixtures:
+            continue
+        place = item.nodeid
+        if SYSTEM in item.path.parents:
+            place = str(item.path)
+        elif GROUPS & fixtures:
+            place = place.partition("[")[0]
+        if place not in seen:
+            found.append(item)
+        seen.add(place)
+    return found

@@ -1,0 +1,155 @@
+"""Torch without one of the private names that ddpopt touches, as ddpopt sees it.
+
+In a release that moved a name, torch itself finds it. So it is not deleted, but hidden from the
+two functions of the table by which all look-ups and writes come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt.backend
+from ddpopt import _torch
+from ddpopt._torch import names
+from ddpopt.split import state as records
+from tests.support.models import WIDTH, assert_equal_states, batches, train
+
+
+class Use(NamedTuple):
+    """A private name as it is read, or as it is written."""
+
+    row: names.PrivateName
+    is_write: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.row}, {'written' if self.is_write else 'read'}"
+
+
+# Without them graphs come from the in-tree optimizer, which takes no caps below 1 MiB.
+WHOLE = {row for row in names.TABLE if row.need is names.Need.WHOLE}
+
+
+@contextlib.contextmanager
+def looking_up(missing: Use | None = None) -> Iterator[set[Use]]:
+    """Yield a set that gets the names that are used in this block; one is missing.
+
+    What cannot be read cannot be written either; what is missing when it is written is read.
+    """
+    asked: set[Use] = set()
+    read, write = names._read, names._write
+
+    def look_up(row: names.PrivateName, owner: Any) -> Any:
+        asked.add(Use(row))
+        if Use(row) == missing:
+            raise AttributeError(f"{row} has moved")
+        return read(row, owner)
+
+    def set_to(row: names.PrivateName, owner: Any, value: Any) -> None:
+        asked.add(Use(row, is_write=True))
+        if missing is not None and row == missing.row:
+            raise AttributeError(f"{row} has moved")
+        write(row, owner, value)
+
+    with mock.patch.multiple(names, _read=look_up, _write=set_to):
+        yield asked
+
+
+# ---- Training without a name ------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Layers, an operator in place and a number; compiled for any batch size it has symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.ops.aten.mul.Tensor(layer(x), scale).relu()
+        return x * x.shape[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One rank's training without a name: what was said, and how it went.
+
+    `error` and `difference` are of the compiled training and of what it should have been.
+    """
+
+    missing: Use | None
+    asked: frozenset[Use]
+    is_split: bool
+    warnings: tuple[str, ...]
+    error: str = ""
+    difference: str = ""
+
+
+def train_without(rank: int, uses: Sequence[Use | None], options: dict[str, Any]) -> list[Trained]:
+    """Train a new model without each of the names, as the only thing that is missing."""
+    inputs = batches(rank, [(2, WIDTH), (3, WIDTH), (2, WIDTH)])
+    torch.manual_seed(0)
+    model = Model()
+    expected = train(DistributedDataParallel(copy.deepcopy(model)), inputs)
+    return [_train_without(use, options, model, inputs, expected) for use in uses]
+
+
+def _train_without(
+    use: Use | None,
+    options: dict[str, Any],
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    expected: dict[str, torch.Tensor],
+) -> Trained:
+    torch._dynamo.reset()
+    ddpopt.backend.uninstall()
+    error = difference = ""
+    with _warnings() as said, looking_up(use) as asked:
+        ddpopt.backend.install()
+        _torch.do_without.cache_clear()
+        cap_mb = 1 if use is not None and use.row in WHOLE else 0.03
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_mb)
+        compiled = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
+        try:
+            state = train(ddp, inputs, compiled)
+            assert_equal_states(state, expected)
+        except AssertionError as problem:
+            difference = str(problem)
+        except Exception:
+            error = traceback.format_exc()
+    plans = records.of(ddp).plans
+    ddpopt.backend.uninstall()
+    ddpopt.backend.install()
+    return Trained(
+        missing=use,
+        asked=frozenset(asked),
+        is_split=any(plan.sections for plan in plans),
+        warnings=tuple(said),
+        error=error,
+        difference=difference,
+    )
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Yield a list that gets what ddpopt warns of in this block."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(_torch.LOG_NAME)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,300 @@
+"""Layers of random models: one class a kind, each from (batch, WIDTH) to (batch, WIDTH).
+
+Constructors take the block, the modules within it, and the linear layers made before it, whose
+parameters it may share. `regions.py` has the blocks that run other blocks or end a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.system.fuzzing.spec import Block
+
+WIDTH = 8
+
+
+class Part(nn.Module):
+    """What all have in common.
+
+    Its input comes in its dtype: the caller converts. Blocks at which Dynamo ends a graph do
+    everything in `forward`, because each frame around the break is one more graph.
+    """
+
+    def __init__(self, block: Block, inner: Sequence[nn.Module], earlier: list[nn.Linear]) -> None:
+        super().__init__()
+        self.choice = block.choice
+        self.inner = nn.ModuleList(inner)
+        self.make(earlier)
+        self.dtype = getattr(torch, block.dtype)
+        for name, parameter in self.named_parameters(recurse=False):
+            setattr(self, name, nn.Parameter(parameter.detach().to(self.dtype)))
+        for module in self.children():
+            if module is not self.inner and module not in earlier:
+                module.to(self.dtype)
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        """Make parameters and submodules."""
+
+    def run_inner(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.inner:
+            x = module(x.to(module.dtype))
+        return x
+
+
+ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.tanh,
+    torch.relu,
+    F.gelu,
+    lambda x: x,
+    F.silu,
+)
+
+
+class Linear(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=self.choice % 2 == 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[self.choice % len(ACTIVATIONS)](self.layer(x))
+
+
+class Again(Part):
+    """An earlier layer, called once more."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = earlier[self.choice % len(earlier)] if earlier else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.layer(x.to(self.layer.weight.dtype)))
+
+
+class Tied(Part):
+    """A layer with an earlier one's weight, transposed for odd choices."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def __init__(self, block: Block, inner: Sequence[nn.Module], earlier: list[nn.Linear]) -> None:
+        super().__init__(block, inner, earlier)
+        if earlier:
+            self.layer.weight = earlier[self.choice % len(earlier)].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight.t() if self.choice % 2 else self.layer.weight
+        return torch.tanh(F.linear(x.to(weight.dtype), weight, self.layer.bias.to(weight.dtype)))
+
+
+class Convolution(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.unflatten(1, (2, WIDTH // 2))).flatten(1)
+
+
+class Norm(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        made = (nn.LayerNorm(WIDTH), nn.GroupNorm(2, WIDTH), nn.RMSNorm(WIDTH))
+        self.layer = made[self.choice % len(made)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class BatchNorm(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.BatchNorm1d(WIDTH, momentum=None if self.choice == 5 else 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Embedding(Part):
+    """A table whose rows are chosen by the input; with sparse gradients for choice 1."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.table = nn.Embedding(5, WIDTH, sparse=self.choice % 3 == 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x[:, 0].detach().float().abs() * 3).long().clamp(max=4)
+        # Its rows must not be x's gradient itself, which eager DDP would divide with them.
+        return x + self.table(rows) * 2
+
+
+class Scalar(Part):
+    """A parameter without dimensions."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Empty(Part):
+    """A parameter without elements."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.weight])
+
+
+class Flat(Part):
+    """Two matrices that are views of one parameter."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH * WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in self.weight.split(WIDTH * WIDTH):
+            x = torch.tanh(x @ matrix.view(WIDTH, WIDTH))
+        return x
+
+
+class Buffers(Part):
+    """Writes buffers in several ways: a counter, a running mean, a new tensor, through a view."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=self.choice % 2 == 0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0).float()
+        if self.choice % 4 == 0:
+            self.count.add_(1)
+            return self.layer(x) + self.count  # divided, torch.compile's gradient is wrong (2.13)
+        if self.choice % 4 == 1:
+            self.mean.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.choice % 4 == 2:
+            self.mean = self.mean * 0.9 + mean * 0.1
+        else:
+            self.mean[: WIDTH // 2].copy_(mean[WIDTH // 2 :])
+        return self.layer(x) - self.mean.to(x.dtype)
+
+
+class InPlace(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        if self.choice % 5 == 0:
+            y.add_(self.weight)
+        elif self.choice % 5 == 1:
+            y[:, 0] = self.weight[0]
+        elif self.choice % 5 == 2:
+            y[:, : WIDTH // 2].mul_(self.weight[: WIDTH // 2])
+        elif self.choice % 5 == 3:
+            y = F.relu(x * self.weight, inplace=True)
+        else:
+            y.view(-1)[::2].copy_((x * self.weight).view(-1)[1::2])
+        return y
+
+
+class Dropout(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.3, self.training)
+
+
+class Attention(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.choice % 2 == 1)
+        return x + y.transpose(0, 1).flatten(1)
+
+
+class Cell(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.cell = nn.GRUCell(WIDTH, WIDTH) if self.choice % 2 else nn.RNNCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x, torch.tanh(x))
+
+
+class Parametrized(Part):
+    """A weight that is computed from others."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Sorted(Part):
+    """Operators with several results, some without a gradient."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, order = self.layer(x).sort(dim=1)
+        if self.choice % 3 == 0:
+            return values + order.to(values.dtype) * 0.1
+        if self.choice % 3 == 1:
+            largest, place = x.max(dim=1, keepdim=True)
+            return values * largest + place
+        first, second = torch.unbind(values.unflatten(1, (2, WIDTH // 2)), 1)
+        return torch.cat([second, first * second], 1)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight * 0.5, (gradient * x).sum(0)
+
+
+class Function(Part):
+    """An autograd function of the user's, whose gradient is not the formula's."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Scaled.apply(x, self.weight)
+
+
+class Unused(Part):
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Detached(Unused):
+    """A layer that takes part in forward only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x).detach()
+
+
+class Choose(Part):
+    """One of two layers, by the data (so by rank too) or by the number of rows.
+
+    Not by the number of the call: a checkpoint calls it again.
+    """
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_first = x.shape[0] % 2 == 1 if self.choice % 2 else x.sum() > 0
+        return self.first(x) if is_first else self.second(x)

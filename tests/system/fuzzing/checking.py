@@ -1,0 +1,255 @@
+"""Run a case on the ranks, eagerly and compiled, and say what came of it.
+
+`check` runs on each rank, `run_case` in the process that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo import guards
+
+import ddpopt
+from ddpopt import Fallback
+from ddpopt.errors import ForwardInstead
+from ddpopt.split.plan import SplitPlan
+from tests.support.ranks import RankError, Ranks
+from tests.system.fuzzing import planted
+from tests.system.fuzzing.spec import Case
+from tests.system.fuzzing.training import Compile, Notes, group_of_trainings, leave_group, train
+
+# Largest difference of an element over the largest element, where the order of sums differs.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2}
+OUR_ERRORS = (
+    Fallback.SPLIT_FAILED,
+    Fallback.TORCH_DRIFT,
+    ForwardInstead.FAILED,
+    ForwardInstead.TORCH_DRIFT,
+)
+
+EQUAL = "equal"
+EQUAL_TO_UNSPLIT = "equal to the unsplit compile, and to eager within rounding"
+ROUNDED = "equal within rounding"
+AS_UNSPLIT = "as the unsplit compile, which differs from eager"
+REFUSED = "discarded: eager DDP raises"
+REFUSED_UNSPLIT = "discarded: the unsplit compile raises"
+OTHER_FRAMES = "discarded: Dynamo compiles other frames in a recomputation"
+NOT_SPLIT = "not split, for an error"
+DIFFERS = "differs"
+RAISES = "raises"
+STUCK = "stuck or dead"
+OUTCOMES = (
+    EQUAL,
+    EQUAL_TO_UNSPLIT,
+    ROUNDED,
+    AS_UNSPLIT,
+    REFUSED,
+    REFUSED_UNSPLIT,
+    OTHER_FRAMES,
+    NOT_SPLIT,
+    DIFFERS,
+    RAISES,
+    STUCK,
+)  # from good to bad
+FAILURES = (DIFFERS, RAISES, NOT_SPLIT, STUCK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What came of a case. `sections` are those of each graph: 1 for one that is whole."""
+
+    outcome: str
+    detail: str = ""
+    sections: tuple[int, ...] = ()
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether ddpopt is to blame."""
+        return self.outcome in FAILURES
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether the case says nothing of ddpopt."""
+        return self.outcome in (REFUSED, REFUSED_UNSPLIT, OTHER_FRAMES)
+
+
+def run_case(ranks: Ranks, case: Case, plant: str = "") -> Finding:
+    """Run a case on all ranks; return the worst of what they found.
+
+    `plant` names a bug of `planted.py` to run it with.
+    """
+    return worst_of(ranks, OUTCOMES, Finding, check, case, plant)
+
+
+def worst_of(
+    ranks: Ranks, order: Sequence[str], kind: Any, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Run `function` on all ranks; return the worst of what they found, each of a `kind`.
+
+    `order` has outcomes from good to bad.
+    """
+    try:
+        found = ranks.run(function, *args)
+    except RankError as error:
+        return kind(outcome=STUCK, detail=str(error))
+    worst = max(found, key=lambda each: order.index(each.outcome))
+    if worst.outcome in (REFUSED, REFUSED_UNSPLIT, OTHER_FRAMES, RAISES):
+        ranks.stop()  # an error in mid-backward may have left the processes in any state
+    return worst
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Let nothing be logged or warned of in this block, and compiling take less time.
+
+    Dynamo measures each graph's guards after a flush of the CPU's caches, 18 ms, for its log alone.
+    A tenth of the time goes into looking for cycles among the objects that compiling makes.
+    """
+    logging.disable(logging.WARNING)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20 * thresholds[0], *thresholds[1:])
+    unmeasured = mock.patch.object(guards, "profile_guard_manager", return_value=0.0)
+    try:
+        with warnings.catch_warnings(), unmeasured:
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        gc.set_threshold(*thresholds)
+        logging.disable(logging.NOTSET)
+
+
+def check(rank: int, case: Case, plant: str) -> Finding:
+    """Train a case eagerly and compiled, and compare; on all ranks at once."""
+    with quietly():
+        return _check(rank, case, plant)
+
+
+def _check(rank: int, case: Case, plant: str) -> Finding:
+    eager = _attempt(case, rank, lambda module: module)
+    with planted.bug(plant):
+        ours = _attempt(case, rank, functools.partial(_compile, case))
+    if eager.raised_anywhere:
+        return Finding(outcome=REFUSED, detail=eager.error)
+    if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
+        return _judge(EQUAL, ours)
+    with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole
+        unsplit = _attempt(case, rank, functools.partial(torch.compile, backend=case.inner))
+    if unsplit.raised_anywhere:
+        return Finding(outcome=REFUSED_UNSPLIT, detail=unsplit.error, sections=ours.sections)
+    if ours.raised_anywhere:
+        is_named = anywhere("a checkpoint's recomputation does not run" in ours.error)
+        return Finding(outcome=OTHER_FRAMES if is_named else RAISES, detail=ours.error)
+    return _compare(case, ours, eager, unsplit)
+
+
+def _compare(case: Case, ours: _Attempt, eager: _Attempt, unsplit: _Attempt) -> Finding:
+    """Find out how far a training that is not equal to eager's in all bits is from it."""
+    difference = _difference(case, ours, eager)
+    if not anywhere(bool(difference)):
+        is_rounded = anywhere(not _are_same(ours, unsplit))
+        return _judge(ROUNDED if is_rounded else EQUAL_TO_UNSPLIT, ours)
+    if not anywhere(bool(_difference(case, ours, unsplit))):
+        return _judge(AS_UNSPLIT, ours, difference)
+    return Finding(outcome=DIFFERS, detail=difference, sections=ours.sections)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One training: what was noted, or the error, and whether any rank raised."""
+
+    notes: Notes
+    error: str
+    plans: tuple[SplitPlan, ...]
+    raised_anywhere: bool
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        return tuple(max(1, len(plan.sections)) for plan in self.plans)
+
+
+def _attempt(case: Case, rank: int, compile_: Compile) -> _Attempt:
+    notes, plans, error = Notes(), (), ""
+    group = group_of_trainings()
+    try:
+        notes, ddp = train(case, rank, compile_, group)
+        plans = ddpopt.explain(ddp).plans
+    except Exception:
+        error = traceback.format_exc()
+    raised_anywhere = anywhere(bool(error))
+    if raised_anywhere:
+        leave_group()
+    error = error or "another rank raised" * raised_anywhere
+    return _Attempt(notes=notes, error=error, plans=plans, raised_anywhere=raised_anywhere)
+
+
+def anywhere(is_so: bool) -> bool:
+    """Whether it is so on any rank, so that all go on alike."""
+    count = torch.tensor(float(is_so))
+    dist.all_reduce(count)
+    return bool(count)
+
+
+def _compile(case: Case, module: nn.Module) -> Callable[..., Any]:
+    options = {"inner": case.inner, "split": case.split}
+    return torch.compile(module, backend="ddpopt", options=options)
+
+
+def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
+    """Return what was found, unless something went wrong that changes no value."""
+    for plan in ours.plans:
+        if plan.fallback in OUR_ERRORS or plan.instead in OUR_ERRORS:
+            return Finding(outcome=NOT_SPLIT, detail=plan.headline(), sections=ours.sections)
+    return Finding(outcome=outcome, detail=detail, sections=ours.sections)
+
+
+def _are_same(actual: _Attempt, expected: _Attempt) -> bool:
+    """Whether two trainings are equal in all bits, except the signs of zeros and NaNs."""
+    ours, theirs = actual.notes, expected.notes
+    return (
+        ours.texts == theirs.texts
+        and ours.values.keys() == theirs.values.keys()
+        and all(relative_error(ours.values[n], v) == 0.0 for n, v in theirs.values.items())
+    )
+
+
+def _difference(case: Case, actual: _Attempt, expected: _Attempt) -> str:
+    """Say in what two trainings differ by more than rounding, "" if they do not."""
+    ours, theirs = actual.notes, expected.notes
+    found = [
+        f"{name}: {ours.texts.get(name)!r} instead of {text!r}"
+        for name, text in theirs.texts.items()
+        if ours.texts.get(name) != text
+    ]
+    tolerance = max(TOLERANCES[dtype] for dtype in case.dtypes)
+    for name in dict.fromkeys([*theirs.values, *ours.values]):
+        if name not in ours.values or name not in theirs.values:
+            found.append(f"{name}: missing in one")
+            continue
+        error = relative_error(ours.values[name], theirs.values[name])
+        if error > tolerance:
+            found.append(f"{name}: relative error {error:.1e}")
+    return "\n".join(found)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference over the largest element; infinite for another kind."""
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return float("inf")
+    if torch.equal(actual, expected) or expected.numel() == 0:
+        return 0.0
+    ours, theirs = actual.double(), expected.double()
+    if not ours.isfinite().all() or not theirs.isfinite().all():
+        return 0.0 if torch.equal(ours.nan_to_num(), theirs.nan_to_num()) else float("inf")
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))

@@ -1,0 +1,165 @@
+"""Draw cases with hypothesis: only such as eager DDP takes, as far as that can be told before.
+
+Simple values come first everywhere, since that is where hypothesis shrinks a failing case to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from tests.system.fuzzing.spec import AROUND, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
+
+# Without state that a second run in backward would change once more, and without graph breaks.
+PURE = ("linear", "norm", "scalar", "attention", "dropout", "inplace", "function", "flat", "sorted")
+PLAIN = (
+    *PURE,
+    "again",
+    "tied",
+    "convolution",
+    "batchnorm",
+    "embedding",
+    "empty",
+    "buffers",
+    "cell",
+    "parametrized",
+)
+BREAKS = ("break", "hooked")  # each makes some graphs more, so there is one a case at most
+_IN_CHECKPOINT = (*PURE, "again", "tied", "convolution", "embedding")
+_DTYPES = (DTYPES[0], *DTYPES)  # half of all blocks are of float32
+OUTPUTS = (
+    "same",
+    "view",
+    "detached",
+    "detached view",
+    "index",
+    "none",
+    "input",
+    "hidden",
+    "number",
+    "penalty",
+    "parameter",
+    "pieces",
+)
+CONTAINERS = ("tuple", "list", "dict", "nested", "dataclass")
+REGIONS = ("plain", "checkpoint", "checkpoint", "reentrant")
+CAPS_BYTES = (200, 300, 600, 200, 300, 800, None)
+
+
+def _sometimes(rarity: int) -> st.SearchStrategy[bool]:
+    """True once in `rarity` times."""
+    return st.integers(0, rarity - 1).map(lambda number: number == rarity - 1)
+
+
+@st.composite
+def blocks(draw: st.DrawFn, kinds: tuple[str, ...], depth: int) -> Block:
+    """Draw a block; `depth` is how many blocks may still run one another."""
+    is_around = depth > 0 and draw(_sometimes(4))
+    kind = draw(st.sampled_from(AROUND if is_around else kinds))
+    within = _IN_CHECKPOINT if kind == "checkpoint" else kinds
+    inner = blocks(within, 0 if kind == "checkpoint" else depth - 1) if is_around else st.nothing()
+    return Block(
+        kind=kind,
+        choice=draw(st.integers(0, 5)),
+        dtype=draw(st.sampled_from(_DTYPES)),
+        frozen=draw(st.sampled_from(("", "", "", "", "weight", "all"))),
+        inner=tuple(draw(st.lists(inner, min_size=1, max_size=3))) if is_around else (),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a case."""
+    may_be_unused = draw(_sometimes(3))
+    kinds = PLAIN + (PARTLY_UNUSED[:2] if may_be_unused else ())
+    drawn = draw(st.lists(blocks(kinds, 2), min_size=1, max_size=5))
+    if draw(_sometimes(3)):
+        kinds = BREAKS + (PARTLY_UNUSED[2:] * 2 if may_be_unused else ())
+        drawn.insert(draw(st.integers(0, len(drawn))), draw(blocks(kinds, 0)))
+    has_outputs = draw(st.booleans())
+    outputs = st.lists(st.sampled_from(OUTPUTS), min_size=1, max_size=4, unique=True)
+    feed = draw(st.sampled_from(("positional", "positional", "keyword", "dict", "list")))
+    case = Case(
+        blocks=tuple(drawn),
+        seed=draw(st.integers(0, 99)),
+        batches=draw(_batches()),
+        outputs=tuple(draw(outputs)) if has_outputs else (),
+        container=draw(st.sampled_from(CONTAINERS)) if has_outputs else "tensor",
+        feed=feed,
+        input_dtype=draw(st.sampled_from(_DTYPES)),
+        is_input_trained=draw(_sometimes(4)),
+        is_input_mutated=draw(_sometimes(6)),
+        is_registered_in_reverse=draw(_sometimes(4)),
+        hooks=draw(st.sampled_from(((), (), (), ("gradient",), ("accumulated",)))),
+        momentum=draw(st.booleans()),
+        clears_to_none=not draw(_sometimes(3)),
+        evaluates_between=draw(_sometimes(5)),
+        cap_bytes=draw(st.sampled_from(CAPS_BYTES)),
+        static_graph=draw(_sometimes(5)),
+        find_unused=may_be_unused or draw(_sometimes(6)),
+        bucket_view=draw(_sometimes(3)),
+        broadcasts_buffers=not draw(_sometimes(4)),
+        compiles_inside=draw(_sometimes(4)),
+        regions=draw(st.sampled_from(REGIONS)) if draw(_sometimes(4)) else "",
+        split=draw(st.sampled_from(("backward", "forward"))),
+        inner=draw(st.sampled_from(("aot_eager", "aot_eager", "aot_eager", "eager"))),
+        freezes=draw(_in_steps(FREEZES)),
+        extras=draw(_in_steps(EXTRAS)),
+        copied=draw(st.sampled_from((*[""] * 10, "deepcopy", "pickle", "pickle"))),
+    )
+    return _possible(case)
+
+
+@st.composite
+def _batches(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Draw two steps, or three; the batch size may change in the second, or in each."""
+    sizes = [
+        draw(st.sampled_from((3, 3, 3, 5, 2))) for _ in range(draw(st.sampled_from((2, 2, 3))))
+    ]
+    num_parts = draw(st.sampled_from((1, 1, 2)))
+    return tuple((size,) * num_parts for size in sizes)
+
+
+@st.composite
+def _in_steps(draw: st.DrawFn, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Draw what happens in each step, in a fifth of all cases."""
+    if not draw(_sometimes(5)):
+        return ()
+    return tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
+
+
+def _possible(case: Case) -> Case:
+    """Change what eager DDP is known to refuse."""
+    kinds = {block.kind for block in case.all_blocks()}
+    if case.regions:
+        case = dataclasses.replace(case, compiles_inside=False)
+    if any(case.freezes):
+        case = dataclasses.replace(case, static_graph=False)
+    if case.find_unused:  # it would have all reduced at once, in a backward that does not come
+        some = tuple("half" if how == "all" else how for how in case.freezes)
+        case = dataclasses.replace(case, freezes=some)
+    elif "half" in case.freezes:
+        some = tuple("all" if how == "half" else how for how in case.freezes)
+        case = dataclasses.replace(case, freezes=some)
+    if any(case.extras):  # ranks would wait for each other's buffers
+        case = dataclasses.replace(case, broadcasts_buffers=False)
+    more = max(len(case.freezes), len(case.extras)) - len(case.batches)
+    case = dataclasses.replace(case, batches=case.batches + case.batches[-1:] * more)
+    if case.copied:  # hooks of tensors are not copied
+        case = dataclasses.replace(case, hooks=())
+    if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
+        case = dataclasses.replace(case, copied="deepcopy")
+    return _possible_in_ddp(case, kinds)
+
+
+def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:
+    if case.is_input_trained:  # autograd refuses writes to a leaf
+        case = dataclasses.replace(case, is_input_mutated=False)
+    if "choose" in kinds:
+        case = dataclasses.replace(case, static_graph=False)
+    if case.regions == "reentrant":  # DDP takes them for parameters that are ready twice
+        case = dataclasses.replace(case, regions="checkpoint" if case.find_unused else "reentrant")
+    if case.static_graph:  # which takes the first backward for what all are like
+        case = dataclasses.replace(case, batches=tuple(sizes[:1] for sizes in case.batches))
+    return case

@@ -1,0 +1,251 @@
+"""Train a case on one rank, with one compiler or none, and note everything that can be compared."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import datetime
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel, distributed
+
+from tests.system.fuzzing.blocks import WIDTH
+from tests.system.fuzzing.building import Model
+from tests.system.fuzzing.spec import Case
+
+COLLECTIVE_LIMIT_S = 60  # after which a rank whose peer raised gives up its allreduce
+
+Compile = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+# No group is ever destroyed, so torch keeps it. Where a Reducer is the last to hold one, gloo's
+# destructor waits, with the GIL, for its thread, and that may wait for the GIL to free what a work
+# has of Python's (torch 2.13: cudagraph trees leave objects in what each work notes of its thread).
+_group: dist.ProcessGroup | None = None
+
+
+def group_of_trainings() -> dist.ProcessGroup:
+    """Return the group for the next training. Collective, in the first and after `leave_group`."""
+    global _group  # noqa: PLW0603  # a rank is a process
+    if _group is None:
+        _group = dist.new_group(timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT_S))
+    return _group
+
+
+def leave_group() -> None:
+    """Have the next training use another group: an error may have left this one in disorder."""
+    global _group  # noqa: PLW0603  # as above
+    _group = None
+
+
+class _Training(NamedTuple):
+    """A DDP module, what is called in its place, its parameters by name, and their optimizer."""
+
+    ddp: DistributedDataParallel
+    forward: Callable[..., Any]
+    named: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+
+
+def train(
+    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
+) -> tuple[Notes, DistributedDataParallel]:
+    """Train for the steps of a case."""
+    torch._dynamo.reset()
+    torch.manual_seed(case.seed)
+    model = Model(case)
+    _hook(case, model)
+    reduced = {name for name, p in model.named_parameters() if p.requires_grad}
+    if case.compiles_inside:
+        training = _training(case, _wrap(case, compile_(model), group), compile_)
+    else:
+        training = _training(case, _wrap(case, model, group), compile_)
+    notes = Notes()
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+    torch.manual_seed(1000 * case.seed + rank)
+    for step in range(len(case.batches)):
+        if step == 1 and case.copied:
+            _freeze(training.named, reduced, "")
+            training = _training(case, _copy(case, training.ddp, group), compile_)
+        if case.freezes:
+            _freeze(training.named, reduced, _item(case.freezes, step))
+        if rank == 0 and _item(case.extras, step):
+            _run_alone(case, step, training, notes, generator)
+        _train_step(case, step, training, notes, generator)
+    for name, parameter in training.named.items():
+        notes.values[f"parameter {name}"] = parameter.detach().clone()
+    for name, buffer in _module(training.ddp).named_buffers():
+        notes.values[f"buffer {name}"] = buffer.detach().clone()
+    return notes, training.ddp
+
+
+def _training(case: Case, ddp: DistributedDataParallel, compile_: Compile) -> _Training:
+    named = dict(_module(ddp).named_parameters())
+    may_train = [p for p in named.values() if p.requires_grad or "thawed" in case.freezes]
+    optimizer = torch.optim.SGD(may_train, lr=0.05, momentum=0.9 if case.momentum else 0.0)
+    if case.regions:
+        _module(ddp).compile_regions(compile_)
+    is_compiled = bool(case.compiles_inside or case.regions)
+    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, optimizer)
+
+
+def _module(ddp: DistributedDataParallel) -> Any:
+    return getattr(ddp.module, "_orig_mod", ddp.module)
+
+
+def _train_step(
+    case: Case, step: int, training: _Training, notes: Notes, generator: torch.Generator
+) -> None:
+    ddp, forward, named, optimizer = training
+    if step and case.evaluates_between:
+        ddp.eval()
+        with torch.no_grad():
+            _note_output(notes, f"eval {step}", forward(_feed(case, _draw(2, generator))))
+        ddp.train()
+    sizes = case.batches[step]
+    for part, size in enumerate(sizes):
+        where = f"step {step}.{part}"
+        is_last = part == len(sizes) - 1
+        x = _draw(size, generator).to(getattr(torch, case.input_dtype))
+        x.requires_grad_(case.is_input_trained)
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            output = forward(x=x) if case.feed == "keyword" else forward(_feed(case, x))
+            loss = _note_output(notes, where, output)
+            if loss.requires_grad:  # unless all is frozen
+                loss.backward()
+        notes.values[f"{where} input"] = x.detach().clone()
+        _note_gradients(notes, where, {"input": x, **named})
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=case.clears_to_none)
+
+
+def _item(steps: tuple[str, ...], step: int) -> str:
+    return steps[step] if step < len(steps) else ""
+
+
+def _freeze(named: dict[str, nn.Parameter], reduced: set[str], how: str) -> None:
+    """Freeze what `how` says of what DDP was made to reduce; thaw the rest of it."""
+    for index, (name, parameter) in enumerate(named.items()):
+        is_frozen = how == "all" or (how == "half" and index % 2 == 1)
+        parameter.requires_grad_(how == "thawed" or (name in reduced and not is_frozen))
+
+
+def _run_alone(
+    case: Case, step: int, training: _Training, notes: Notes, generator: torch.Generator
+) -> None:
+    """Run a forward that other ranks do not run, and no backward."""
+    ddp, how = training.ddp, case.extras[step]
+    ddp.train(how != "eval")
+    with ddp.no_sync() if how == "no_sync" else torch.no_grad():
+        output = training.forward(_feed(case, _draw(2, generator)))
+    ddp.train()
+    _note_output(notes, f"forward before {step}", output)
+
+
+def _copy(
+    case: Case, ddp: DistributedDataParallel, group: dist.ProcessGroup
+) -> DistributedDataParallel:
+    # DDP is copied with the default group alone; this one has a limit of its own.
+    with mock.patch.object(distributed, "_get_default_group", return_value=group):
+        if case.copied == "deepcopy":
+            return copy.deepcopy(ddp)
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    caps = {} if case.cap_bytes is None else {"bucket_cap_mb": case.cap_bytes / 1024 / 1024}
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        static_graph=case.static_graph,
+        find_unused_parameters=case.find_unused,
+        gradient_as_bucket_view=case.bucket_view,
+        broadcast_buffers=case.broadcasts_buffers,
+        **caps,
+    )
+
+
+def _hook(case: Case, model: nn.Module) -> None:
+    """Put the hooks of a case on every other parameter."""
+    for parameter in [p for p in model.parameters() if p.requires_grad][::2]:
+        if "gradient" in case.hooks:
+            parameter.register_hook(lambda gradient: gradient * 1.5)
+        if "accumulated" in case.hooks:
+            parameter.register_post_accumulate_grad_hook(_count)
+
+
+def _count(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:  # compiled code has them run for unused parameters too
+        parameter.num_accumulated = getattr(parameter, "num_accumulated", 0) + 1
+
+
+def _draw(size: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(size, WIDTH, generator=generator)
+
+
+def _feed(case: Case, x: torch.Tensor) -> Any:
+    return {"dict": {"x": x}, "list": [x, None]}.get(case.feed, x)
+
+
+def _note_output(notes: Notes, where: str, output: Any) -> torch.Tensor:
+    """Note all tensors of an output; return a loss of those that have gradients."""
+    found = dict(_flatten("output", output))
+    first: dict[int, str] = {}
+    said = []
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            notes.values[f"{where} {name}"] = value.detach().clone()
+            same = first.setdefault(id(value), name)
+            needs = ", needs gradient" if value.requires_grad else ""
+            said.append(f"{name}: {value.dtype}{needs}, is {same}")
+        else:
+            said.append(f"{name}: {value!r}")
+    notes.texts[where] = "; ".join(said)
+    terms = [
+        value.double().square().mean() * (index + 1)
+        for index, value in enumerate(found.values())
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    loss = torch.stack(terms).sum() if terms else torch.zeros(())
+    notes.values[f"{where} loss"] = loss.detach().clone()
+    return loss
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _flatten(f"{name}.{index}", item)
+    else:
+        yield name, value
+
+
+def _note_gradients(notes: Notes, where: str, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.grad is not None:
+            gradient = tensor.grad.detach()
+            notes.values[f"{where} gradient {name}"] = gradient.clone().to_dense()
+        notes.texts[f"{where} hooks {name}"] = str(getattr(tensor, "num_accumulated", 0))

@@ -1,0 +1,171 @@
+"""The benchmarks run and write their tables, and leave no network behind. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness import cluster  # noqa: E402
+from benchmarks.harness.peers import find_peer  # noqa: E402
+
+NOT_EMULATED = cluster.why_not_emulated()
+needs_network = pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED)
+
+
+def _start(*command: str, folder: Path | None = None) -> subprocess.Popen[str]:
+    """Start Python; `folder` is where it puts temporary files."""
+    environment = {**os.environ, **({} if folder is None else {"TMPDIR": str(folder)})}
+    # As at a terminal: what runs in the background may ignore SIGINT, and its children with it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _namespaces(pid: int) -> list[str]:
+    return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
+
+
+def test_the_table_of_models_needs_no_further_package() -> None:
+    """Models of a package that is not there are listed with what to install."""
+    run = _start("-m", "benchmarks.harness.models")
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    names = ("gpt", "convnet", "fused", "mlp", "bert", "gpt2", "t5", "resnet50", "vit")
+    assert all(f"\n| {name} |" in text for name in names)
+
+
+def test_what_cutting_costs_is_measured_for_sections_and_for_gates() -> None:
+    """Of both splits beside the unsplit compile, and of gates without a compiler."""
+    sizes = ("--inner", "aot_eager", "--parameters", "12", "--sections", "3", "--rounds", "2")
+    run = _start("-m", "benchmarks.cost.overhead", *sizes)
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    assert all(f"| {arm}" in text for arm in ("backward", "forward", "unsplit again")), text
+
+
+def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
+    """The plan beside DDP's default and all caps, each with a prediction."""
+    options = ("--models", "tiny", "--rates", "1gbit", "--rounds", "1", "--inner", "aot_eager")
+    run = _start("-m", "benchmarks.overlap.tuning", *options, "--output", str(tmp_path))
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    (cell,) = json.loads((tmp_path / "tuning.json").read_text())
+    rows = {row["buckets"]: row for row in cell["rows"]}
+    assert {"auto", "default", "1000 MB"} < rows.keys()
+    assert rows["1000 MB"]["num_buckets"] == 1 < rows["0.5 MB"]["num_buckets"]
+    assert all(min(row["backwards_s"]) > 0 < row["predicted_backward_s"] for row in cell["rows"])
+    assert "| tiny | 2 | 1gbit |" in (tmp_path / "tuning.md").read_text()
+
+
+def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -> None:
+    """A table with a row a peer, the same as JSON, a timeline; then the network is gone."""
+    run = _start("-m", "benchmarks.overlap", "--quick", "--output", str(tmp_path))
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    found = json.loads((tmp_path / "overlap.json").read_text())
+    (cell,) = found["cells"]
+    peers = ["eager", "intree", "forward", "backward"]
+    assert list(cell["peers"]) == peers
+    assert [compilation["peer"] for compilation in found["compilations"]] == peers
+    assert all(c["num_sections"] for c in found["compilations"] if c["peer"] != "eager")
+    for peer in cell["peers"].values():
+        assert len(peer["timeline"]["buckets"]) == cell["bounds"]["num_buckets"] > 1
+    table = (tmp_path / "overlap.md").read_text()
+    assert all(f"\n| {peer} |" in table for peer in peers)
+    assert ("UNSHAPED" in table) == bool(NOT_EMULATED)
+    assert list(tmp_path.glob("timeline-*.svg"))
+    assert _namespaces(run.pid) == []
+
+
+CONNECTED = """
+import sys, time
+from benchmarks.harness.cluster import open_cluster
+with open_cluster(2) as cluster:
+    cluster.set_rate("1gbit")
+    print("connected", flush=True)
+    time.sleep(600)
+"""
+
+
+@needs_network
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_signal_leaves_the_network_behind(number: signal.Signals) -> None:
+    """Not even one that cannot be handled."""
+    run = _start("-c", CONNECTED)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "connected\n"
+    assert len(_namespaces(run.pid)) == 3
+    os.kill(run.pid, number)
+    assert run.wait() != 0
+    deadline = time.monotonic() + 300
+    while _namespaces(run.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _namespaces(run.pid) == []
+
+
+@needs_network
+def test_an_interrupted_run_ends_its_processes_and_its_network(tmp_path: Path) -> None:
+    """Ctrl-C while ranks are training."""
+    run = _start("-m", "benchmarks.overlap", "--quick", folder=tmp_path)
+    assert run.stdout is not None
+    assert run.stdout.readline()  # of the network
+    assert run.stdout.readline()  # of the first peer that was compiled
+    os.kill(run.pid, signal.SIGINT)
+    run.communicate()
+    assert run.returncode != 0
+    assert _namespaces(run.pid) == []
+    assert not any(str(tmp_path) in command for command in _commands())
+    assert list(tmp_path.iterdir()) == []
+
+
+def _commands() -> list[str]:
+    listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=False)
+    return listed.stdout.splitlines()
+
+
+def test_scale_prints_its_exponents() -> None:
+    """Of both splits."""
+    sizes = ("--calls", "1000,2000", "--sections", "5,10", "--at-calls", "1000")
+    run = _start("-m", "benchmarks.cost.scale", *sizes)
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    assert "\nforward: calls to the power of" in text
+    assert "\nbackward: calls to the power of" in text
+
+
+def test_a_peer_is_named_with_its_options() -> None:
+    """Values are JSON, or else text."""
+    peer, options = find_peer("backward:number=1:name=text")
+    assert (peer.name, options) == ("backward", {"number": 1, "name": "text"})
+    with pytest.raises(ValueError, match="there are eager"):
+        find_peer("nobody")
+
+
+def test_recording_is_compared_with_steps_that_are_not_recorded() -> None:
+    """For both splits, on two ranks."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = ("--models", "tiny", "--inner", "aot_eager", "--rounds", "1", "--steps", "1")
+    run = _start(*torchrun, "-m", "benchmarks.cost.recording", *options)
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    rows = [line for line in text.splitlines() if line.startswith("| tiny |")]
+    assert [row.split(" | ")[1] for row in rows] == ["forward", "backward"]

@@ -1,0 +1,665 @@
+"""The command line: what each command prints, as text and as JSON, and its exit status."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.plan import plan_buckets
+from ddpopt.cli import main, output
+from ddpopt.cli.commands import bench, doctor, simulate
+from ddpopt.cli.factory import Loaded, find_factory
+from ddpopt.cli.main import find_command
+from ddpopt.cli.output import InputError
+from ddpopt.cli.process_groups import one_rank_group
+from ddpopt.errors import SectionCompileError
+from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
+from tests.support.models import MLP
+from tests.system.documents import environment
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x, scale=1.0):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x * scale
+
+class Makers:
+    @staticmethod
+    def small():
+        print("a factory may print")
+        return MLP(), torch.ones(2, 64)
+
+def by_name():
+    return MLP(), {"x": torch.ones(2, 64), "scale": 2.0}
+
+def container():
+    return nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+
+def frozen():
+    return MLP().requires_grad_(False), torch.ones(2, 64)
+
+def alone():
+    return MLP()
+
+def lost():
+    with torch.device("meta"):
+        return MLP(), torch.ones(2, 64)
+
+def broken():
+    raise KeyError("no such weights")
+
+def slow():
+    import sys, time
+    print("begun", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+not_callable = 3
+"""
+SMALL = "models_of_mine.py:Makers.small"
+CAP = ("--bucket-cap-mb", "0.0316")  # three buckets
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a file of models."""
+    (tmp_path / "models_of_mine.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A plan in a file."""
+    gradients = tuple(Gradient(name=f"p{i}", num_bytes=2**20, ready_s=0.01 * i) for i in range(4))
+    cost = AllreduceCost(startup_s=1e-4, s_per_byte=8e-9)
+    plan = plan_buckets(Profile(gradients=gradients, backward_s=0.04), cost, world_size=2)
+    plan.save(tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddpopt", *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _run_on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "ddpopt", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what a command says that exits with status 2 and prints no result."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    told = capsys.readouterr()
+    assert not told.out
+    return told.err
+
+
+# ---- explain ----------------------------------------------------------------------------------
+
+
+def test_explain_needs_no_process_group_and_prints_json_alone(folder: Path) -> None:
+    """From a module of the current folder, whose factory prints."""
+    done = _run("explain", "models_of_mine:Makers.small", *CAP, "--json")
+    assert done.returncode == 0, done.stderr
+    explained = json.loads(done.stdout)
+    assert explained["format"] == "ddpopt explanation 1"
+    assert [len(graph["sections"]) for graph in explained["graphs"]] == [3]
+    assert [bucket["is_as_planned"] for bucket in explained["buckets"]] == [True] * 3
+    assert "a factory may print" in done.stderr
+
+
+def test_explain_prints_the_explanation(
+    one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inputs may be keyword arguments; the other split is an option; a group stays in place."""
+    arguments = ("explain", "models_of_mine.py:by_name", *CAP, "--split", "backward")
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "MLP: 3 DDP buckets" in text
+    assert re.search(r"3 backward sections for 3 DDP buckets of 97\.5 KiB", text)
+    assert dist.is_initialized()
+
+
+def test_explain_predicts_for_a_cluster(
+    one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DDP's buckets beside the best ones, in the text and in the JSON."""
+    cluster = ("--world-size", "8", "--bandwidth", "1gbit")
+    assert main(("explain", SMALL, *CAP, *cluster)) == 0
+    text = capsys.readouterr().out
+    assert "8 ranks at 1gbit" in text
+    assert re.search(r"^ +DDP's +3 ", text, re.MULTILINE)
+    assert re.search(r"^ +best +\d ", text, re.MULTILINE)
+    assert main(("explain", SMALL, *CAP, *cluster, "--json")) == 0
+    explained = json.loads(capsys.readouterr().out)
+    own, best = (explained["prediction"][name] for name in ("ddp", "best"))
+    assert own["world_size"] == best["world_size"] == 8
+    assert len(own["timeline"]["buckets"]) == 3
+    assert best["timeline"]["iteration_s"] <= own["timeline"]["iteration_s"]
+    assert explained["predicted"]["backward_s"] > 0
+
+
+def test_explain_writes_a_page(
+    one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says where."""
+    assert main(("explain", SMALL, *CAP, "--html", "page.html")) == 0
+    assert "written: page.html" in capsys.readouterr().out
+    assert "layers.5.weight" in (folder / "page.html").read_text()
+
+
+def test_explain_replaces_a_page_and_follows_no_link(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so before the model is made."""
+    (folder / "page.html").symlink_to(folder / "precious")
+    told = _refused(capsys, "explain", "models_of_mine.py:broken", "--html", "page.html")
+    assert "page.html cannot be written: it is a link, and links are not followed" in told
+    (folder / "page.html").unlink()
+    (folder / "page.html").write_text("an earlier one")
+    assert main(("explain", SMALL, *CAP, "--html", "page.html")) == 0
+    assert "an earlier one" not in (folder / "page.html").read_text()
+
+
+def test_explain_fails_where_nothing_is_compiled(
+    one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dynamo skips a container of torch's right under DDP; the text says so."""
+    assert main(("explain", "models_of_mine.py:container")) == 1
+    assert "compiled no graph of this Sequential" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("models_of_mine",), "'models_of_mine' names no factory"),
+        (("models_of_yours:small",), "there is no module 'models_of_yours'"),
+        (("models_of_yours.py:small",), "there is no file models_of_yours.py"),
+        (("models_of_mine.py:Maker",), "has no 'Maker'; did you mean Makers?"),
+        (("models_of_mine.py:not_callable",), "is a int; a factory is a function"),
+        (("models_of_mine.py:broken",), "KeyError: 'no such weights' ("),
+        (("models_of_mine.py:alone",), "returned MLP; it must return two things"),
+        (("models_of_mine.py:frozen",), "no parameter of the model"),
+        (("models_of_mine.py:lost",), "is on the meta device"),
+        (("syntax.py:small",), "importing syntax.py raised SyntaxError"),
+        ((SMALL, "--inner", "no_such"), "'no_such', which is no backend"),
+        ((SMALL, "--split", "sideways"), "'split' is 'sideways'"),
+        ((SMALL, "--bucket-cap-mb", "0"), "'0' is no size above 0 in MiB"),
+        ((SMALL, "--world-size", "8"), "give both or neither"),
+        ((SMALL, "--world-size", "8", "--bandwidth", "10gbps"), "'10gbps'"),
+        ((SMALL, "--html", "page.txt"), "does not end in .html"),
+        ((SMALL, "--html", "nowhere/page.html"), "there is no folder"),
+    ],
+)
+def test_explain_refuses_bad_input_and_names_it(
+    arguments: tuple[str, ...],
+    message: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the value, the limit or the remedy."""
+    (folder / "syntax.py").write_text("def small(:\n")
+    assert message in _refused(capsys, "explain", *arguments)
+
+
+def test_a_factory_may_be_called_again(folder: Path) -> None:
+    """Each call makes a model of its own."""
+    make = find_factory(SMALL)
+    assert make().model is not make().model
+
+
+# ---- simulate and sweep: see test_sweep.py ----------------------------------------------------
+
+
+def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
+    """Neither graphs, nor the backend, nor the other commands, nor rich."""
+    script = (
+        "import sys; from ddpopt.cli import main; main(sys.argv[1:]); "
+        "print(*sorted(m for m in sys.modules if m.startswith(('ddpopt.', 'rich', 'networkx'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "sweep", saved, "--world-sizes", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    commands = {"ddpopt.cli.commands", "ddpopt.cli.commands.simulate"}
+    rest = {f"ddpopt.cli.{name}" for name in ("main", "output", "parser")}
+    assert {m for m in loaded if m.startswith("ddpopt.cli.")} == commands | rest
+    assert not loaded & {"ddpopt.backend", "networkx", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "it has no 'version'"),
+        ('{"version": 1, "\\u001b[2J": 0}', "no plan that ddpopt saved"),
+        ("[" * 10**5, "it has over 100 objects and lists in one another"),
+        ('{"version": ' + "9" * 10**5 + "}", "a number of 100000 characters"),
+    ],
+)
+def test_simulate_refuses_what_is_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    """With exit status 2, and nothing in it for a terminal to obey."""
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    told = _refused(capsys, "simulate", str(path), "--world-size", "4")
+    assert f"{path} is no plan that ddpopt saved" in told
+    assert message in told
+    assert told.replace("\n", "").isprintable()
+
+
+def test_a_plan_without_end_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor one that a pipe might bring some day."""
+    assert "not a regular file" in _refused(capsys, "sweep", "/dev/zero")
+
+
+def test_control_characters_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """In sentences and in tables; line ends stay in sentences."""
+    table = output.Table(header=("name",), rows=[("a\x1b[2J\nb",)])
+    screen = output.Screen(as_json=False)
+    screen.show(output.Report(data={}, parts=["one\n\x1b]0;two\x07", table]))
+    assert capsys.readouterr().out == "one\n\\x1b]0;two\\x07\n  name\n  a\\x1b[2J\\nb\n"
+
+
+# ---- calibrate and bench ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [("calibrate",), ("bench", SMALL)])
+def test_without_torchrun_it_says_how_to_start(
+    command: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Naming the variables that are missing."""
+    monkeypatch.delenv("RANK", raising=False)
+    told = _refused(capsys, *command)
+    assert "RANK" in told
+    assert f"torchrun --nproc-per-node 2 -m ddpopt {' '.join(command)}" in told
+
+
+def test_calibrate_prints_the_cost_once(folder: Path) -> None:
+    """Rank 0 alone, and to a file."""
+    done = _run_on_two_ranks("calibrate", "--json", "--output", "cost.json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert (printed["backend"], printed["world_size"]) == ("gloo", 2)
+    assert printed["cost"]["s_per_byte"] > 0
+    assert json.loads((folder / "cost.json").read_text()) == printed
+
+
+def test_bench_measures_all_peers_side_by_side(folder: Path) -> None:
+    """The in-tree optimizer refuses caps this small; that is told, and the others go on."""
+    sizes = ("--caps", "default,0.03", "--steps", "1", "--rounds", "2")
+    done = _run_on_two_ranks("bench", SMALL, "--inner", "aot_eager", *sizes, "--json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert (measured["world_size"], measured["inner"]) == (2, "aot_eager")
+    peers: dict[float | None, list[str]] = {None: [], 0.03: []}
+    for result in measured["results"]:
+        peers[result["cap_mb"]].append(result["peer"])
+    names = ["eager", "intree", "nosplit", "forward", "backward", "auto"]
+    assert peers[None] == names
+    assert peers[0.03] == [name for name in names if name != "intree"]
+    (failure,) = measured["failures"]
+    assert (failure["peer"], failure["cap_mb"]) == ("intree", 0.03)
+    for result in measured["results"]:
+        assert result["step_s"] > 0
+        assert result["throughput_of_eager"] > 0
+        assert (result["throughput_of_intree"] is None) == (result["cap_mb"] is not None)
+        assert bool(result["tuning"]) == (result["peer"] == "auto")
+
+
+def test_bench_prints_a_table(folder: Path) -> None:
+    """Of the peers that were asked for, by keyword inputs."""
+    peers = ("--peers", "eager,backward", "--inner", "aot_eager", "--steps", "1", "--rounds", "1")
+    done = _run_on_two_ranks("bench", "models_of_mine:by_name", *peers)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks (gloo), inner compiler aot_eager, 1 rounds of 1 steps" in done.stdout
+    assert re.search(r"^ +default +eager +[\d.]+ +1\.00 +-  DDP, not compiled$", done.stdout, re.M)
+    assert re.search(r"^ +default +backward +[\d.]+ +[\d.]+ +-  ddpopt", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("names", [("intree", "nosplit"), ("nosplit", "intree")])
+def test_bench_gives_each_model_code_of_its_own(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    """Dynamo would give one model the graphs of another, which were split otherwise."""
+    compiled: list[Any] = []
+    backend = _torch.lookup_backend("aot_eager")
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return backend(graph, inputs)
+
+    monkeypatch.setattr(_torch, "lookup_backend", lambda _name: note)
+    trainees, peers, counts = [], {p.name: p for p in bench.PEERS}, {}
+    for name in names:
+        compiled.clear()
+        loaded = Loaded(MLP(8, 512), torch.ones(2, 512))
+        trainee, error = bench._admit(peers[name], 2.0, "aot_eager", loaded)
+        assert not error
+        trainees.append(trainee)  # models stay while others are compiled
+        counts[name] = len(compiled)
+    assert counts["nosplit"] == 1
+    assert counts["intree"] > 1
+
+
+def test_bench_refuses_a_model_that_is_compiled_already() -> None:
+    """Its eager training would be none."""
+    model = MLP(1)
+    model.compile(backend="eager")
+    with pytest.raises(InputError, match="is compiled already"):
+        bench._uncompiled(Loaded(model, ()))
+
+
+def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Naming those that there are."""
+    told = _refused(capsys, "bench", SMALL, "--peers", "eager,fast")
+    assert "there is no peer 'fast'; there are eager, intree" in told
+
+
+# ---- trace merge ------------------------------------------------------------------------------
+
+
+def _record(path: Path, rank: int, ahead_s: float) -> None:
+    """Write what a rank would record whose clock is ahead, with an allreduce of 0.1 s."""
+    bucket = RecordedBucket(0, 64, ahead_s + 0.1, ahead_s + 0.1, ahead_s + 0.2)
+    step = RecordedStep(
+        forward_start_s=ahead_s,
+        forward_stop_s=ahead_s + 0.05,
+        backward_stop_s=ahead_s + 0.2,
+        sections=(),
+        buckets=(bucket,),
+    )
+    Recording(
+        rank=rank,
+        world_size=2,
+        host=f"host{rank}",
+        machine=f"machine{rank}",
+        origin_unix_ns=10**18,
+        steps=(step,),
+    ).save(path)
+
+
+def test_trace_merge_writes_one_trace_and_tells_the_clocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a folder of ranks' files; the second clock is 5 s ahead."""
+    for rank, ahead_s in enumerate((0.0, 5.0)):
+        _record(tmp_path / f"rank{rank}.json", rank, ahead_s)
+    output = tmp_path / "merged.json"
+    assert main(("trace", "merge", str(tmp_path), "-o", str(output))) == 0
+    assert re.search(r"^ +1  5000\.000$", capsys.readouterr().out, re.MULTILINE)
+    assert {event["pid"] for event in json.loads(output.read_text())["traceEvents"]} == {0, 1}
+    assert main(("trace", "merge", str(tmp_path), "-o", str(output), "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["clock_offsets_s"]["1"] == pytest.approx(5.0)
+    assert told["output"] == str(output)
+
+
+def test_trace_merge_refuses_what_is_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a file that is missing, and a folder that is."""
+    (tmp_path / "x.json").write_text("{}")
+    output = str(tmp_path / "merged.json")
+    for path, message in (("x.json", "is no trace"), ("none.json", "cannot be read")):
+        assert message in _refused(capsys, "trace", "merge", str(tmp_path / path), "-o", output)
+    nowhere = str(tmp_path / "nowhere" / "merged.json")
+    assert "no folder" in _refused(capsys, "trace", "merge", str(tmp_path), "-o", nowhere)
+
+
+def test_trace_merge_does_not_write_over_what_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the path to it."""
+    path = tmp_path / "rank0.json"
+    _record(path, 0, 0.0)
+    before = path.read_text()
+    for output_path in (path, tmp_path / ".." / tmp_path.name / "rank0.json"):
+        told = _refused(capsys, "trace", "merge", str(tmp_path), "-o", str(output_path))
+        assert "which is one of the traces; name another" in told
+    assert path.read_text() == before
+
+
+# ---- process groups ---------------------------------------------------------------------------
+
+
+def test_a_group_outlives_the_ddp_module_that_an_exception_holds() -> None:
+    """A Reducer that is freed after its group, and is the last to hold it, may hang.
+
+    In a process that has no group before.
+    """
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; from tests.system import test_cli; "
+        "test_cli.leave_by_an_exception()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def leave_by_an_exception() -> None:
+    with pytest.raises(ValueError, match="broken") as raised:
+        _fail_beside_ddp()
+    group = weakref.ref(raised.value.args[0].process_group)
+    assert not dist.is_initialized()
+    del raised
+    gc.collect()
+    assert group() is not None
+
+
+def _fail_beside_ddp() -> None:
+    with one_rank_group():
+        raise ValueError(DistributedDataParallel(MLP()), "broken")
+
+
+# ---- doctor -----------------------------------------------------------------------------------
+
+
+def test_doctor_finds_that_training_can_be_split_here() -> None:
+    """In the environment of the tests; the list of names is part of the JSON."""
+    done = _run("doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["can_split"] is True
+    checks = {check["name"]: check for check in found["checks"]}
+    for name in ("torch", "private names", "process groups", "split forward", "split backward"):
+        assert checks[name]["is_ok"], checks[name]
+    assert checks["split backward"]["detail"].startswith("2 sections for 2 buckets")
+    assert all(found["private_names"].values())
+
+
+def test_doctor_tells_what_is_switched_off_or_misspelt() -> None:
+    """Training is not split then, which is status 1; each problem has a remedy."""
+    done = _run("doctor", DDPOPT_ENABLED="0", DDPOPT_BUCKET="auto")
+    assert done.returncode == 1
+    assert re.search(r"DDPOPT_ENABLED +problem  0 switches splitting off; unset it", done.stdout)
+    assert "DDPOPT_BUCKET" in done.stdout
+    assert "is not read by ddpopt; it reads DDPOPT_BUCKETS" in done.stdout
+    assert "training can not be split here" in done.stdout
+
+
+def test_doctor_names_what_torch_has_moved(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A private name that is gone, and a release that nobody has tested."""
+    monkeypatch.delattr("torch._C._current_graph_task_id")
+    monkeypatch.setattr(torch, "__version__", "3.1.0")
+    monkeypatch.setattr(doctor, "_train", lambda _split: ())
+    assert main(("doctor", "--verbose")) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"private names +problem  1 of \d+ missing: torch._C._current_gr", text)
+    assert re.search(r"torch +problem  3\.1\.0 is newer than what was tested; install torch", text)
+    assert re.search(r"^ +missing  torch\._C\._current_graph_task_id  ", text, re.MULTILINE)
+    assert re.search(r"^ +found  torch\._guards\.TracingContext  ", text, re.MULTILINE)
+
+
+def test_doctor_looks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that CXX names."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check = doctor._compiler()
+    assert not check.is_ok
+    assert "no-such-compiler" in check.detail
+    assert "set CXX" in check.remedy
+
+
+def test_names_of_ddp_are_listed_where_there_is_one(one_rank: None) -> None:
+    """And of what belongs to it; names of modules always."""
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    without, found = (
+        {str(row): is_found for row, is_found in doctor.find_names(d).items()} for d in (None, ddp)
+    )
+    assert "torch._guards.TracingContext" in without
+    prefix = "DistributedDataParallel."
+    assert not any(name.startswith(prefix) for name in without)
+    for name in (f"{prefix}bucket_bytes_cap", f"{prefix}_ddp_init_helper"):
+        assert found[name]
+    assert found["Reducer._set_static_graph"]
+
+
+# ---- the program ------------------------------------------------------------------------------
+
+
+def test_the_command_is_installed() -> None:
+    """`ddpopt` runs `main`."""
+    (script,) = metadata.entry_points(group="console_scripts", name="ddpopt")
+    assert script.load() is main
+
+
+def test_a_closed_pipe_is_no_error(saved: str) -> None:
+    """As for `ddpopt sweep plan.json | head -1`: nothing on stderr."""
+    command = [sys.executable, "-m", "ddpopt", "sweep", saved]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+def test_ctrl_c_exits_with_130_and_no_traceback(folder: Path) -> None:
+    """While a model is made."""
+    command = [sys.executable, "-m", "ddpopt", "explain", "models_of_mine.py:slow"]
+    # Who runs tests in the background ignores SIGINT, which would be inherited.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_work_that_fails_exits_with_1_and_the_message(
+    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not the input's fault."""
+
+    def fail(*_: Any) -> None:
+        raise SectionCompileError("the inner compiler raised on section 3")
+
+    monkeypatch.setattr(simulate, "run_simulate", fail)
+    assert main(("simulate", saved, "--world-size", "4")) == 1
+    assert capsys.readouterr().err == "ddpopt: the inner compiler raised on section 3\n"
+
+
+def _on_a_terminal(*arguments: str) -> str:
+    """Return what a command prints whose stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "CXX": "no-such-compiler"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ddpopt", *arguments],
+        env=environment,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # how Linux says that the other side is closed
+            break
+        if not part:
+            break
+        text += part
+    os.close(ours)
+    process.communicate()
+    return text.decode()
+
+
+def test_on_a_terminal_tables_are_drawn(folder: Path) -> None:
+    """By rich, where it is installed; JSON is JSON there too."""
+    pytest.importorskip("rich")
+    text = _on_a_terminal("doctor")
+    assert "┃" in text
+    assert "\x1b[" in text
+    assert json.loads(_on_a_terminal("doctor", "--json"))["can_split"] is True
+
+
+def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """`ddpopt --help` names all, and each has a help of its own."""
+    for command in ((), ("explain",), ("simulate",), ("sweep",), ("calibrate",), ("bench",),
+                    ("trace", "merge"), ("doctor",)):  # fmt: skip
+        with pytest.raises(SystemExit) as stopped:
+            main((*command, "--help"))
+        assert stopped.value.code == 0
+        assert "Exit status: 0 fine" in capsys.readouterr().out
+
+
+def test_every_command_can_be_imported() -> None:
+    """Each name of `module:function` in parser.py."""
+    source = inspect.getsource(sys.modules["ddpopt.cli.parser"])
+    names = re.findall(r'"(\w+:run\w*)"', source)
+    assert len(names) == 7
+    assert all(callable(find_command(name)) for name in names)

@@ -1,0 +1,534 @@
+"""Drift of torch, simulated: each private name of the table is hidden in turn.
+
+First from what reads it, then from what writes it. Which names a part of ddpopt uses is found out
+by running it, so that a new row is tested without a new line here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile, _torch, algorithms, config
+from ddpopt._torch import names
+from ddpopt._torch.names import TABLE, PrivateName
+from ddpopt.bucketing import tuner
+from ddpopt.checks import verify
+from ddpopt.cli.commands import doctor
+from ddpopt.ranks import faults
+from tests.support.models import MLP, WIDTH, batches, train
+from tests.support.ranks import Ranks
+from tests.system.drifting import WHOLE, Trained, Use, looking_up, train_without
+
+FORWARD = {"inner": "aot_eager", "split": "forward"}
+BACKWARD = {"inner": "aot_eager", "split": "backward"}
+INDUCTOR = {"inner": "inductor", "split": "backward"}
+COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
+SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
+SHAPE = (4, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two processes of this module's own: some names are asked for once in a process's life."""
+    workers = Ranks()
+    yield workers
+    workers.stop()
+
+
+_trained: dict[str, list[Trained]] = {}
+
+
+def _train_as_it_is(ranks: Ranks, options: dict[str, Any]) -> Trained:
+    """Return rank 0's training with all names, which says what it asks for."""
+    key = str(options)
+    if key not in _trained:
+        _trained[key] = [found for (found,) in ranks.run(train_without, [None], options)]
+    for found in _trained[key]:
+        assert (found.error, found.difference, found.warnings) == ("", "", ())
+        assert found.is_split
+    return _trained[key][0]
+
+
+# Objects need not have these, so nobody notices that torch has moved them. What is lost:
+QUIET: dict[PrivateName, str] = {
+    names.ORIG_BACKEND: "graphs come from the in-tree optimizer, as without DDPOptimizer",
+    names.COMPILER_FN: "as above",
+    names.STOP_REASON: "a graph with nothing behind it is taken for one with a graph behind it",
+    names.GRAPH_BREAK: "as above",
+    names.DYNAMO_SOURCE: "how deep a parameter lies",
+    names.SOURCE_NAME: "as above",
+    names.PARAMETER_SOURCES: "Dynamo's own names for parameters",
+    names.USER_STACKS: "lines of the user's code in messages",
+    names.FAKE_MODE: "nothing but under a mode of its own",
+    names.GET_COMPILER_CONFIG: "finding what is compiled in place; verify says that nothing is",
+}
+
+
+def _check_training(ranks: Ranks, uses: set[Use], options: dict[str, Any]) -> None:
+    """One warning each, which has the name; gradients, losses and weights as in eager DDP."""
+    for use in sorted(uses, key=str):  # one call each: a rank is given up if it answers late
+        for (found,) in ranks.run(train_without, [use], options):
+            assert found.error == "", f"{use}: {found.error}"
+            assert found.difference == "", f"{use}: {found.difference}"
+            if use.row in QUIET and not found.warnings:
+                continue
+            assert len(found.warnings) == 1, f"{use}: {found.warnings}"
+            assert f"{use.row}, which ddpopt needs" in found.warnings[0]
+            assert torch.__version__ in found.warnings[0]
+            if "compiled whole" in found.warnings[0]:
+                assert not found.is_split
+                assert "training goes on without overlap" in found.warnings[0]
+            elif use.row not in WHOLE:
+                assert found.is_split, f"{use}: {found.warnings}"
+
+
+# ---- Training ---------------------------------------------------------------------------------
+
+
+def test_training_goes_on_if_a_name_is_missing(ranks: Ranks) -> None:
+    """The first of the names below: of them, this is the quick set's."""
+    first = min(_train_as_it_is(ranks, FORWARD).asked, key=str)
+    _check_training(ranks, {first}, FORWARD)
+
+
+def test_training_goes_on_with_one_warning_whichever_name_is_missing(ranks: Ranks) -> None:
+    """All names that the forward split asks for, one by one, on two ranks."""
+    asked = set(_train_as_it_is(ranks, FORWARD).asked)
+    assert len(asked) > 60
+    _check_training(ranks, asked, FORWARD)
+
+
+def test_so_it_does_where_backward_is_split(ranks: Ranks) -> None:
+    """What it asks for beyond the forward split; the graph is split in forward then."""
+    asked = _train_as_it_is(ranks, BACKWARD).asked - _train_as_it_is(ranks, FORWARD).asked
+    assert asked
+    _check_training(ranks, set(asked), BACKWARD)
+
+
+def test_so_it_does_with_inductor(ranks: Ranks) -> None:
+    """What it asks for beyond the other inner compiler."""
+    asked = _train_as_it_is(ranks, INDUCTOR).asked - _train_as_it_is(ranks, BACKWARD).asked
+    assert asked
+    _check_training(ranks, set(asked), INDUCTOR)
+
+
+# ---- Importing --------------------------------------------------------------------------------
+
+_IMPORT_WITHOUT_EACH = """
+import importlib.machinery, sys
+import torch._dynamo.backends.distributed, torch.nn.parallel
+
+class Hiding(importlib.machinery.PathFinder):
+    def find_spec(name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if name == "ddpopt._torch.names" and spec is not None:
+            execute = spec.loader.exec_module
+            def run(module):
+                execute(module)
+                module._read = look_up
+            spec.loader.exec_module = run
+        return spec
+
+def look_up(row, owner):
+    asked.add(str(row))
+    if str(row) == missing:
+        raise AttributeError(row.name)
+    return getattr(owner, row.name)
+
+def import_anew():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ddpopt"]:
+        del sys.modules[name]
+    import ddpopt.backend
+    return ddpopt
+
+asked, missing = set(), ""
+sys.meta_path.insert(0, Hiding)
+import_anew().backend.uninstall()
+for missing in sorted(asked):
+    package = import_anew()
+    missing, hidden = "", missing
+    package.backend.uninstall()
+    print(hidden)
+"""
+
+
+def test_import_works_whichever_name_is_missing() -> None:
+    """In a process that imports the package and the backend anew without each that they ask for."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT_WITHOUT_EACH],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = done.stdout.splitlines()
+    assert str(names.ARTIFACT_LOGGER) in asked
+    assert str(names.DDP_OPTIMIZER) in asked
+    for name in asked:
+        said = [
+            line for line in done.stderr.splitlines() if f" no {name}, which ddpopt nee" in line
+        ]
+        assert len(said) == 1, (name, done.stderr)
+
+
+# ---- What users call by name ------------------------------------------------------------------
+
+
+def _compile(**options: Any) -> tuple[DistributedDataParallel, Any]:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03)
+    return ddp, torch.compile(ddp, backend="ddpopt", options={**FORWARD, **options})
+
+
+def _verify(rank: int) -> None:
+    _, compiled = _compile()
+    assert ddpopt.verify(compiled, batches(rank, [SHAPE])[0]).passed
+
+
+def _verify_in_place(rank: int) -> None:
+    ddp = _compile()[0]
+    ddp.compile(backend="ddpopt", options=dict(FORWARD))
+    assert ddpopt.verify(ddp, batches(rank, [SHAPE])[0]).passed
+
+
+def _verify_first(rank: int) -> None:
+    ddp, compiled = _compile()
+    with mock.patch.object(config, "verify", True):
+        train(ddp, batches(rank, [SHAPE]), compiled)
+
+
+def _warm_up(rank: int) -> None:
+    ddpopt.warmup(_compile()[1], batches(rank, [SHAPE])[0])
+
+
+def _warm_up_static(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(MLP(2), static_graph=True)
+    compiled = torch.compile(ddp, backend="ddpopt", options=FORWARD)
+    ddpopt.warmup(compiled, batches(rank, [SHAPE])[0])
+
+
+def _record(rank: int) -> None:
+    ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03)
+    with ddpopt.record(ddp):
+        train(ddp, batches(rank, [SHAPE] * 2))
+    ddpopt.explain(ddp)
+
+
+def _rebucket(rank: int, hook: Any, **ddp_options: Any) -> None:
+    ddp = DistributedDataParallel(MLP(2), **ddp_options)
+    if isinstance(hook, dist.BuiltinCommHookType):
+        ddp._register_builtin_comm_hook(hook)
+    elif hook is not None:
+        ddp.register_comm_hook(None, hook)
+    train(ddp, batches(rank, [SHAPE] * 2))
+    gradients = tuple(
+        Gradient(name=name, num_bytes=p.numel() * 4, ready_s=k * 1e-3)
+        for k, (name, p) in enumerate(list(ddp.module.named_parameters())[::-1])
+    )
+    profile = Profile(gradients=gradients, backward_s=1.0)
+    ddpopt.rebucket(ddp, BucketPlan(profile=profile, cost=COST, world_size=2, sizes=(1, 3)))
+    train(ddp, batches(rank, [SHAPE]))
+
+
+def _attach(rank: int, make: Callable[[], Any]) -> None:
+    algorithm = make()
+    ddp = DistributedDataParallel(MLP(2))
+    if isinstance(algorithm, algorithms.QAdam):
+        optimizer: Any = algorithms.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+    else:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    handle = algorithms.attach(ddp, optimizer, algorithm)
+    try:
+        for x in batches(rank, [SHAPE] * 3):
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    finally:
+        handle.detach()
+
+
+def _replicate(rank: int) -> None:
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    parallel = ddpopt.DataParallel(model, ["cpu", "cpu"], backend="aot_eager")
+    model.register_forward_hook(lambda *_: None)
+    parallel(torch.ones(4, 4)).sum().backward()
+    ddpopt.DataParallel(MLP(1), ["cpu"])
+
+
+def _estimate(rank: int) -> None:
+    ddpopt.estimate(MLP(2), torch.ones(SHAPE))
+
+
+def _plan(rank: int) -> None:
+    ddpopt.plan(MLP(2), torch.ones(SHAPE), network=COST, world_size=2, backend=None)
+
+
+def _tune(rank: int) -> None:
+    """Until buckets are changed, as they are where the network is slow."""
+    ddp, compiled = _compile(buckets="auto")
+    readings = itertools.count()
+    clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
+    with mock.patch.multiple(tuner, calibrate=lambda *_: SLOW, time=clock):
+        train(ddp, batches(rank, [SHAPE] * 10), compiled)
+
+
+def _verify_apart(rank: int) -> None:
+    """As where Inductor draws other random numbers than eager."""
+    with mock.patch.object(verify, "_draws_otherwise", return_value=True):
+        _verify(rank)
+
+
+def _train_under_autocast(rank: int) -> None:
+    _, compiled = _compile(split="backward")
+    with torch.autocast("cpu"):
+        loss = compiled(batches(rank, [SHAPE])[0]).sum()
+    loss.backward()
+
+
+class _TwoOutputs(MLP):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers[0](x).relu(), self.layers[1](x).relu()
+
+
+def _train_on_one_output(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(_TwoOutputs(2), bucket_cap_mb=0.01, find_unused_parameters=True)
+    compiled = torch.compile(ddp, backend="ddpopt", options=BACKWARD)
+    compiled(batches(rank, [SHAPE])[0])[0].sum().backward()
+
+
+class _Mapping(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.vmap(torch.sin)(x))
+
+
+def _train_with_vmap(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(_Mapping(3), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options=FORWARD)
+    compiled(batches(rank, [SHAPE])[0]).sum().backward()
+
+
+class _Checkpointing(MLP):
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.block = torch.compile(super().forward, backend="ddpopt", options=FORWARD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def _train_checkpointed(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(_Checkpointing(3), bucket_cap_mb=0.03)
+    train(ddp, batches(rank, [SHAPE] * 2))
+
+
+def _compile_nothing(rank: int) -> None:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    torch.compile(ddp, backend="ddpopt", options=FORWARD)(torch.ones(2, 4)).sum().backward()
+
+
+def _refuse(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+    raise RuntimeError("this compiler refuses all graphs")
+
+
+def _fail_to_compile(rank: int) -> None:
+    _, compiled = _compile(inner=_refuse)
+    with pytest.raises(Exception, match="this compiler refuses all graphs"):
+        compiled(batches(rank, [SHAPE])[0])
+
+
+def _restride(rank: int) -> None:
+    """As where Inductor chose other strides than were traced."""
+    mode = _torch.fake_mode_of(())
+    graph = fx.Graph()
+    placeholder = graph.placeholder("x")
+    graph.output((placeholder,))
+    placeholder.meta["val"] = torch.empty(2, 3).t()
+    _torch.restride(fx.GraphModule({}, graph), [mode.from_tensor(torch.empty(3, 2))])
+
+
+def _pass_options_on(rank: int) -> None:
+    _compile(inner="inductor", max_autotune=False)[1](batches(rank, [SHAPE])[0])
+
+
+def _name_peers(rank: int) -> None:
+    """As the first time in a process."""
+    with mock.patch.object(faults, "_here", faults._Here()), ddpopt.naming_peers():
+        if faults._here.roll_call is not None:
+            faults._here.roll_call.close()
+
+
+def _search_settings(rank: int) -> None:
+    with _torch.dynamo_settings(optimize_ddp=True, recompile_limit=8):
+        pass
+
+
+_flat = functools.partial(functools.partial, hierarchical=False)
+_grouped = functools.partial(algorithms.Decentralized, local_world_size=1)
+_HOOKS = dist.BuiltinCommHookType.ALLREDUCE
+DOORS: dict[str, Callable[[int], None]] = {
+    "verify": _verify,
+    "verify, compiled in place": _verify_in_place,
+    "config.verify": _verify_first,
+    "warmup": _warm_up,
+    "warmup, static graph": _warm_up_static,
+    "record": _record,
+    "rebucket": functools.partial(_rebucket, hook=default_hooks.allreduce_hook),
+    "rebucket, built-in hook": functools.partial(_rebucket, hook=_HOOKS, static_graph=True),
+    "gradient_allreduce": functools.partial(_attach, make=algorithms.GradientAllReduce),
+    "decentralized": functools.partial(_attach, make=_grouped),
+    "low_precision": functools.partial(_attach, make=_flat(algorithms.LowPrecisionDecentralized)),
+    "byte_grad": functools.partial(_attach, make=_flat(algorithms.ByteGrad)),
+    "qadam": functools.partial(_attach, make=_flat(algorithms.QAdam)),
+    "async_average": functools.partial(_attach, make=algorithms.AsyncModelAverage),
+    "DataParallel": _replicate,
+    "estimate": _estimate,
+    "plan": _plan,
+    "buckets='auto'": _tune,
+    "naming_peers": _name_peers,
+    "bench": _search_settings,
+    "verify, compiled apart": _verify_apart,
+    "autocast": _train_under_autocast,
+    "an output that the loss does not use": _train_on_one_output,
+    "vmap": _train_with_vmap,
+    "checkpoint": _train_checkpointed,
+    "nothing compiled": _compile_nothing,
+    "a compiler that fails": _fail_to_compile,
+    "other strides": _restride,
+    "options of Inductor": _pass_options_on,
+}
+# Compiling takes most of the time, and its names are tested above.
+COMPILING = {"verify", "config.verify", "warmup", "warmup, static graph", "buckets='auto'"}
+COMPILING |= {
+    "verify, compiled in place",
+    "verify, compiled apart",
+    "autocast",
+    "an output that the loss does not use",
+    "vmap",
+    "checkpoint",
+    "a compiler that fails",
+    "options of Inductor",
+}
+
+
+def _open(rank: int, door: str, use: Use | None) -> tuple[str, set[Use]]:
+    """Return what was raised, and which names were used."""
+    error = ""
+    with looking_up(use) as asked:
+        try:
+            DOORS[door](rank)
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    return error, asked
+
+
+_asked: dict[str, set[Use]] = {}
+
+
+def _asked_by(ranks: Ranks, door: str) -> set[Use]:
+    if door not in _asked:
+        found = ranks.run(_open, door, None)
+        assert [error for error, _ in found] == ["", ""]
+        _asked[door] = found[0][1]
+    return _asked[door]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_whatever_else_is_called_works_or_says_what_is_missing(ranks: Ranks, door: str) -> None:
+    """On both ranks alike: TorchDriftError with the name, or what was asked for."""
+    asked = _asked_by(ranks, door)
+    if door in COMPILING:
+        for options in (FORWARD, BACKWARD, INDUCTOR):
+            asked = asked - _train_as_it_is(ranks, options).asked
+    for use in sorted(asked, key=str):
+        for error, _ in ranks.run(_open, door, use):
+            is_clear = error.startswith("TorchDriftError: ") and f" no {use.row}, which" in error
+            is_quiet = use.row in QUIET and error.startswith("OptionError: nothing in this model")
+            assert error == "" or is_clear or is_quiet, f"{use}: {error}"
+
+
+# ---- `ddpopt doctor` --------------------------------------------------------------------------
+
+# Names of objects that exist only while a graph is compiled: doctor's small models find these.
+IN_TRIALS = {
+    names.VALUES: "forward",
+    names.SYM_NODE: "forward",
+    names.MAYBE_AS_INT: "forward",
+    names.DONATED_IDXS: "forward",
+    names.HAS_HINT: "backward",
+    names.HINT: "backward",
+}
+_OF_GUARDS = "of what Dynamo makes with the guards of a graph, which is split without"
+NOT_NAMED = {
+    **dict.fromkeys((names.BUILT_GUARDS, names.GUARD_ROOT, names.CHECK_FN_MANAGER), _OF_GUARDS),
+    **dict.fromkeys((names.GUARD_MANAGER, names.ID_MATCHED_OBJS, names.INVALIDATE), _OF_GUARDS),
+    names.OPTIMIZERS_IN_BACKWARD: "of parameters that have such optimizers",
+}
+
+
+def test_doctor_names_whichever_name_is_missing(one_rank: None) -> None:
+    """In its table of names; or else as what a small model lacks."""
+    ddp = DistributedDataParallel(MLP(1), static_graph=True)
+    assert all(doctor.find_names(ddp).values())
+    assert len(doctor.find_names(ddp)) > 120
+    for row in TABLE:
+        with looking_up(Use(row)):
+            found = doctor.find_names(ddp)
+        if row in found:
+            assert not found[row]
+            check = doctor._names(found)
+            assert not check.is_ok
+            assert str(row) in check.detail
+        else:
+            assert row in IN_TRIALS or row in NOT_NAMED or row in QUIET or not row.is_expected, row
+
+
+@pytest.mark.parametrize("row", IN_TRIALS, ids=str)
+def test_doctor_names_what_a_small_model_lacks(row: PrivateName) -> None:
+    """Training cannot be split then, which is doctor's status 1."""
+    torch._dynamo.reset()
+    ddpopt.backend.install()
+    with looking_up(Use(row)):
+        check = doctor._try(IN_TRIALS[row])
+    assert not check.is_ok
+    assert f"{row}, which ddpopt needs" in check.detail
+    assert "install a torch release that this ddpopt supports" in check.remedy
+
+
+# ---- The list ---------------------------------------------------------------------------------
+
+UNASKED: dict[PrivateName, str] = {
+    names.BOXED_CALL: "written on functions of ours alone",
+}
+
+
+def test_every_name_is_tested_above_or_has_a_reason_not_to_be(ranks: Ranks) -> None:
+    """By one of the trainings or calls, as it is read or written; so is each row that comes."""
+    asked = {Use(names.ARTIFACT_LOGGER)}  # when the package is imported
+    for options in (FORWARD, BACKWARD, INDUCTOR):
+        asked |= _train_as_it_is(ranks, options).asked
+    for door in DOORS:
+        asked |= _asked_by(ranks, door)
+    assert {row for row in TABLE if row.is_expected} - {use.row for use in asked} == set(UNASKED)
+    assert len([use for use in asked if use.is_write]) > 20

@@ -1,0 +1,180 @@
+"""The examples, run as a user runs them; those that take long, smaller."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from tests.support.models import MLP
+from tests.system.documents import command_of, run_command
+
+# Else torchrun 2.13 keeps its store, in which restarted ranks find addresses of the dead.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+_TORCHRUN = f"{_OWN_STORE} torchrun --standalone --nproc-per-node 2"
+
+
+def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
+    """The line that says so is printed after a comparison."""
+    text = run_command(command_of("examples/minimal.py"))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+    assert losses == sorted(losses, reverse=True)
+    assert "all 2 ranks hold the same 110 parameters" in text
+
+
+def test_train_gpt_learns_and_equals_its_eager_twin() -> None:
+    """Plan table, falling loss, equal ranks, sample, and a loss difference of rounding size."""
+    text = run_command(
+        f"{_TORCHRUN} examples/train_gpt.py --steps 30 --layers 2 --width 64 --heads 2 "
+        "--context 64 --bucket-cap-mb 0.1 --inner aot_eager --compare eager --sample 20"
+    )
+    assert re.search(r"\d+ sections for \d+ DDP buckets", text)
+    assert "loss fell" in text
+    assert float(re.search(r"\n([\d.e-]+); in the first", text).group(1)) < 1e-3
+    assert "sample:\ndef " in text
+    assert "all ranks hold bitwise equal parameters" in text
+
+
+def test_data_parallel_trains_as_one_device() -> None:
+    """Two replicas end with the parameters of one device, up to rounding."""
+    text = run_command(command_of("examples/data_parallel.py"))
+    assert float(re.search(r"differ by at most ([\d.e+-]+)", text).group(1)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["decentralized", "shift_one", "low-precision", "async", "bytegrad", "qadam"],
+)
+def test_train_gpt_learns_with_every_algorithm_and_ends_with_equal_ranks(algorithm: str) -> None:
+    """Ranks whose weights were different in training have equal ones when it is detached."""
+    text = run_command(
+        f"{_TORCHRUN} examples/train_gpt.py --algorithm {algorithm} --steps 40 --layers 1 "
+        "--width 32 --heads 2 --context 32 --inner aot_eager --sync-interval-ms 20 "
+        "--warmup-steps 5 --sample 0"
+    )
+    assert "loss fell" in text
+    assert "all ranks hold bitwise equal parameters" in text
+
+
+# ---- Restarts: what is lost is done again, bitwise --------------------------------------------
+
+
+def _train_with_checkpoint(path: Path, place: str) -> tuple[str, dict[str, Any]]:
+    """Train 24 steps, saving each eighth, with a rank killed at `place`; return the last save."""
+    text = run_command(
+        f"{_TORCHRUN} --max-restarts 3 tests/support/dying_gpt.py {place} --steps 24 --layers 1 "
+        "--width 32 --heads 2 --context 32 --inner aot_eager --bucket-cap-mb 0.02 --sample 0 "
+        f"--checkpoint {path} --checkpoint-every 8"
+    )
+    assert "all ranks hold bitwise equal parameters" in text
+    return text, torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The last checkpoint of a run in which nobody is killed."""
+    text, saved = _train_with_checkpoint(tmp_path_factory.mktemp("calm") / "run.pt", "nowhere")
+    assert "going on after" not in text
+    return saved
+
+
+@pytest.mark.parametrize("place", ["step", "write"])
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    tmp_path: Path, undisturbed: dict[str, Any], place: str
+) -> None:
+    """Under torchrun's restarts: rank 1 in step 13, or rank 0 with half of a checkpoint written.
+
+    The file is then the one before; losses and all that is saved end bitwise as undisturbed.
+    """
+    text, saved = _train_with_checkpoint(tmp_path / "run.pt", place)
+    assert "going on after step 8 of" in text
+    assert len(saved["losses"]) == 24
+    _assert_bitwise_equal(saved, undisturbed)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def _assert_bitwise_equal(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            _assert_bitwise_equal(value, theirs[key])
+    elif isinstance(ours, list | tuple):
+        for own, other in zip(ours, theirs, strict=True):
+            _assert_bitwise_equal(own, other)
+    else:
+        assert ours == theirs
+
+
+# ---- How programs end -------------------------------------------------------------------------
+
+_OUTLIVES = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) -> None:
+    """Though it seldom hangs: so all that documents name, and these tests run, end in order."""
+    (tmp_path / "late.py").write_text(_OUTLIVES)
+    with pytest.raises(AssertionError, match="1 DDP modules outlive their process group"):
+        run_command("python late.py", tmp_path)
+    (tmp_path / "good.py").write_text(_OUTLIVES.replace("dist.destroy", "del ddp; dist.destroy"))
+    run_command("python good.py", tmp_path)
+
+
+def _fail_in_training(way: str, split: str) -> None:
+    """Train a step and raise in the next, with references to what should die."""
+    options = {"inner": "aot_eager", "split": split}
+    module = MLP()
+    if way == "compiled before":
+        ddp = model = DistributedDataParallel(
+            torch.compile(module, backend="ddpopt", options=options), **_SMALL
+        )
+    elif way == "in place before":
+        module.compile(backend="ddpopt", options=options)
+        ddp = model = DistributedDataParallel(module, **_SMALL)
+    elif way == "in place":
+        ddp = model = DistributedDataParallel(module, **_SMALL)
+        ddp.compile(backend="ddpopt", options=options)
+    else:
+        ddp = DistributedDataParallel(module, **_SMALL)
+        model = torch.compile(ddp, backend="ddpopt", options=options)
+    model(torch.ones(2, 64)).sum().backward()
+    assert len(ddpopt.explain(ddp).plans[0].sections) > 1
+    loss = model(torch.ones(2, 64)).sum()
+    loss.register_hook(lambda _: 1 / 0)
+    references = [weakref.ref(ddp), weakref.ref(ddp.reducer), weakref.ref(module)]
+    try:
+        loss.backward()
+    except ZeroDivisionError as error:
+        raise RuntimeError(references) from error
+
+
+_SMALL = {"bucket_cap_mb": 0.03}
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["compiled", "compiled before", "in place", "in place before"])
+def test_a_collection_frees_what_a_function_compiled_and_trained(
+    one_rank: None, way: str, split: str
+) -> None:
+    """The DDP module and its Reducer too, after an exception too, with no reset of Dynamo."""
+    with pytest.raises(RuntimeError) as raised:
+        _fail_in_training(way, split)
+    references = raised.value.args[0]
+    del raised
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]

@@ -1,0 +1,533 @@
+"""The page of an explanation: what is in its text, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.errors import Fallback
+from ddpopt.inspection.page import render_page
+
+HOSTILE = '</script><!--<img src=x onerror="document.title=1"><b>{{policy}}\u2028'
+MARKUP = "</script><img src=x onerror='alert(1)'><!--\"&amp;\x1b[2J\n\u202e"
+VOID = {"meta", "link", "input", "img", "br", "hr"}
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--virtual-time-budget=5000",
+]
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is here")
+
+# Of a transformer block, in the order in which gradients arrive, with sizes in units of width**2.
+BLOCK = {
+    "mlp.c_proj.bias": 0.002,
+    "mlp.c_proj.weight": 4,
+    "mlp.c_fc.bias": 0.008,
+    "mlp.c_fc.weight": 4,
+    "ln_2.bias": 0.002,
+    "ln_2.weight": 0.002,
+    "attn.c_proj.weight": 1,
+    "attn.c_attn.weight": 3,
+    "ln_1.bias": 0.002,
+    "ln_1.weight": 0.002,
+}
+NODES = (
+    ("view", "aten.view.default", "f32[4096, 512]", "x = x + self.mlp(self.ln_2(x))"),
+    ("permute", "aten.permute.default", "f32[512, 2048]", "x = self.c_proj(x)"),
+    ("mm", "aten.mm.default", "f32[4096, 2048]", "x = self.c_proj(x)"),
+    ("sum", "aten.sum.dim_IntList", "f32[1, 512]", "x = self.c_proj(x)"),
+    ("mul", "aten.mul.Tensor", "f32[8, 512, 2048]", "x = F.gelu(x)"),
+    ("tanh", "aten.tanh.default", "f32[8, 512, 2048]", "x = F.gelu(x)"),
+    ("native_layer_norm", "aten.native_layer_norm_backward.default", "", "self.ln_2(x)"),
+    ("getitem", "operator.getitem", "f32[8, 512, 512]", "self.ln_2(x)"),
+)
+
+
+class Times(NamedTuple):
+    """Of one bucket, in seconds."""
+
+    ready_s: float
+    launched_s: float
+    finished_s: float
+
+
+def _queue(ready_s: Sequence[float], sizes: Sequence[int], seconds_per_byte: float) -> list[Times]:
+    """One allreduce after the other."""
+    times: list[Times] = []
+    for ready, size in zip(ready_s, sizes, strict=True):
+        launched = max(ready, times[-1].finished_s if times else 0.0)
+        times.append(Times(ready, launched, launched + 1e-4 + size * seconds_per_byte))
+    return times
+
+
+def _nodes(section: int, number: int) -> list[dict[str, str]]:
+    rows = itertools.islice(itertools.cycle(NODES), number)
+    return [
+        {
+            "name": f"{name}_{section * number + i}",
+            "target": target,
+            "shape": shape,
+            "source": f"train_gpt.py:{40 + i % 60}, in forward: {line}",
+        }
+        for i, (name, target, shape, line) in enumerate(rows)
+    ]
+
+
+def example(num_blocks: int = 4, num_nodes: int = 8) -> dict[str, Any]:
+    """A GPT whose backward is cut at each block, `num_nodes` nodes a section, as if recorded.
+
+    Its first bucket is the head, its last two are embeddings and share a section.
+    """
+    blocks = [[f"transformer.h.{k}.{name}" for name in BLOCK] for k in reversed(range(num_blocks))]
+    names = [["lm_head.weight"], *blocks, ["transformer.wpe.weight"], ["transformer.wte.weight"]]
+    width = 512
+    block_bytes = int(sum(BLOCK.values()) * width**2 * 4)
+    wte_bytes = 50257 * width * 4
+    sizes = [wte_bytes, *[block_bytes] * num_blocks, 1024 * width * 4, wte_bytes]
+    section_of = [min(k, num_blocks + 1) for k in range(len(sizes))]
+    members = [[b for b, s in enumerate(section_of) if s == k] for k in range(num_blocks + 2)]
+    stops = [0.03 + 0.024 * k for k in range(num_blocks + 2)]
+    slower = [stop * 1.03 + 0.002 * (k % 3) for k, stop in enumerate(stops)]
+    predicted = _queue([stops[s] for s in section_of], sizes, 8e-10)
+    measured = _queue([slower[s] for s in section_of], sizes, 8.4e-10)
+    sections = [
+        {
+            "index": k,
+            "num_nodes": num_nodes,
+            "first_node": f"view_{k * num_nodes}",
+            "parameters": [name for b in members[k] for name in names[b]],
+            "completes": members[k],
+            "nodes": _nodes(k, num_nodes),
+        }
+        for k in range(num_blocks + 2)
+    ]
+    total = num_nodes * len(sections)
+    return {
+        "format": "ddpopt explanation 1",
+        "versions": {"ddpopt": "0.1.0", "torch": "2.13.0"},
+        "model": "GPT",
+        "tuning": "",
+        "hints": [],
+        "graphs": [
+            {
+                "name": "4/0",
+                "inner": "inductor",
+                "num_nodes": total,
+                "split": "backward",
+                "is_shared": False,
+                "headline": f"graph 4/0 ({total} nodes, inner compiler inductor): {len(sections)} "
+                f"backward sections for {len(sizes)} DDP buckets",
+                "fallback": None,
+                "instead": None,
+                "sections": sections,
+            }
+        ],
+        "buckets": [
+            {
+                "index": k,
+                "num_bytes": size,
+                "planned": group,
+                "actual": group,
+                "graphs": ["4/0"],
+                "completed_by": f"4/0 section {section_of[k]}",
+                "shares_section_with": [b for b in members[section_of[k]] if b != k],
+                "launched_after": section_of[k] + 1,
+                "is_as_planned": True,
+                "predicted": predicted[k]._asdict(),
+                "measured": measured[k]._asdict(),
+            }
+            for k, (size, group) in enumerate(zip(sizes, names, strict=True))
+        ],
+        "predicted": _prediction(stops[-1], predicted),
+        "measured": {
+            "num_steps": 5,
+            "backward_s": measured[-1].finished_s,
+            "forward_s": 0.31,
+            "exposed_s": measured[-1].finished_s - slower[-1],
+            "communication_s": sum(t.finished_s - t.launched_s for t in measured),
+            "sections": [
+                {"graph": "4/0", "section": k, "kind": "backward", "start_s": start, "stop_s": stop}
+                for k, (start, stop) in enumerate(itertools.pairwise([0.0, *slower]))
+            ],
+        },
+    }
+
+
+def _prediction(computed_s: float, times: Sequence[Times]) -> dict[str, Any]:
+    communication_s = sum(t.finished_s - t.launched_s for t in times)
+    alone_s = 0.3 + computed_s + 0.02
+    return {
+        "basis": "computation: measured; an allreduce takes 0.10 ms and 0.84 ms a MiB",
+        "backward_s": times[-1].finished_s,
+        "forward_s": 0.3,
+        "between_s": 0.02,
+        "communication_s": communication_s,
+        "alone_s": alone_s,
+        "iteration_s": 0.32 + times[-1].finished_s,
+        "exposed_s": times[-1].finished_s - computed_s,
+        "bound_s": max(alone_s, communication_s),
+    }
+
+
+def _whole_graph(name: str, reason: Fallback, *, detail: str = "") -> dict[str, Any]:
+    nodes = [{"name": "linear", "target": "torch._C._nn.linear", "shape": "", "source": ""}]
+    section = {"index": 0, "num_nodes": 1, "first_node": "linear", "nodes": nodes}
+    return {
+        "name": name,
+        "inner": "inductor",
+        "num_nodes": 1,
+        "split": "forward",
+        "is_shared": False,
+        "headline": f"graph {name}: compiled whole",
+        "fallback": {"name": reason.name, "text": reason.value, "detail": detail},
+        "instead": None,
+        "sections": [{**section, "parameters": [], "completes": []}],
+    }
+
+
+class Element(NamedTuple):
+    tag: str
+    attributes: Mapping[str, str | None]
+    texts: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Document(HTMLParser):
+    """The elements of a document, each with the text inside of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[Element] = []
+        self._open: list[Element] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(Element(tag, dict(attrs), []))
+        if tag not in VOID:
+            self._open.append(self.elements[-1])
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop().tag != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        for element in self._open:
+            element.texts.append(data)
+
+    def find(self, tag: str, *classes: str, **attributes: str) -> list[Element]:
+        """Elements with all of these classes and attributes (`data_x` for `data-x`)."""
+        wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
+        return [
+            element
+            for element in self.elements
+            if element.tag == tag
+            and {*classes} <= {*(element.attributes.get("class") or "").split()}
+            and all(element.attributes.get(name) == value for name, value in wanted.items())
+        ]
+
+
+def _chromium(folder: Path, content: Mapping[str, Any], fragment: str, *flags: str) -> str:
+    """Open the page and return what the browser prints."""
+    assert CHROMIUM is not None
+    path = folder / "page.html"
+    path.write_text(render_page(content), encoding="utf-8")
+    profile = f"--user-data-dir={folder / 'profile'}"
+    command = [CHROMIUM, *FLAGS, profile, *flags, f"{path.as_uri()}{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def _browse(folder: Path, content: Mapping[str, Any], fragment: str = "") -> Document:
+    """Return the document that the page's script made, which must have met no error."""
+    flags = ("--window-size=1400,1000", "--dump-dom")
+    document = Document(_chromium(folder, content, fragment, *flags))
+    attributes = document.elements[0].attributes
+    assert "data-error" not in attributes, attributes["data-error"]
+    assert attributes["data-ready"] == "true"
+    return document
+
+
+def _hostile() -> dict[str, Any]:
+    """An explanation in which each name and sentence looks like markup."""
+    content = example(1, 2)
+    graph = content["graphs"][0]
+    content["graphs"] = [graph, _whole_graph(HOSTILE, Fallback.SPLIT_FAILED, detail=HOSTILE)]
+    content.update(model=HOSTILE, tuning=HOSTILE, hints=[HOSTILE], versions={HOSTILE: HOSTILE})
+    graph.update(headline=HOSTILE, inner=HOSTILE)
+    for section in graph["sections"]:
+        section.update(first_node=HOSTILE, parameters=[HOSTILE])
+        section["nodes"] = [dict.fromkeys(node, HOSTILE) for node in section["nodes"]]
+    for bucket in content["buckets"]:
+        bucket.update(planned=[HOSTILE], actual=["other"], is_as_planned=False)
+    return content
+
+
+def test_the_page_refers_to_nothing_outside_of_it() -> None:
+    """The one address is the name of SVG, which browsers do not load."""
+    page = render_page(example())
+    assert set(re.findall(r"\w+://[^\"'\s]*", page)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\(|\bsrc=|<link|fetch\(|XMLHttpRequest|import\(", page)
+
+
+def test_the_policy_forbids_every_load_and_every_script_but_the_pages_own() -> None:
+    """By the hashes of its script and its style."""
+    page = render_page(example())
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*)"', page)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "{{" not in page
+
+
+def test_the_data_of_a_page_are_those_of_the_explanation() -> None:
+    """Whatever characters are in them."""
+    for content in (example(), _hostile()):
+        (data,) = re.findall(r'id="explanation">(.*?)</script>', render_page(content), re.DOTALL)
+        assert json.loads(data) == content
+
+
+def test_names_cannot_end_the_element_that_holds_the_data() -> None:
+    """Nor open a comment or look like a placeholder of the template."""
+    page, tame = render_page(_hostile()), render_page(example())
+    for text in ("</script", "<!--", "<img", "\u2028"):
+        assert page.count(text) == tame.count(text)
+
+
+class _Layer(torch.nn.Module):
+    """Its parameter's name is hostile, as far as torch allows: a dot is not allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter(MARKUP, torch.nn.Parameter(torch.randn(64, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self._parameters[MARKUP])
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for k in range(3):
+            self.add_module(f"{k}{MARKUP}", _Layer())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_names_of_a_models_own_parameters_stay_text(
+    one_rank: None, tmp_path: Path, split: str
+) -> None:
+    """From `torch.compile` to the saved page, for a model, modules and parameters named so."""
+    model = type(MARKUP, (_Model,), {})()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
+    for _ in range(4):
+        compiled(torch.randn(2, 64)).sum().backward()
+    explanation = ddpopt.explain(ddp)
+    assert [len(plan.sections) for plan in explanation.plans] == [3]
+    explanation.save(tmp_path / "model.html")
+    document = Document((tmp_path / "model.html").read_text())
+    assert [e.attributes for e in document.find("script")] == [
+        {"type": "application/json", "id": "explanation"},
+        {},
+    ]
+    assert not document.find("img")
+    assert not any(name.startswith("on") for e in document.elements for name in e.attributes)
+    (data, _) = document.find("script")
+    content = json.loads(data.text)
+    assert content["model"] == MARKUP
+    names = [name for section in content["graphs"][0]["sections"] for name in section["parameters"]]
+    assert sorted(names) == [f"{k}{MARKUP}.{MARKUP}" for k in range(3)]
+    assert str(explanation).replace("\n", "").isprintable()
+
+
+def test_the_script_never_parses_markup() -> None:
+    """It makes each element by its name, and puts text in as text."""
+    page = render_page(example())
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+
+
+def test_times_that_json_has_no_word_for_are_an_error() -> None:
+    """Rather than a page that no browser can read."""
+    content = example()
+    content["measured"]["backward_s"] = float("nan")
+    with pytest.raises(ValueError, match="JSON"):
+        render_page(content)
+
+
+def test_the_page_knows_which_fallbacks_cost_overlap() -> None:
+    """It shows those as alerts."""
+    (names,) = re.findall(r"OVERLAP_LOST = new Set\((\[.*?\])\)", render_page(example()))
+    assert set(json.loads(names)) == {reason.name for reason in Fallback if not reason.is_expected}
+
+
+@needs_browser
+def test_a_browser_shows_every_bucket_section_and_time(tmp_path: Path) -> None:
+    """In the timelines, the lanes, the table and the graphs."""
+    document = _browse(tmp_path, example())
+    assert [e.text for e in document.find("h1")] == ["GPT"]
+    assert len(document.find("tr", data_bucket="6")) == 1
+    assert len(document.find("g", "mark", data_bucket="6")) == 2  # measured and predicted
+    assert len(document.find("rect", "work")) == 6 + 1  # sections, and backward as a whole
+    assert len(document.find("rect", "exposed")) == 2
+    assert len(document.find("path", "line")) == 7
+    assert len(document.find("details", "section")) == 6
+    (last,) = document.find("tr", data_bucket="6")
+    assert "transformer.wte.weight" in last.text
+    assert "4/0 section 5" in last.text
+    measured = example()["buckets"][6]["measured"]["finished_s"]
+    assert f"{measured * 1000:.0f}" in last.text
+
+
+@needs_browser
+def test_names_stay_text_in_a_browser(tmp_path: Path) -> None:
+    """No element and no script comes of them, wherever they are shown."""
+    document = _browse(tmp_path, _hostile(), "#search=onerror")
+    assert not document.find("img")
+    assert not any("onerror" in element.attributes for element in document.elements)
+    assert [e.text for e in document.find("h1")] == [HOSTILE]
+    assert HOSTILE in {e.text for e in document.find("code")}
+    assert len(document.find("script")) == 2
+    assert document.find("mark")
+
+
+@needs_browser
+def test_a_bucket_named_in_the_address_is_selected_everywhere(tmp_path: Path) -> None:
+    """In both timelines, the lanes, the table; and the section that completes it."""
+    document = _browse(tmp_path, example(), "#select=bucket-6")
+    selected = document.find("g", "mark", "selected", data_bucket="6")
+    assert len(selected) == 2
+    assert all(element.attributes["aria-pressed"] == "true" for element in selected)
+    for tag in ("tr", "button", "path"):
+        indices = {e.attributes.get("data-bucket") for e in document.find(tag, "selected")}
+        assert indices - {None} == {"6"}
+    assert document.find("details", "section", "selected", data_section="4/0 section 5")
+    (bar,) = document.find("aside", "chosen")
+    assert "hidden" not in bar.attributes
+    assert bar.text.startswith("Bucket 6")
+
+
+@needs_browser
+def test_a_search_counts_matches_in_each_section_and_opens_the_first(tmp_path: Path) -> None:
+    """In nodes' names, targets, shapes and sources, and in names of parameters."""
+    document = _browse(tmp_path, example(), "#search=LN_2.weight")
+    badges = [e.text for e in document.find("span", "tag", "found")]
+    assert badges[1:] == ["0 matches", *["1 match"] * 4, "0 matches"]
+    document = _browse(tmp_path, example(num_nodes=20), "#search=aten.tanh")
+    assert document.find("span", "tag", "found")[0].text == "12 matches"
+    rows = document.find("div", "node", "mono")
+    assert [row.text.split("aten")[0] for row in rows] == ["6tanh_5", "14tanh_13"]
+    (opened,) = [e for e in document.find("details", "section") if "open" in e.attributes]
+    assert opened.attributes["data-section"] == "4/0 section 0"
+
+
+@needs_browser
+def test_fallbacks_stand_in_the_header_with_their_remedies(tmp_path: Path) -> None:
+    """Once for all graphs that have the same one, overlap that was lost first."""
+    content = example(1)
+    content["graphs"] += [_whole_graph(f"{k}/0", Fallback.NO_GRAD) for k in (5, 6)]
+    content["graphs"] += [_whole_graph("7/0", Fallback.NO_LEGAL_CUT, detail="at node cat_3")]
+    lost, expected = _browse(tmp_path, content).find("section", "callout")
+    assert "alert" in str(lost.attributes["class"])
+    assert lost.text.startswith("Graph 7/0 is compiled whole")
+    assert "Move it into a smaller part of the forward" in lost.text
+    assert "at node cat_3" in lost.text
+    assert expected.text.startswith("Graphs 5/0, 6/0 are compiled whole")
+
+
+@needs_browser
+def test_a_model_of_which_nothing_is_known_yet_has_a_page(tmp_path: Path) -> None:
+    """It says what is missing."""
+    content = {**example(), "graphs": [], "buckets": [], "predicted": None, "measured": None}
+    document = _browse(tmp_path, {**content, "hints": ["Run a step first."]})
+    (hints,) = document.find("section", "callout")
+    assert "Run a step first." in hints.text
+    assert not document.find("svg")
+
+
+@needs_browser
+def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
+    """Finishes, exposed time, the measured side as a whole, and nodes."""
+    content = example(1)
+    for bucket in content["buckets"]:
+        bucket.update(predicted=None, is_as_planned=None, launched_after=None)
+        bucket["measured"]["finished_s"] = None
+    content["predicted"] = None
+    content["measured"].update(exposed_s=None, communication_s=None)
+    for section in content["graphs"][0]["sections"]:
+        section["nodes"] = []
+    document = _browse(tmp_path, content, "#select=section-4/0 section 1")
+    assert len(document.find("rect", "run", "open")) == 4
+    assert not document.find("rect", "exposed")
+    assert not document.find("g", "panel", "predicted")
+
+
+@needs_browser
+def test_a_model_of_ten_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
+    """Of 24 blocks: nodes get elements when their section is opened, and only those in view."""
+    content = example(24, 400)
+    assert sum(graph["num_nodes"] for graph in content["graphs"]) > 10_000
+    document = _browse(tmp_path, content)
+    assert len(document.elements) < 3000
+    assert not document.find("div", "node", "mono")
+    document = _browse(tmp_path, content, "#search=aten.")
+    assert len(document.elements) < 3500
+    assert 0 < len(document.find("div", "node", "mono")) < 100
+    assert len(document.find("span", "tag", "found")) == 1 + 26
+    assert document.find("span", "tag", "found")[1].text == "350 matches"
+
+
+@needs_browser
+def test_one_graph_of_fifty_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
+    """Also while its only section is open."""
+    content = example(1)
+    graph = _whole_graph("8/0", Fallback.ONE_BUCKET)
+    graph["num_nodes"] = graph["sections"][0]["num_nodes"] = 50_000
+    graph["sections"][0]["nodes"] = _nodes(0, 50_000)
+    content["graphs"] = [graph]
+    document = _browse(tmp_path, content, "#search=mm_")
+    assert 0 < len(document.find("div", "node", "mono")) < 100
+    assert [e.text for e in document.find("span", "tag", "found")] == ["6,250 matches"] * 2
+
+
+@needs_browser
+def test_a_browser_can_draw_the_page(tmp_path: Path) -> None:
+    """As a picture that is not empty, in light and in dark."""
+    pictures = []
+    for scheme in ("0", "1"):
+        picture = tmp_path / f"{scheme}.png"
+        flags = ("--window-size=1400,900", f"--blink-settings=preferredColorScheme={scheme}")
+        _chromium(tmp_path, example(), "", *flags, f"--screenshot={picture}")
+        pictures.append(picture.read_bytes())
+        assert pictures[-1].startswith(b"\x89PNG")
+        assert len(pictures[-1]) > 30_000
+    assert pictures[0] != pictures[1]

@@ -1,0 +1,46 @@
+"""The recipes for frameworks, run by the commands that they name, on two gloo processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.system.documents import ROOT, command_of, run_command
+
+RECIPES = {
+    "accelerate_loop.py": ("accelerate",),
+    "lightning_fabric.py": ("lightning",),
+    "trainer.py": ("accelerate", "transformers"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:
+    """Each graph that trains is cut at DDP's buckets, which are the planned ones."""
+    for package in RECIPES[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (pip install 'ddpopt[recipes]')")
+    text = run_command(command_of(f"examples/recipes/{name}"))
+    split = re.findall(r": (\d+) sections for (\d+) DDP buckets", text)
+    assert split
+    for num_sections, num_buckets in split:
+        assert num_sections == num_buckets != "1"
+    whole = re.findall(r"compiled whole, because (.*?) \(", text)
+    assert set(whole) <= {"the graph uses no parameter that DDP reduces"}
+    assert "as planned" in text
+    assert "DIFFERS" not in text
+    assert "parameters equal the twin's" in text
+
+
+def test_accelerate_takes_no_backend_by_its_name() -> None:
+    """Which is why the recipes compile by themselves."""
+    accelerate = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
+    with pytest.raises(ValueError, match="DDPOPT"):
+        accelerate.TorchDynamoPlugin(backend="ddpopt")
+
+
+def test_every_recipe_is_tested() -> None:
+    """A file in the folder is a row of the table."""
+    assert {path.name for path in (ROOT / "examples" / "recipes").glob("*.py")} == set(RECIPES)

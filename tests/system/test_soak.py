@@ -1,0 +1,248 @@
+"""Long runs and many models: nothing is left behind, and what is left is found.
+
+Counts are compared, of objects, descriptors and threads, never bytes of memory: those are for
+`python -m benchmarks.soak`, whose parts are used here. Also eight ranks on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.soak.census import (
+    MEASURES,
+    Census,
+    find_growth,
+    grown_registries,
+    grown_types,
+    growth_of,
+    take_census,
+)
+from benchmarks.soak.models import LIVES, Refs, Trial
+from benchmarks.soak.worker import Training
+from ddpopt import config
+from ddpopt.errors import DisagreementError
+from ddpopt.ranks import agreement
+from ddpopt.split import state
+from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.ranks import Ranks
+
+SPLITS = ["forward", "backward"]
+CAP_MB = 0.03
+
+# ---- the verdict ------------------------------------------------------------------------------
+
+
+def _series(**slopes: float) -> list[dict[str, float]]:
+    """Return 16 counts that grow by so much each, and all else not at all."""
+    return [
+        {"step": 100.0 * k, **{name: 50 + slopes.get(name, 0.0) * k for name in MEASURES}}
+        for k in range(16)
+    ]
+
+
+def test_a_series_that_stays_does_not_grow() -> None:
+    assert find_growth(_series(), _series()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "slope"),
+    [
+        ("num_fds", 1),
+        ("num_threads", 1),
+        ("num_tensors", 1),
+        ("num_objects", 10),
+        ("rss_mib", 1),
+    ],
+)
+def test_what_grows_is_named_unless_torch_alone_grows_as_much(name: str, slope: float) -> None:
+    (said,) = find_growth(_series(**{name: slope}), _series())
+    assert name in said
+    assert find_growth(_series(**{name: slope}), None)
+    assert find_growth(_series(**{name: slope}), _series(**{name: slope})) == []
+
+
+def test_what_torch_keeps_of_a_graphs_source_is_no_growth_of_ours() -> None:
+    ours = _series(num_sources=10, num_objects=30)
+    assert find_growth(ours, _series()) == []
+
+
+def test_a_jump_in_the_first_quarter_is_warm_up_and_one_count_decides_nothing() -> None:
+    series = _series()
+    for counts in series[:3]:
+        counts["num_fds"] = 10
+    series[-1]["num_fds"] = 1000
+    assert growth_of(series)["num_fds"] == 0
+    with pytest.raises(ValueError, match="7 counts are no series"):
+        growth_of(series[:7])
+
+
+# ---- a long run, shortened --------------------------------------------------------------------
+
+_PERIOD, _LEG = 60, 100
+
+
+class _Leak:
+    """What a test plants: a tensor and a descriptor at each forward."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.descriptors: list[int] = []
+
+    @torch.compiler.disable
+    def __call__(self, _module: Any, _inputs: Any) -> None:
+        self.tensors.append(torch.ones(1))
+        self.descriptors.append(os.dup(0))
+
+
+def _grown(before: Census, after: Census) -> dict[str, Any]:
+    """Return of what there is more: descriptors, threads, tensors, entries of registries."""
+    more = {
+        name: getattr(after, name) - getattr(before, name)
+        for name in ("num_fds", "num_threads", "num_tensors")
+    }
+    return {
+        **{name: num for name, num in more.items() if num > 0},
+        **grown_registries(before, after),
+    }
+
+
+def _run_long(rank: int, peer: str, is_leaking: bool) -> dict[str, Any]:
+    """Compile all twice, and count; go on without compiling, and count."""
+    training = Training(peer, "aot_eager", rank)
+    leak = _Leak()
+    if is_leaking:
+        training.ddp.register_forward_pre_hook(leak)
+    first = training.run(_PERIOD, _PERIOD)
+    second = training.run(_PERIOD, _PERIOD)
+    settled = training.run(_LEG, sys.maxsize)
+    later = training.run(_LEG, sys.maxsize)
+    for descriptor in leak.descriptors:
+        os.close(descriptor)
+    with_compiling = _grown(first, second)
+    with_compiling.pop("num_tensors", None)  # torch keeps some of each dynamic graph it compiled
+    return {
+        "with compiling": with_compiling,
+        "without": _grown(settled, later),
+        "objects": later.num_objects - settled.num_objects,
+        "which": dict(list(grown_types(settled, later).items())[:10]),
+    }
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_steps_shapes_evaluations_and_recompiles_leave_nothing(ranks: Ranks, split: str) -> None:
+    for found in ranks.run(_run_long, split, False):
+        assert found["with compiling"] == {}
+        assert found["without"] == {}
+        assert found["objects"] < _LEG / 4, found["which"]
+
+
+def test_a_leak_in_steps_is_found(ranks: Ranks) -> None:
+    for found in ranks.run(_run_long, "eager", True):
+        assert found["with compiling"]["num_fds"] >= _PERIOD
+        assert found["without"]["num_tensors"] >= _LEG
+        assert found["without"]["num_fds"] >= _LEG
+        assert found["objects"] >= _LEG
+
+
+# ---- models that are dropped ------------------------------------------------------------------
+
+_TWICE = 2
+
+
+def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
+    """Have two models live and die, count, and again two."""
+    life = LIVES[name]
+    refs: list[Refs] = [life.live() for _ in range(_TWICE)]
+    before = take_census(0)
+    refs += [life.live() for _ in range(_TWICE)]
+    after = take_census(1)
+    alive = sorted({what for each in refs for what, ref in each.items() if ref() is not None})
+    grown = _grown(before, after)
+    if name == "tuned":  # its tensors were seen to grow, of which none is the model's: open
+        grown.pop("num_tensors", None)
+    if name.startswith("left"):  # process groups end in detach, with their sockets and threads
+        assert grown.pop("num_fds") > 0
+        assert grown.pop("num_threads") > 0
+    return {"alive": alive, "grown": grown}
+
+
+@pytest.mark.parametrize("name", [name for name in LIVES if name not in ("eager", "aot_eager")])
+def test_a_model_that_is_dropped_leaves_nothing(ranks: Ranks, name: str) -> None:
+    """Neither the module, its parameters and its Reducer, nor an entry, a thread, a descriptor."""
+    assert ranks.run(_live_and_drop, name) == [{"alive": [], "grown": {}}] * 2
+
+
+def _keep_models(rank: int) -> dict[str, Any]:
+    kept: list[Trial] = []
+    state.kept = kept  # type: ignore[attr-defined]  # a registry that forgets nothing
+    life = LIVES["backward"]
+    use = life.use
+
+    def use_and_keep(trial: Trial) -> None:
+        use(trial)
+        kept.append(trial)
+
+    leaking = type(life)(name="leaking", options=life.options, use=use_and_keep)
+    before = take_census(0)
+    refs = leaking.live()
+    found = _grown(before, take_census(1))
+    alive = [name for name, ref in refs.items() if ref() is not None]
+    del state.kept  # type: ignore[attr-defined]
+    return {"alive": alive, "grown": found}
+
+
+def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
+    for found in ranks.run(_keep_models):
+        assert "Reducer" in found["alive"]
+        assert found["grown"]["ddpopt.split.state.kept"] == 1
+        assert found["grown"]["ddpopt.split.state._states"] == 1
+        assert found["grown"]["num_tensors"] > 0
+
+
+# ---- eight ranks ------------------------------------------------------------------------------
+
+
+def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
+    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
+    inputs = batches(rank, [(8, 64), (8, 64), (5, 64), (8, 64), (5, 64)])
+    with config.patch(disagreement="error"):
+        ours = train(ddp, inputs, model)
+    assert_equal_states(ours, train(expected, inputs))
+    (plan, *_) = state.of(ddp).plans
+    told = agreement._told[ddp]
+    return len(plan.sections), told.board is None
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_eight_ranks_train_as_eager_and_compare_what_they_compile(
+    eight_ranks: Ranks, split: str
+) -> None:
+    results = eight_ranks.run(_train_on_many, split)
+    assert len(set(results)) == 1
+    num_sections, is_compared = results[0]
+    assert num_sections > 1
+    assert is_compared
+
+
+def _disagree(rank: int) -> str:
+    cap_mb = 2 * CAP_MB if rank == 5 else CAP_MB
+    ddp, _ = twins(MLP(), bucket_cap_mb=cap_mb)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    with config.patch(disagreement="error"):
+        try:
+            train(ddp, batches(rank, [(8, 64)] * 4), model)
+        except DisagreementError as error:
+            return str(error)
+    return ""
+
+
+def test_one_of_eight_ranks_with_other_buckets_is_named_on_all(eight_ranks: Ranks) -> None:
+    said = eight_ranks.run(_disagree)
+    assert len(set(said)) == 1
+    assert "rank 5 differs from rank 0: bucket limits in bytes" in said[0]

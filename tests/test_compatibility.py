@@ -1,8 +1,0 @@
-"""The table of what works is about the rows that the tests run."""
-
-from compatibility import all_rows, documented_rows
-
-
-def test_the_document_has_all_rows_and_no_others() -> None:
-    """After adding a row, run `python tests/compatibility.py`."""
-    assert documented_rows() == [title for title, _, _ in all_rows()]

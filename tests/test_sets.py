@@ -1,0 +1,46 @@
+"""Which tests are in the quick set."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.sets import SYSTEM, quick_of
+
+TESTS = SYSTEM.parent
+
+
+def _item(place: str, test: str, *fixtures: str) -> Any:
+    return SimpleNamespace(path=TESTS / place, nodeid=f"{place}::{test}", fixturenames=fixtures)
+
+
+@pytest.mark.parametrize("fixture", ["four_ranks", "eight_ranks", "own_ranks"])
+def test_no_test_of_many_ranks_or_of_its_own_is_quick(fixture: str) -> None:
+    """Wherever it is; the next one of its file takes its place."""
+    small = _item("system/test_x.py", "test_small")
+    assert quick_of([_item("system/test_x.py", "test_large", fixture), small]) == [small]
+    assert quick_of([_item("split/test_x.py", "test_large", "ranks", fixture)]) == []
+
+
+@pytest.mark.parametrize("fixture", ["one_rank", "ranks"])
+def test_of_rows_with_a_process_group_the_first_is_quick(fixture: str) -> None:
+    """Also if rows are of several tests."""
+    rows = [_item("test_x.py", f"{name}[{k}]", fixture) for name in ("a", "b") for k in range(3)]
+    assert quick_of(rows) == [rows[0], rows[3]]
+
+
+def test_of_a_file_of_the_system_the_first_test_is_quick() -> None:
+    """One of each file."""
+    tests = [_item(f"system/test_{name}.py", f"test_{k}") for name in "xy" for k in range(2)]
+    assert quick_of(tests) == [tests[0], tests[2]]
+
+
+def test_all_others_are_quick() -> None:
+    """With all rows."""
+    rows = [_item("test_x.py", f"test_one[{k}]", "tmp_path") for k in range(3)]
+    assert quick_of([*rows, _item("test_x.py", "test_two")]) == [
+        *rows,
+        _item("test_x.py", "test_two"),
+    ]
