@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import guards
 
 import ddpopt
 from ddpopt import Fallback
@@ -112,21 +109,13 @@ def worst_of(
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Let nothing be logged or warned of in this block, and compiling take less time.
-
-    Dynamo measures each graph's guards after a flush of the CPU's caches, 18 ms, for its log alone.
-    A tenth of the time goes into looking for cycles among the objects that compiling makes.
-    """
+    """Let nothing be logged or warned of in this block."""
     logging.disable(logging.WARNING)
-    thresholds = gc.get_threshold()
-    gc.set_threshold(20 * thresholds[0], *thresholds[1:])
-    unmeasured = mock.patch.object(guards, "profile_guard_manager", return_value=0.0)
     try:
-        with warnings.catch_warnings(), unmeasured:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        gc.set_threshold(*thresholds)
         logging.disable(logging.NOTSET)
 
 
