@@ -98,7 +98,7 @@ def warnings() -> list[Message]:
     found = []
     for module, tree in _modules():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "logs.warning":
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "_logs.warning":
                 continue
             text = _text(node.args[0])
             for argument in node.args[1:]:

@@ -43,7 +43,7 @@ def backend(
         OptionError: an option is unknown or has a bad value.
         UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
         SectionCompileError: the inner compiler raised on a section.
-        DDPOptError: a checkpoint's recomputation is compiled otherwise than its forward.
+        RecomputationError: a checkpoint's recomputation is compiled otherwise than its forward.
     """
     resolved = resolve_options(mode, options)
     ddp, detail, version = None, "", None

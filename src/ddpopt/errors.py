@@ -34,6 +34,13 @@ class SectionCompileError(DDPOptError, RuntimeError):
     """
 
 
+class RecomputationError(DDPOptError, RuntimeError):
+    """A checkpoint's recomputation runs other code than its forward, so gradients would be wrong.
+
+    Leave the layer that breaks the graph uncompiled.
+    """
+
+
 class PlanError(DDPOptError, ValueError):
     """Costs, a profile or a plan are not valid, or do not fit the model or the other ranks.
 

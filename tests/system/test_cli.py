@@ -537,8 +537,8 @@ def test_doctor_names_what_torch_has_moved(
     text = capsys.readouterr().out
     assert re.search(r"private names +problem  1 of \d+ missing: torch._C._current_gr", text)
     assert re.search(r"torch +problem  3\.1\.0 is newer than what was tested; install torch", text)
-    assert re.search(r"^ +missing  torch\._C\._current_graph_task_id  ", text, re.MULTILINE)
-    assert re.search(r"^ +found  torch\._guards\.TracingContext  ", text, re.MULTILINE)
+    assert re.search(r"^ +missing +torch\._C\._current_graph_task_id  ", text, re.MULTILINE)
+    assert re.search(r"^ +found +torch\._guards\.TracingContext  ", text, re.MULTILINE)
 
 
 def test_doctor_looks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

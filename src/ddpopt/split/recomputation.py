@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.errors import DDPOptError
+from ddpopt.errors import RecomputationError
 from ddpopt.reducer import ReducerRules
 from ddpopt.split import state
 
@@ -89,8 +89,8 @@ def note_compiled(version: Version, has_parameters: bool) -> None:
     Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
 
     Raises:
-        DDPOptError: a recomputation comes to another frame than its forward, which was cut, and the
-            frame `has_parameters`.
+        RecomputationError: a recomputation comes to another frame than its forward, which was cut,
+            and the frame `has_parameters`.
     """
     active = _torch.active_ddp()
     forward = _current_forward(active)
@@ -98,17 +98,14 @@ def note_compiled(version: Version, has_parameters: bool) -> None:
         return
     is_new = version.frame not in forward.versions
     if has_parameters and is_new and forward.is_cut and active is None and _torch.is_in_backward():
-        raise DDPOptError(_OTHER_FRAMES)
+        raise RecomputationError(
+            "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo "
+            "has given up a function since, as another layer that shares it breaks the graph, and "
+            "compiles parts of it instead. These save other tensors, so gradients would be wrong; "
+            "leave the layer that breaks the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
+        )
     forward.rules.add(version.rules)
     forward.versions.setdefault(version.frame, set()).add(version)
-
-
-_OTHER_FRAMES = (
-    "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo has given "
-    "up a function since, as another layer that shares it breaks the graph, and compiles parts of "
-    "it instead. These save other tensors, so gradients would be wrong; leave the layer that "
-    "breaks the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
-)
 
 
 def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:

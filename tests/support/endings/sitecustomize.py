@@ -1,7 +1,6 @@
 """Fail programs that destroy a process group while a DDP module lives.
 
-Python imports this at its start where this folder is on its path.
- A Reducer that is freed after
+Python imports this at its start where this folder is on its path. A Reducer that is freed after
 its group may hang the program, once in many runs (see docs/faq.md); this sees it in each.
 """
 
@@ -16,11 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 _destroy = dist.destroy_process_group
 
 
-def _destroy_if_alone(*args: Any, **kwargs: Any) -> None:
+def _destroy_if_alone(group: Any = None) -> None:
+    if group is not None and group is not dist.group.WORLD:
+        _destroy(group)  # one of an algorithm, which no Reducer holds
+        return
     ddps = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     if ddps:
         raise AssertionError(f"{len(ddps)} DDP modules outlive their process group")
-    _destroy(*args, **kwargs)
+    _destroy(group)
 
 
 dist.destroy_process_group = _destroy_if_alone
