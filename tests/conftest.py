@@ -6,6 +6,8 @@ Also the choice of a set of tests; `tests/support/sets.py` has the rule.
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -22,8 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--set", choices=[ALL, QUICK, REST], default=ALL, help="see CONTRIBUTING.md")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     hurry()
+    # On a hit AOTAutograd's cache returns a backward that may overwrite what it saved, whatever
+    # `retain_graph` says (torch 2.13); so no test may find what another session compiled.
+    folder = tempfile.TemporaryDirectory(prefix="ddpopt-inductor-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k, so that a row is the first one whatever is asked for
