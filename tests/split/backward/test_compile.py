@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
-from torch._inductor import metrics
+from torch._inductor import compile_fx, metrics
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -101,7 +101,7 @@ def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inn
 
 def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
     """Return the kernels that Inductor made of the forward, and the number of sections."""
-    inner_compile = torch._inductor.compile_fx.compile_fx_inner
+    inner_compile = compile_fx.compile_fx_inner
     counts: list[int] = []
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
 
     metrics.reset()
     ddp, compiled = _compile(_stack(2), cap, **options)
-    with mock.patch.object(torch._inductor.compile_fx, "compile_fx_inner", counting):
+    with mock.patch.object(compile_fx, "compile_fx_inner", counting):
         compiled(torch.ones(8, 32))
     # The unsplit backward is compiled later, when it first runs.
     return (counts or [metrics.generated_kernel_count])[0], len(_plan(ddp).sections)
