@@ -78,9 +78,6 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     return Report(data=data, parts=_parts(data), status=1 if has_failed or not results else 0)
 
 
-# ---- measuring --------------------------------------------------------------------------------
-
-
 def _measure(
     args: argparse.Namespace, names: Sequence[str], screen: Screen
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -118,8 +115,8 @@ class _Trainee:
         self.cap_mb = cap_mb
         self._turns_s: list[float] = []
         self._inputs = loaded.inputs
+        cap: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
         with self._settings():
-            cap: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
             self._ddp = DistributedDataParallel(loaded.model, **cap)
             self._call = _compile(PEERS[name], self._ddp, inner)
         trained = [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
@@ -208,9 +205,6 @@ def _admit(
     dist.all_gather_object(errors, error)
     error = next(filter(None, errors), "")
     return (None if error else trainee), error
-
-
-# ---- showing ----------------------------------------------------------------------------------
 
 
 def _parts(data: Mapping[str, Any]) -> list[str | Table]:

@@ -134,20 +134,19 @@ def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:
     Left out are names of objects that exist only while a graph is compiled.
     """
     examples = _examples(ddp)
-    rows = [row for row in names.TABLE if row.is_expected]
-    rows = [row for row in rows if isinstance(row, ModuleName) or row.owner in examples]
-    return {row: _is_found(row, examples) for row in sorted(rows, key=str)}
-
-
-def _is_found(row: Row, examples: Mapping[str, Callable[[], Any]]) -> bool:
-    try:
-        if isinstance(row, ModuleName):
-            row.get()
-        else:
-            row.of(examples[row.owner]())
-    except Exception:  # whatever an import or a constructor raises, the name cannot be used
-        return False
-    return True
+    found = {}
+    for row in sorted((row for row in names.TABLE if row.is_expected), key=str):
+        if not isinstance(row, ModuleName) and row.owner not in examples:
+            continue
+        found[row] = False
+        # Whatever an import or a constructor raises, the name cannot be used.
+        with contextlib.suppress(Exception):
+            if isinstance(row, ModuleName):
+                row.get()
+            else:
+                row.of(examples[row.owner]())
+            found[row] = True
+    return found
 
 
 def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any]]:
@@ -205,7 +204,6 @@ class _TrialModel(nn.Module):
 
 
 def _try(split: str) -> Check:
-    """Train a small model, and see whether it is split."""
     name = f"split {split}"
     try:
         with one_rank_group():
