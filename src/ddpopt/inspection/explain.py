@@ -127,10 +127,8 @@ class Explanation:
         suffix = Path(path).suffix
         if suffix not in (".html", ".json", ".txt"):
             raise OptionError(f"{path} does not end in .html, .json or .txt; choose one of them")
-        if suffix == ".html":
-            write_text(path, render_page(self.to_dict()))
-        else:
-            write_text(path, self.to_json() if suffix == ".json" else f"{self}\n")
+        text = self.to_json() if suffix == ".json" else f"{self}\n"
+        write_text(path, render_page(self.to_dict()) if suffix == ".html" else text)
 
     def __str__(self) -> str:
         if not self.plans:
@@ -139,15 +137,15 @@ class Explanation:
                 "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
                 "or Dynamo skips it (as it skips a torch.nn container right under DDP)."
             )
-        summary = self._summary()
-        parts = [self._bucket_table()] if self.buckets else []
-        parts += (
-            ["\n".join([*self._time_table(), "", *summary])] if self.buckets and summary else []
-        )
-        parts += [self.tuning] if self.tuning else []
-        parts += [f"planned: {self.bucket_plan}"] if self.bucket_plan else []
-        parts += ["\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans]
-        return "\n\n".join(parts + ["\n".join(self.hints)] * bool(self.hints))
+        parts = [
+            self._bucket_table() if self.buckets else "",
+            self._times() if self.buckets and (self.predicted or self.measured) else "",
+            self.tuning,
+            f"planned: {self.bucket_plan}" if self.bucket_plan else "",
+            *("\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans),
+            "\n".join(self.hints),
+        ]
+        return "\n\n".join(filter(None, parts))
 
     def _bucket_table(self) -> str:
         sections = self.measured.sections if self.measured else ()
@@ -164,34 +162,23 @@ class Explanation:
             )
             for b in self.buckets
         ]
-        lines = [f"{printable(self.model)}: {len(rows)} DDP buckets", "", *table(header, rows)]
         shared = ", ".join(f"{b.index}" for b in self.buckets if b.shares_section_with)
-        if shared:
-            lines.append(
-                f"  buckets {shared} share sections: no cut between them can be made or helps"
-            )
-        return "\n".join(lines)
+        told = f"  buckets {shared} share sections: no cut between them can be made or helps"
+        lines = [f"{printable(self.model)}: {len(rows)} DDP buckets", "", *table(header, rows)]
+        return "\n".join([*lines, told] if shared else lines)
 
-    def _time_table(self) -> list[str]:
-        """Return the times of buckets in milliseconds."""
-        kinds = [
-            kind
-            for kind in ("predicted", "measured")
-            if any(getattr(b, kind) for b in self.buckets)
-        ]
-        header = ["bucket"]
-        for kind in kinds:
-            header += [f"{kind}: ready", "launch", "finish"]
-        rows = []
-        for bucket in self.buckets:
-            known = [getattr(bucket, kind) for kind in kinds]
-            times = [format_ms(getattr(each, name, None)) for each in known for name in _TIMES]
-            rows.append((f"{bucket.index}", *times, ""))
-        return [line.rstrip() for line in table((*header, ""), rows)]
-
-    def _summary(self) -> list[str]:
-        """Return what the times amount to, nothing where there are none."""
-        lines = []
+    def _times(self) -> str:
+        """Return a table of times in milliseconds, and what they amount to."""
+        header, columns = ["bucket"], [[f"{bucket.index}" for bucket in self.buckets]]
+        for kind in ("predicted", "measured"):
+            times = [getattr(bucket, kind) for bucket in self.buckets]
+            if any(times):
+                header += [f"{kind}: ready", "launch", "finish"]
+                columns += [
+                    [format_ms(getattr(each, name, None)) for each in times] for name in _TIMES
+                ]
+        rows = [(*row, "") for row in zip(*columns, strict=True)]
+        lines = [*(line.rstrip() for line in table((*header, ""), rows)), ""]
         if self.measured:
             lines.append(f"measured ({self.num_measured} steps): {self.measured.summary()}")
         if self.predicted:
@@ -202,7 +189,7 @@ class Explanation:
                 f"communication; no buckets can make it shorter than {format_ms(t.bound_s)}",
                 f"  ({self.basis})",
             ]
-        return lines
+        return "\n".join(lines)
 
 
 def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
@@ -273,7 +260,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     return Explanation(
         model=type(ddp.module).__name__,
         plans=known.plans,
-        buckets=_with_times(buckets, predicted, measured),
+        buckets=_relate(buckets, predicted, measured),
         bucket_plan=assigned,
         tuning=search.outcome if search else "",
         predicted=predicted,
@@ -316,9 +303,10 @@ def _completing_section(plan: SplitPlan, members: set[str]) -> str:
     return next((f"{plan.graph} section {index}" for index in holding), plan.graph)
 
 
-def _with_times(
+def _relate(
     buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
 ) -> tuple[BucketReport, ...]:
+    """Return the buckets with their times, and the others with which each shares a section."""
     # Without times where those of several dtypes, or of a plan that was changed, do not match.
     none = [None] * len(buckets)
     expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none

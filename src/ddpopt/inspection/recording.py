@@ -49,7 +49,8 @@ class RecordedBucket:
 class RecordedStep:
     """One forward, or several, and the backward whose gradients were reduced.
 
-    `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order.
+    `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
+    and of all of them the finish is known, or of none.
     """
 
     forward_start_s: float
@@ -72,28 +73,23 @@ class RecordedStep:
     def exposed_s(self) -> float | None:
         """How long allreduces ran when no gradient was left to be computed."""
         finished = [bucket.finished_s for bucket in self.buckets if bucket.finished_s is not None]
-        if not finished or len(finished) < len(self.buckets):
+        if not finished:
             return None
         return max(0.0, max(finished) - max(bucket.ready_s for bucket in self.buckets))
 
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without what one waited for the one before it."""
-        times_s = [
-            stop_s - start_s for _, start_s, stop_s in self.allreduces() if stop_s is not None
-        ]
-        return sum(times_s) if times_s and len(times_s) == len(self.buckets) else None
+        times_s = [stop_s - start_s for _, start_s, stop_s in self.allreduces() if stop_s]
+        return sum(times_s) if times_s else None
 
     def allreduces(self) -> Iterator[tuple[RecordedBucket, float, float | None]]:
-        """Yield each bucket, when its allreduce began to run, one after another, and its finish."""
+        """Yield each bucket with the start and the end of its allreduce: one runs at a time."""
         end_s = 0.0
         for bucket in self.buckets:
             start_s = max(bucket.launched_s, end_s)
-            if bucket.finished_s is None:
-                yield bucket, start_s, None
-            else:
-                end_s = max(start_s, bucket.finished_s)
-                yield bucket, start_s, end_s
+            end_s = max(start_s, bucket.finished_s or 0.0)
+            yield bucket, start_s, None if bucket.finished_s is None else end_s
 
     @property
     def shape(self) -> object:

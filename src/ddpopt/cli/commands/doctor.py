@@ -52,7 +52,9 @@ class Check(NamedTuple):
 
 def run(args: argparse.Namespace, screen: Screen) -> Report:
     """Check; the status is 1 if a small model could not be split as asked."""
-    found = _find_names()
+    found = find_names(None)
+    with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
+        found = find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
     trials = [_try(split) for split in screen.track(SPLITS, "checking")]
     checks = [*_installed(), *_environment(), _names(found), *trials]
     can_split = all(trial.is_ok for trial in trials)
@@ -120,12 +122,6 @@ def _environment() -> Iterator[Check]:
             yield Check(name, "is not read by ddpopt", f"it reads {', '.join(known)}")
         elif name.startswith("DDPOPT_") or name in _SHOWN:
             yield Check(name, value)
-
-
-def _find_names() -> dict[Row, bool]:
-    with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
-        return find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
-    return find_names(None)
 
 
 def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,9 +74,8 @@ def _train(
 
 def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulation]:
     """Return an iteration with DDP's own buckets, and one with the best."""
-    caps: Sequence[int] = DDP_DEFAULT_CAPS
-    if args.bucket_cap_mb is not None:
-        caps = (int(args.bucket_cap_mb * _MIB),)
+    cap_mb = args.bucket_cap_mb
+    caps = (int(cap_mb * _MIB),) if cap_mb else DDP_DEFAULT_CAPS
     own = dataclasses.replace(best, sizes=buckets_of_caps(best.profile, caps))
     plans = {"ddp": own, "best": best}
     return {name: simulate(each, world_size=args.world_size) for name, each in plans.items()}

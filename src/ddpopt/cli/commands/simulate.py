@@ -20,31 +20,30 @@ _LINKS = ("latency_us", "algorithm", "ranks_per_node", "node_latency_us", "node_
 
 def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
     """Simulate one iteration."""
-    plan = _load(args)
+    plan, stragglers = _load(args)
     network = None if args.bandwidth is None else _network(plan, args, args.bandwidth)
     given = ["--" + name.replace("_", "-") for name in _given(args)]
     if network is None and given:
         raise PlanError(f"{', '.join(given)} given without --bandwidth")
-    simulation = simulate(
-        plan, world_size=args.world_size, network=network, stragglers=_stragglers(args)
-    )
+    simulation = simulate(plan, world_size=args.world_size, network=network, stragglers=stragglers)
     return Report(data=json.loads(simulation.to_json()), parts=[str(simulation)])
 
 
 def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
     """Compare the efficiency on many clusters."""
-    plan = _load(args)
+    plan, stragglers = _load(args)
     network = _network(plan, args, args.bandwidths[0])
-    cells = sweep(plan, args.world_sizes, args.bandwidths, network, _stragglers(args))
+    cells = sweep(plan, args.world_sizes, args.bandwidths, network, stragglers)
     return Report(
         data=[{**dataclasses.asdict(cell), "best": cell.best} for cell in cells],
         parts=[render(cells)],
     )
 
 
-def _load(args: argparse.Namespace) -> BucketPlan:
+def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:
     with explained(f"the plan {args.plan} cannot be read"):
-        return BucketPlan.load(args.plan)
+        plan = BucketPlan.load(args.plan)
+    return plan, Stragglers(mean_delay=args.stragglers, seed=args.seed)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -64,7 +63,3 @@ def _network(plan: BucketPlan, args: argparse.Namespace, bytes_per_s: float) -> 
         contention=plan.cost.contention,
         launch_s=plan.cost.launch_s,
     )
-
-
-def _stragglers(args: argparse.Namespace) -> Stragglers:
-    return Stragglers(mean_delay=args.stragglers, seed=args.seed)
