@@ -41,9 +41,8 @@ def make_parser() -> _Parser:
     groups = {"": top, "trace": trace.add_subparsers(metavar="COMMAND", required=True)}
     for path, runs, summary, add_arguments in rows:
         group, _, name = path.rpartition(" ")
-        described = f"{summary[0].upper()}{summary[1:]}."
         command = groups[group].add_parser(
-            name, help=summary, description=described, epilog=_EXIT_STATUS
+            name, help=summary, description=f"{summary.capitalize()}.", epilog=_EXIT_STATUS
         )
         command.set_defaults(command=runs)
         command.add_argument("--json", action="store_true", help="print JSON")

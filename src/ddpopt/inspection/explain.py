@@ -31,7 +31,6 @@ from ddpopt.inspection.recording import RecordedBucket, RecordedStep
 from ddpopt.split import state
 from ddpopt.split.plan import NodeText, Section, SplitPlan
 
-FORMAT = "ddpopt explanation 1"
 _NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 _NOTHING_PREDICTED = (
     "predicted: nothing; give explain a plan of ddpopt.plan, or find buckets by buckets='auto'"
@@ -92,7 +91,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as data for JSON, times in seconds; see docs/reading-the-logs.md."""
         return {
-            "format": FORMAT,
+            "format": "ddpopt explanation 1",
             "versions": {
                 "ddpopt": importlib.metadata.version("ddpopt"),
                 "torch": str(torch.__version__),

@@ -115,9 +115,8 @@ class _Trainee:
         self.cap_mb = cap_mb
         self._turns_s: list[float] = []
         self._inputs = loaded.inputs
-        cap: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
         with self._settings():
-            self._ddp = DistributedDataParallel(loaded.model, **cap)
+            self._ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
             self._call = _compile(PEERS[name], self._ddp, inner)
         trained = [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
         # A step costs the same at any rate, and at 0 a sum for a loss does not diverge.

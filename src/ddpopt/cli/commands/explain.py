@@ -63,8 +63,7 @@ def _train(
     best: BucketPlan | None,
     screen: Screen,
 ) -> Explanation:
-    cap: dict[str, Any] = {"bucket_cap_mb": cap_mb} if cap_mb else {}
-    ddp = DistributedDataParallel(loaded.model, **cap)
+    ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
     compiled: Any = torch.compile(ddp, backend="ddpopt", options=options)
     for _ in screen.track(range(_NUM_STEPS), "compiling and training"):
         ddp.zero_grad()
