@@ -37,10 +37,12 @@ def make_parser() -> _Parser:
         ("doctor", "doctor:run", "check whether training can be split here", _doctor),
         ("trace merge", "merge_traces:run", "make one trace of all ranks' traces", _merge),
     )
-    trace = top.add_parser("trace", help="work on traces that ddpopt.record wrote")
-    groups = {"": top, "trace": trace.add_subparsers(metavar="COMMAND", required=True)}
+    groups = {"": top}
     for path, runs, summary, add_arguments in rows:
         group, _, name = path.rpartition(" ")
+        if group not in groups:
+            below = top.add_parser(group, help="work on traces that ddpopt.record wrote")
+            groups[group] = below.add_subparsers(metavar="COMMAND", required=True)
         command = groups[group].add_parser(
             name, help=summary, description=f"{summary.capitalize()}.", epilog=_EXIT_STATUS
         )

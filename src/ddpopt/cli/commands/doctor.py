@@ -182,10 +182,9 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
 
 def _names(found: Mapping[Row, bool]) -> Check:
     missing = [str(row) for row, is_found in found.items() if not is_found]
-    if missing:
-        detail = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
-        return Check("private names", detail, _INSTALL_TORCH)
-    return Check("private names", f"{len(found)} of {len(found)} found")
+    told = f"{len(found)} of {len(found)} found" if not missing else ""
+    problem = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
+    return _look("private names", told, problem, _INSTALL_TORCH)
 
 
 class _TrialModel(nn.Module):
