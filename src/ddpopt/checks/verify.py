@@ -192,20 +192,19 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
     A rank with an error waits for the others before it goes on: they may wait for it in an
     allreduce, which its next one, of another step, would answer.
     """
-    results: list[T] = []
-    problem = None
+    result: T | Exception
     try:
         with run.stage("steps"):
             try:
-                results.append(compute())
+                result = compute()
             except Exception as error:
-                problem = error
+                result = error
     except PeerError as error:
         raise _BrokenOffError(str(error)) from error
     with run.stage("steps"):
-        if problem is not None:
-            raise problem
-    return results[0]
+        if isinstance(result, Exception):
+            raise result
+    return result
 
 
 class _Report(NamedTuple):
@@ -255,8 +254,7 @@ class _FirstStep(Observer):
             model = ddp if calling is None else calling  # what torch.compile makes has a length
             is_ours = is_compiled_by_us(model)
         except TorchDriftError as error:
-            ignore(ddp, Turn.VERIFY)
-            _warn(ddp, str(error), "use such a release")
+            _decline(ddp, str(error), "use such a release")
             return
         if is_ours:
             _verify_once(ddp, model)
@@ -266,12 +264,8 @@ class _FirstStep(Observer):
         if not _trains(ddp):
             return
         if is_ours:  # around the DDP module, and nothing that could be called
-            ignore(ddp, Turn.VERIFY)
-            _warn(
-                ddp,
-                "it is compiled with a function around it",
-                "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
-            )
+            reason = "it is compiled with a function around it"
+            _decline(ddp, reason, "compile DDP itself, torch.compile(ddp, backend='ddpopt')")
         elif state.of(ddp).plans:
             _verify_once(ddp, ddp)
 
@@ -289,12 +283,12 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _warn(ddp, reason, "call ddpopt.verify with a batch and a loss_fn for which it works")
+        _decline(ddp, reason, "call ddpopt.verify with a batch and a loss_fn for which it works")
         return
     if outcome.passed:
         _logs.progress("%s", outcome)
     elif not outcome.is_repeatable:
-        _warn(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
+        _decline(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
     else:
         raise VerificationError(
             f"{outcome}\ntraining was stopped before its first step, because DDPOPT_VERIFY or "
@@ -303,7 +297,8 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
         )
 
 
-def _warn(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+    ignore(ddp, Turn.VERIFY)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
         "training goes on: %s; to verify it, %s",
