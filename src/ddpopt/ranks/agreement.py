@@ -101,12 +101,12 @@ def agree(
         if word.problem is not None:
             raise type(word.problem)(f"{title}on rank {rank}: {word.problem}")
     difference = find_difference([word.facts for word in words], remedy)
-    if difference:
+    if difference is not None:
         raise error(f"{title}{difference}")
 
 
-def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str:
-    """Say in what ranks first differ from rank 0, which do, and what to do; "" if none does."""
+def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str | None:
+    """Say in what ranks first differ from rank 0, which do, and what to do; None if none does."""
     by_name = [{fact.name: fact for fact in facts} for facts in said]
     for name in dict.fromkeys(fact.name for facts in said for fact in facts):
         ours = by_name[0].get(name)
@@ -121,7 +121,7 @@ def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str:
         verb = "differs" if len(ranks) == 1 else "differ"
         why = next((fact.remedy for fact in (ours, theirs) if fact and fact.remedy), remedy)
         return f"{name_ranks(ranks)} {verb} from rank 0: {what}; {why}"
-    return ""
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -233,7 +233,7 @@ def _read(board: Board) -> list[list[Fact]]:
 
 def _act_on(ddp: DistributedDataParallel, said: Sequence[Sequence[Fact]]) -> None:
     difference = find_difference(said, _REMEDY)
-    if not difference:
+    if difference is None:
         return
     text = (
         f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "

@@ -143,16 +143,16 @@ class Appointment:
         self._board = Board(group, title, key, limit_s)
         self._board.tell(_ANNOUNCED)
 
-    def keep(self, problem: str) -> str:
-        """Return why ranks do not go on, "" if they do; the same on all ranks.
+    def keep(self, problem: str | None) -> str | None:
+        """Return why ranks do not go on, None if they do; the same on all ranks.
 
         Raises:
             PeerError: the store has gone or does not answer, so that nobody knows.
         """
         answer = self._board.put_first("answer", self._find_answer(problem))
-        return "" if answer == _GO else answer
+        return None if answer == _GO else answer
 
-    def _find_answer(self, problem: str) -> str:
+    def _find_answer(self, problem: str | None) -> str:
         """Return what this rank would answer as soon as there is something to say or an answer."""
         board = self._board
         if problem:
