@@ -181,17 +181,18 @@ def _find_fault(roll_call: RollCall) -> _Finding:
     """Say which rank is at fault in an error that this rank just got."""
     roll_call.tell(_LOST)
     end_s = time.monotonic() + _SETTLE_S
-    while (finding := _judge(roll_call)) is None and time.monotonic() < end_s:
+    cards = roll_call.hear()
+    while (finding := _judge(roll_call, cards)) is None and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-    finding = finding or _doubt(roll_call)
+        cards = roll_call.hear()
+    finding = finding or _doubt(roll_call, cards)
     if roll_call.own.has_store:
         _linger(roll_call, finding.ranks)
     return finding
 
 
-def _judge(roll_call: RollCall) -> _Finding | None:
+def _judge(roll_call: RollCall, cards: Sequence[Card]) -> _Finding | None:
     """Name ranks, if it is certain of some that they are at fault."""
-    cards = roll_call.hear()
     raised = [card for card in cards if card.word == _RAISED]
     if raised:
         first = min(raised, key=lambda card: card.turn)
@@ -218,12 +219,11 @@ def _silent(cards: Sequence[Card]) -> list[Card]:
     return [card for card in cards if card.word in ("", _COMPILES)]
 
 
-def _doubt(roll_call: RollCall) -> _Finding:
+def _doubt(roll_call: RollCall, cards: Sequence[Card]) -> _Finding:
     """Say what is known where every rank that can be asked is there.
 
     A rank that has compiled for too long cannot be seen to do so later, so the others are told.
     """
-    cards = roll_call.hear()
     if roll_call.problem:
         where = "" if roll_call.place is None else " at {}:{}".format(*roll_call.place)
         return _Finding(
