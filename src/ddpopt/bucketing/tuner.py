@@ -223,6 +223,7 @@ class _Tuner(Observer):
         rules = state.of(ddp).rules
         _end_search(ddp)
         problem = self._appointment.keep(_find_obstacle(ddp))
+        self._appointment = None  # it has a connection to the store
         if problem:
             self.stay(problem)
         else:
