@@ -11,13 +11,14 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpopt._files import show
 from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 _BEYOND = 1e18  # no number is so large: what is computed from them has to stay finite
+_PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class Profile:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in ("backward_s", "forward_s", "between_s", "cut_s", "after_s"):
+        for name in _PROFILE_TIMES:
             _check(self, name)
         _check_text(self, "source")
         ready = [gradient.ready_s for gradient in self.gradients]
@@ -96,6 +97,11 @@ class Profile:
         pairs = zip(self.gradients, ready_s, strict=True)
         gradients = tuple(dataclasses.replace(gradient, ready_s=t) for gradient, t in pairs)
         return dataclasses.replace(self, gradients=gradients, **changes)
+
+    def slowed(self, factor: float) -> Profile:
+        """Return the profile of a computation that takes `factor` times as long."""
+        times = {name: getattr(self, name) * factor for name in _PROFILE_TIMES}
+        return self.with_ready_times([g.ready_s * factor for g in self.gradients], **times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +185,7 @@ class Network:
             raise PlanError(f"world_size is {world_size}; a ring needs 2 ranks or more")
         if not cost.s_per_byte > 0:
             raise PlanError("s_per_byte is 0, from which no bandwidth follows")
-        steps = 2 * (world_size - 1)
+        steps = _steps_of_ring(world_size)
         return cls(
             latency_s=cost.startup_s / steps,
             bytes_per_s=steps / world_size / cost.s_per_byte,
@@ -191,12 +197,9 @@ class Network:
     def allreduce(self, world_size: int) -> AllreduceCost:
         """Return what an allreduce over `world_size` ranks costs.
 
-        A ring takes 2 (N - 1) steps of 1 / N of the bytes each (Patarasuk and Yuan, "Bandwidth
-        optimal all-reduce algorithms for clusters of workstations", 2009). A tree, as a pipelined
-        pair of trees (Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast,
-        reduction and scan", 2009), costs 2 ceil(log2 N) steps of latency, and all bytes go up and
-        down once. The hierarchical form scatters within nodes, goes round the nodes in a ring, and
-        gathers within nodes.
+        Formulas and their sources are in docs/simulation.md: a ring (Patarasuk and Yuan, 2009), a
+        pipelined pair of trees (Sanders, Speck and Traff, 2009), or a ring around the nodes between
+        a scatter and a gather within them.
 
         Raises:
             PlanError: `world_size` is below 1.
@@ -205,26 +208,23 @@ class Network:
             raise PlanError(f"world_size is {world_size}; it must be 1 or more")
         inside = min(self.ranks_per_node, world_size)
         nodes = math.ceil(world_size / self.ranks_per_node)
-        ring = _ring(world_size)
-        if world_size == 1:
-            latency, per_byte = 0.0, 0.0
-        elif nodes == 1:
-            latency, per_byte = ring.steps * self.node_latency_s, ring.part / self.node_bytes_per_s
+        slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
+        steps = _steps_of_ring(world_size)
+        if nodes == 1:
+            latency = steps * self.node_latency_s
+            per_byte = steps / world_size / self.node_bytes_per_s
         elif self.algorithm == "hierarchical":
-            within, between = _ring(inside), _ring(nodes)
-            latency = within.steps * self.node_latency_s + between.steps * self.latency_s
-            per_byte = within.part / self.node_bytes_per_s + between.part / self.bytes_per_s
+            within, between = _steps_of_ring(inside), _steps_of_ring(nodes)
+            latency = within * self.node_latency_s + between * self.latency_s
+            per_byte = within / inside / self.node_bytes_per_s + between / nodes / self.bytes_per_s
+        elif self.algorithm == "ring":
+            between = math.ceil(steps / inside)  # of the messages in a row
+            latency = between * self.latency_s + (steps - between) * self.node_latency_s
+            per_byte = steps / world_size / slowest
         else:
-            slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
-            if self.algorithm == "ring":
-                between_nodes = math.ceil(ring.steps / inside)  # of the messages in a row
-                within_nodes = ring.steps - between_nodes
-                latency = between_nodes * self.latency_s + within_nodes * self.node_latency_s
-                per_byte = ring.part / slowest
-            else:
-                depth = math.ceil(math.log2(nodes))
-                within_s = math.ceil(math.log2(inside)) * self.node_latency_s
-                latency, per_byte = 2 * (depth * self.latency_s + within_s), 2 / slowest
+            within_s = math.ceil(math.log2(inside)) * self.node_latency_s
+            latency = 2 * (math.ceil(math.log2(nodes)) * self.latency_s + within_s)
+            per_byte = 2 / slowest
         return AllreduceCost(
             startup_s=latency,
             s_per_byte=per_byte,
@@ -234,16 +234,9 @@ class Network:
         )
 
 
-class _Ring(NamedTuple):
-    """Messages that follow one another, and how often all bytes pass a link."""
-
-    steps: int
-    part: float
-
-
-def _ring(num_ranks: int) -> _Ring:
-    steps = 2 * (num_ranks - 1)
-    return _Ring(steps, steps / num_ranks)
+def _steps_of_ring(num_ranks: int) -> int:
+    """Return how many messages follow one another; each carries 1 / `num_ranks` of all bytes."""
+    return 2 * (num_ranks - 1)
 
 
 def _check(owner: Any, name: str, at_least: float = 0, below: float = _BEYOND) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt import _files
-from ddpopt._text import format_bytes, format_ms, printable, shorten, table
+from ddpopt._text import format_ms, printable, shorten
 from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
@@ -164,29 +164,17 @@ class BucketPlan:
         return plan
 
     def __str__(self) -> str:
-        timeline = self.timeline()
-        rows = [
-            (
-                f"{index}",
-                format_bytes(bucket.num_bytes),
-                *map(format_ms, (times.ready_s, times.launched_s, times.finished_s)),
-                shorten(bucket.parameters),
-            )
-            for index, (bucket, times) in enumerate(
-                zip(self.buckets, timeline.buckets, strict=True)
-            )
-        ]
-        header = ("bucket", "size", "ready ms", "launch", "finish", "parameters")
-        default = self.timeline_of_caps()
+        timeline, default = self.timeline(), self.timeline_of_caps()
+        names = (shorten(bucket.parameters) for bucket in self.buckets)
         return "\n".join(
             [
-                f"{len(rows)} buckets for {self.world_size} ranks ({self.profile.source} times): "
-                f"backward {format_ms(timeline.backward_s)} ms, of it computation "
+                f"{len(self.buckets)} buckets for {self.world_size} ranks ({self.profile.source} "
+                f"times): backward {format_ms(timeline.backward_s)} ms, of it computation "
                 f"{format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
                 "",
-                *table(header, rows),
+                *timeline.bucket_table("parameters", names),
             ]
         )
 
