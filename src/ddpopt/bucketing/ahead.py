@@ -35,11 +35,9 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
 ) -> BucketPlan:
     """Return the best buckets for a model, a batch and a network; apply them by `ddp_kwargs()`.
 
-    The order in which gradients become ready, and the part of backward that each has to wait for,
-    are estimated from the graph (see `estimate`). The times of forward and backward are measured
-    with the model as `torch.compile` makes it; gradients, buffers and the random number state are
-    then as before. On several ranks make the plan on one and broadcast `to_json()`: measured times
-    differ.
+    The part of backward that each gradient has to wait for is estimated (see `estimate`); the times
+    of forward and backward are measured, after which gradients, buffers and the random number state
+    are as before. On several ranks make the plan on one and broadcast `to_json()`: times differ.
 
     Args:
         model: What DDP is to wrap, compiled or not, on its device, in the mode to be trained in.

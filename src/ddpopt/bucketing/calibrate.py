@@ -32,11 +32,9 @@ def calibrate(
     """Measure the cost of an allreduce on `group`, the default group if None.
 
     A collective call: every rank of the group must make it, at a time when nothing else
-    communicates, and all get the same result. Times are the slowest rank's; sizes are chosen so
-    that it takes one to two seconds, up to four on slow networks. `device` is that of the
-    gradients: by default the GPU where the group's backend needs one. How far computation and
-    allreduces slow each other down is measured with products of matrices beside one large
-    allreduce and beside many small ones.
+    communicates, and all get the same result, of the slowest rank's times. It takes one to two
+    seconds, up to four on slow networks. `device` is that of the gradients: by default the GPU
+    where the group's backend needs one.
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.

@@ -36,7 +36,7 @@ class Gradient:
     def __post_init__(self) -> None:
         _check(self, "num_bytes", at_least=1)
         _check(self, "ready_s")
-        _check_text(self, "group")
+        _check_printable(self, "group")
 
 
 def by_group(gradients: Iterable[Gradient]) -> dict[str, list[Gradient]]:
@@ -69,9 +69,8 @@ class Profile:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in _PROFILE_TIMES:
-            _check(self, name)
-        _check_text(self, "source")
+        _check(self, *_PROFILE_TIMES)
+        _check_printable(self, "source")
         ready = [gradient.ready_s for gradient in self.gradients]
         if not ready:
             raise PlanError("a profile has no gradients; the model has no parameter to reduce")
@@ -108,10 +107,9 @@ class Profile:
 class AllreduceCost:
     """An allreduce of n bytes takes `startup_s + n * s_per_byte`.
 
-    While bytes move, computation loses the part `interference` of its speed: on a CPU the
-    reduction needs the same cores, on a GPU some of the multiprocessors. While computation runs,
-    bytes take `contention` times as long. And each allreduce, of whatever size, keeps computation
-    up by `launch_s`.
+    While bytes move, computation loses the part `interference` of its speed; while computation
+    runs, bytes take `contention` times as long; and each allreduce, of whatever size, keeps
+    computation up by `launch_s`.
 
     Raises:
         PlanError: a number is negative or not finite, `interference` is not below 1, or
@@ -125,8 +123,7 @@ class AllreduceCost:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("startup_s", "s_per_byte", "launch_s"):
-            _check(self, name)
+        _check(self, "startup_s", "s_per_byte", "launch_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
 
@@ -163,8 +160,7 @@ class Network:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "launch_s", "node_latency_s"):
-            _check(self, name)
+        _check(self, "latency_s", "launch_s", "node_latency_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
         _check(self, "ranks_per_node", at_least=1)
@@ -239,16 +235,17 @@ def _steps_of_ring(num_ranks: int) -> int:
     return 2 * (num_ranks - 1)
 
 
-def _check(owner: Any, name: str, at_least: float = 0, below: float = _BEYOND) -> None:
-    value = getattr(owner, name)
-    if not isinstance(value, int | float) or not at_least <= value < below:
-        raise PlanError(
-            f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
-            f"below {below:g}"
-        )
+def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int | float) or not at_least <= value < below:
+            raise PlanError(
+                f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
+                f"below {below:g}"
+            )
 
 
-def _check_text(owner: Any, name: str) -> None:
+def _check_printable(owner: Any, name: str) -> None:
     value = getattr(owner, name)
     if not value.isprintable():
         what = f"{type(owner).__name__}.{name} is {show(value)}"

@@ -96,8 +96,8 @@ class BucketPlan:
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return arguments for DistributedDataParallel by which it forms these buckets.
 
-        `bucket_cap_mb_list` where all gradients are of one dtype and device. Else the list would
-        count for each group by itself, and the best single `bucket_cap_mb` is given instead.
+        `bucket_cap_mb_list`, or the best `bucket_cap_mb` where gradients are of several dtypes or
+        devices: the list would count for each of them by itself.
         """
         if len({gradient.group for gradient in self.profile.gradients}) == 1:
             return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}

@@ -157,7 +157,7 @@ def _cost(
     return implied.allreduce(world_size), f"ring, extrapolated from {plan.world_size} ranks"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """Efficiencies on one cluster: of the saved plan, DDP's default buckets, a plan made for it.
 
@@ -202,16 +202,7 @@ def sweep(
             simulate(each, world_size=world_size, network=links, stragglers=stragglers).efficiency
             for each in (plan, default, replanned)
         )
-        cells.append(
-            Cell(
-                world_size=world_size,
-                bytes_per_s=bytes_per_s,
-                saved=saved,
-                default=own,
-                replanned=best,
-                num_buckets=len(replanned.buckets),
-            )
-        )
+        cells.append(Cell(world_size, bytes_per_s, saved, own, best, len(replanned.buckets)))
     return cells
 
 
@@ -223,8 +214,7 @@ def render(cells: Sequence[Cell]) -> str:
             f"{cell.world_size}",
             format_bandwidth(cell.bytes_per_s),
             *(f"{efficiency:.1%}" for efficiency in (cell.saved, cell.default, cell.replanned)),
-            f"{cell.num_buckets}",
-            cell.best,
+            *(f"{cell.num_buckets}", cell.best),
         )
         for cell in cells
     ]

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -192,16 +192,19 @@ def _device_of(ddp: DistributedDataParallel) -> torch.device:
 # ---- measuring --------------------------------------------------------------------------------
 
 
+_Moment = Any  # in seconds, or an event on a device's stream
+
+
 @dataclass(slots=True)
 class _Step:
-    """What was noted of one step; see `_Stopwatch` for times."""
+    """What was noted of one step."""
 
-    began: float
-    forward_ended: float = 0.0
-    backward_ended: float = 0.0
+    began: _Moment
+    forward_ended: _Moment = None
+    backward_ended: _Moment = None
     num_forwards: int = 1
-    ended: float = 0.0
-    ready: dict[int, float] = field(default_factory=dict)  # by parameter index
+    ended: _Moment = None
+    ready: dict[int, _Moment] = field(default_factory=dict)  # by parameter index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +236,6 @@ class _Stopwatch:
         self._parameters = tuple(parameters)
         self._device = _device_of(ddp)
         self._steps: list[_Step] = []
-        self._events: list[torch.Event] = []
         self._hooks = []
         for tensor, parameter in parameters.items():
             node = _torch.accumulate_node(tensor)  # it lives as long as we hold it
@@ -289,8 +291,8 @@ class _Stopwatch:
                 "could be measured"
             )
 
-        def median_s(starts: Iterable[float], stops: Iterable[float]) -> float:
-            return statistics.median(map(self._seconds, starts, stops))
+        def median_s(starts: Iterable[_Moment], stops: Iterable[_Moment]) -> float:
+            return statistics.median(map(_seconds, starts, stops))
 
         forward_ended = [step.forward_ended for step in complete]
         backward_ended = [step.backward_ended for step in complete]
@@ -322,21 +324,19 @@ class _Stopwatch:
             # How many collectives came before tells in which backward a search is asked for.
             self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
-    def _now(self) -> float:
-        """Return the time in seconds, or the number of an event on the device's stream plus 1."""
+    def _now(self) -> _Moment:
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
-        self._events.append(event)
-        return float(len(self._events))
+        return event
 
-    def _seconds(self, start: float, stop: float) -> float:
-        if self._device.type == "cpu":
-            return stop - start
-        first, last = self._events[int(start) - 1], self._events[int(stop) - 1]
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
+
+def _seconds(start: _Moment, stop: _Moment) -> float:
+    if not isinstance(stop, torch.Event):
+        return float(stop - start)
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
 
 # ---- deciding ---------------------------------------------------------------------------------
