@@ -9,9 +9,9 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpopt._files import show
 from ddpopt.errors import PlanError
@@ -39,12 +39,16 @@ class Gradient:
         _check_printable(self, "group")
 
 
-def by_group(gradients: Iterable[Gradient]) -> dict[str, list[Gradient]]:
-    """Return the gradients that one allreduce each can carry, groups in order of appearance."""
-    groups: dict[str, list[Gradient]] = {}
-    for gradient in gradients:
-        groups.setdefault(gradient.group, []).append(gradient)
-    return groups
+class Allreduce(NamedTuple):
+    """Gradients that are reduced together, once the gradient at the place `last` is ready."""
+
+    gradients: list[Gradient]
+    last: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its gradients."""
+        return sum(gradient.num_bytes for gradient in self.gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +90,18 @@ class Profile:
         """Size of all gradients."""
         return sum(gradient.num_bytes for gradient in self.gradients)
 
-    def split(self, sizes: Sequence[int]) -> list[tuple[Gradient, ...]]:
-        """Return the gradients of each bucket; the k-th holds the next `sizes[k]`."""
-        ends = itertools.accumulate(sizes, initial=0)
-        return [self.gradients[start:stop] for start, stop in itertools.pairwise(ends)]
+    def allreduces(self, sizes: Sequence[int]) -> list[Allreduce]:
+        """Return the allreduces of buckets, of which the k-th holds the next `sizes[k]` gradients.
+
+        There is one for each group of a bucket, in the order in which groups appear.
+        """
+        found: list[Allreduce] = []
+        for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+            groups: dict[str, list[Gradient]] = {}
+            for gradient in self.gradients[start:stop]:
+                groups.setdefault(gradient.group, []).append(gradient)
+            found += [Allreduce(members, stop - 1) for members in groups.values()]
+        return found
 
     def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
         """Return the profile with these times of its gradients, and further changes."""

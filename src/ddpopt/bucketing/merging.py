@@ -59,7 +59,7 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     enough_s = min(backward_s.values()) * _AS_GOOD
 
     def largest_bytes(sizes: Sequence[int]) -> int:
-        return max(sum(g.num_bytes for g in members) for members in profile.split(sizes))
+        return max(allreduce.num_bytes for allreduce in profile.allreduces(sizes))
 
     good = [sizes for sizes in candidates if backward_s[sizes] <= enough_s]
     return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))

@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpopt import _files
 from ddpopt._text import format_ms, printable, shorten
-from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
+from ddpopt.bucketing.costs import AllreduceCost, Profile
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
 from ddpopt.errors import PlanError
@@ -71,12 +71,11 @@ class BucketPlan:
         """The buckets in the order of their launch."""
         return tuple(
             PlannedBucket(
-                parameters=tuple(gradient.name for gradient in gradients),
-                num_bytes=sum(gradient.num_bytes for gradient in gradients),
-                group=group,
+                parameters=tuple(gradient.name for gradient in allreduce.gradients),
+                num_bytes=allreduce.num_bytes,
+                group=allreduce.gradients[0].group,
             )
-            for members in self.profile.split(self.sizes)
-            for group, gradients in by_group(members).items()
+            for allreduce in self.profile.allreduces(self.sizes)
         )
 
     @property
@@ -105,8 +104,8 @@ class BucketPlan:
             uniform_buckets(self.profile),
             key=lambda sizes: predict(self.profile, sizes, self.cost).backward_s,
         )
-        gradients = self.profile.gradients[: best[0]]
-        return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in gradients) / _MIB}
+        first = self.profile.gradients[: best[0]]
+        return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in first) / _MIB}
 
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpopt._text import format_bytes, format_ms, table
-from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
+from ddpopt.bucketing.costs import AllreduceCost, Profile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BucketTimes:
     """The times of one bucket, in seconds after backward began."""
 
@@ -103,22 +102,6 @@ def ready_times(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
     return _run(profile, bucket_sizes, cost)[0][:-1]
 
 
-class _Allreduce(NamedTuple):
-    """An allreduce; it waits for the gradient at the place `last`."""
-
-    num_bytes: int
-    last: int
-
-
-def _allreduces(profile: Profile, bucket_sizes: Sequence[int]) -> list[_Allreduce]:
-    ends = itertools.accumulate(bucket_sizes)
-    return [
-        _Allreduce(sum(gradient.num_bytes for gradient in gradients), stop - 1)
-        for members, stop in zip(profile.split(bucket_sizes), ends, strict=True)
-        for gradients in by_group(members).values()
-    ]
-
-
 def _run(
     profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
 ) -> tuple[list[float], list[BucketTimes]]:
@@ -126,7 +109,7 @@ def _run(
 
     Return when each gradient is ready and, last, when computation ends; and the buckets.
     """
-    queue = _allreduces(profile, bucket_sizes)
+    queue = profile.allreduces(bucket_sizes)
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
     # Each gradient, and the end of backward, as the computation that is done by then.
     cut_s = profile.cut_s + cost.launch_s
@@ -139,8 +122,8 @@ def _run(
     while len(reached) < len(goals) or len(finished) < len(queue):
         is_idle = not phases and len(finished) < len(queue)
         if is_idle and len(reached) > queue[len(finished)].last:
-            transfer_s = cost.s_per_byte * queue[len(finished)].num_bytes
-            launched_s, phases = now_s, [transfer_s, cost.startup_s]
+            launched_s = now_s
+            phases = [cost.s_per_byte * queue[len(finished)].num_bytes, cost.startup_s]
         is_computing = len(reached) < len(goals)
         is_moving = len(phases) == 1
         speed = 1 - cost.interference if is_moving else 1.0
@@ -159,15 +142,8 @@ def _run(
         if reduce_s <= compute_s:
             phases.pop()
             if not phases:
-                num_bytes, last = queue[len(finished)]
-                finished.append(
-                    BucketTimes(
-                        num_bytes=num_bytes,
-                        ready_s=reached[last],
-                        launched_s=launched_s,
-                        finished_s=now_s,
-                    )
-                )
+                done = queue[len(finished)]
+                finished.append(BucketTimes(done.num_bytes, reached[done.last], launched_s, now_s))
     return reached, finished
 
 
@@ -178,12 +154,13 @@ def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
     inverse of `ready_times`.
     """
     ready_s = [gradient.ready_s for gradient in profile.gradients]
-    queue = _allreduces(profile, bucket_sizes)
+    queue = profile.allreduces(bucket_sizes)
     ends = [allreduce.last for allreduce in queue]
     busy: list[tuple[float, float]] = []
-    for num_bytes, last in queue:
-        moving_s = max(ready_s[last], busy[-1][1] if busy else 0.0) + cost.startup_s
-        left_s = cost.s_per_byte * num_bytes
+    for allreduce in queue:
+        free_s = busy[-1][1] if busy else 0.0
+        moving_s = max(ready_s[allreduce.last], free_s) + cost.startup_s
+        left_s = cost.s_per_byte * allreduce.num_bytes
         beside_s = min(left_s, max(0.0, ready_s[-1] - moving_s) / cost.contention)
         busy.append((moving_s, moving_s + beside_s * cost.contention + left_s - beside_s))
     result: list[float] = []
