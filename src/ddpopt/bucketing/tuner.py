@@ -17,6 +17,7 @@ searches began in different ones do not wait either.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import statistics
@@ -48,8 +49,8 @@ _LEAST_COMPLETE = 2  # of those, steps of one forward and one backward
 _LEAST_GAIN = 0.03  # of an iteration
 _DECIDED_AFTER = _FIRST_MEASURED + _NUM_MEASURED - 1  # backwards
 _MEETING_S = 30.0  # that ranks wait for each other, at most
-_TITLE = "looking for better buckets"
 _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
+_TITLE = "looking for better buckets"
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
@@ -239,7 +240,8 @@ class _Stopwatch:
         self._hooks = []
         for tensor, parameter in parameters.items():
             node = _torch.accumulate_node(tensor)  # it lives as long as we hold it
-            self._hooks.append((node, node.register_prehook(self._note_arrival(parameter.index))))
+            note = functools.partial(self._note_arrival, parameter.index)
+            self._hooks.append((node, node.register_prehook(note)))
 
     @property
     def num_backwards(self) -> int:
@@ -304,16 +306,13 @@ class _Stopwatch:
             between_s=median_s(backward_ended, [step.ended for step in complete]),
         )
 
-    def _note_arrival(self, index: int):  # type: ignore[no-untyped-def]  # hooks have no one type
-        def note(_gradients: object) -> None:
-            if not self._steps or self._steps[-1].backward_ended:
-                return  # it is the backward of a step that does not communicate
-            ready = self._steps[-1].ready
-            if not ready:
-                _torch.at_end_of_backward(self._end_backward)
-            ready[index] = self._now()
-
-        return note
+    def _note_arrival(self, index: int, _gradients: object) -> None:
+        if not self._steps or self._steps[-1].backward_ended:
+            return  # it is the backward of a step that does not communicate
+        ready = self._steps[-1].ready
+        if not ready:
+            _torch.at_end_of_backward(self._end_backward)
+        ready[index] = self._now()
 
     def _end_backward(self) -> None:
         self._steps[-1].backward_ended = self._now()
