@@ -217,7 +217,7 @@ class _Measured:
     """
 
     problem: str = ""
-    buckets: state.Buckets = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
     ready_s: tuple[float, ...] = ()
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -299,7 +299,7 @@ class _Stopwatch:
         forward_ended = [step.forward_ended for step in complete]
         backward_ended = [step.backward_ended for step in complete]
         return _Measured(
-            buckets=buckets,
+            buckets=tuple(map(tuple, buckets)),
             ready_s=tuple(median_s(forward_ended, [s.ready[k] for s in complete]) for k in arrival),
             forward_s=median_s([step.began for step in complete], forward_ended),
             backward_s=median_s(forward_ended, backward_ended),
