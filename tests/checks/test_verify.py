@@ -675,7 +675,7 @@ WARNED = {
     "a copy that is the module": (_of(Unique), "would have the same first.weight"),
     "a function that holds it": (_of(Bound), "uses the original's"),
     "a forward that is patched": (_patched, "is replaced by a function that holds the module"),
-    "no tensors": (_of(Opaque), "give loss_fn"),
+    "no tensors": (_of(Opaque), "give a loss function"),
     "a part of the loss": (_of(TwoHeads), "Expected to have finished reduction"),
     "nothing compiled": (_of(lambda: nn.Sequential(nn.Linear(64, 64))), "compiled nothing"),
     "join": (_joined, "join() context"),

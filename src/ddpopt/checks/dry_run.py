@@ -20,16 +20,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.bucketing import batch as batches
 from ddpopt.bucketing import tuner
-from ddpopt.bucketing.batch import Batch, as_batch, tensors_of
+from ddpopt.bucketing.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.ranks.rendezvous import meeting
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 
 T = TypeVar("T")
-LossFn = Callable[[Any], torch.Tensor]
 
 
 class Outcome(NamedTuple):
@@ -60,7 +58,7 @@ class DryRun:
         silence_s: float,
     ) -> None:
         self.model, self.ddp = model, state.ddp_of(model)
-        self.batch, self.loss_fn = as_batch(batch), loss_fn or default_loss
+        self.batch, self.loss_fn = as_batch(batch), loss_fn
         if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
             raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
         self.stage = functools.partial(meeting, self.ddp.process_group, name, silence_s=silence_s)
@@ -105,17 +103,13 @@ class Rehearsal:
     initial_buffers: dict[str, torch.Tensor]
     is_apart: bool
 
-    def forward(self, batch: Batch, loss_fn: LossFn) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
+    def forward(
+        self, batch: Batch, loss_fn: LossFn | None
+    ) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
         """Return the loss of a batch, and the dtypes of the output."""
-        output = self.model(*batch.args, **batch.kwargs)
+        output = call_model(self.model, batch)
         dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
-        loss = loss_fn(output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise OptionError(
-                f"the loss is {_describe(loss)}; loss_fn has to make a scalar of the output that "
-                "depends on a parameter"
-            )
-        return loss, dtypes
+        return find_loss(output, loss_fn, of=_distance, error=OptionError), dtypes
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Draw, in this block, the random numbers that its code was compiled for."""
@@ -130,7 +124,7 @@ class Rehearsal:
             if initial is not None and initial.shape == buffer.shape:  # or forward made it anew
                 buffer.detach().copy_(initial)
 
-    def step(self, batch: Batch, loss_fn: LossFn) -> Outcome:
+    def step(self, batch: Batch, loss_fn: LossFn | None) -> Outcome:
         """Run forward and backward on a copy of the batch, from the original's buffers."""
         self.reset()
         loss, dtypes = self.forward(_copy_batch(batch), loss_fn)
@@ -266,32 +260,15 @@ def is_compiled_by_us(model: torch.nn.Module) -> bool:
     return any(_torch.backend_of(part) is ours for part in _torch.compiled_parts(model))
 
 
-def default_loss(output: Any) -> torch.Tensor:
-    """Return the output's `loss` (attribute or key), or a scalar that depends on all of it.
-
-    The scalar gives each element a target of its own, so that gradients of normalized outputs do
-    not vanish. Where a module returns its loss, there is nothing else to depend on.
-    """
-    loss = batches.find_loss(output, _distance)
-    if loss is None:
-        raise OptionError(
-            f"the model's output ({_describe(output)}) has no floating point tensor that depends "
-            "on a parameter; give loss_fn, which makes a scalar of the output"
-        )
-    return loss
-
-
 def _distance(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a scalar for which each element has a target of its own.
+
+    So gradients of normalized outputs do not vanish, as they would for a sum.
+    """
     exact = tensor if tensor.dtype is torch.float64 else tensor.float()
     places = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)
     targets = places.cos().view(tensor.shape)
     return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
 
 
 @contextlib.contextmanager

@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
 from ddpopt._events import Observer, Turn, ignore
-from ddpopt.bucketing.batch import Batch
+from ddpopt.bucketing.batch import Batch, LossFn
 from ddpopt.checks.dry_run import (
     DryRun,
-    LossFn,
     Outcome,
     is_compiled_by_us,
     rehearse,

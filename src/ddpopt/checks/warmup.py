@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt.bucketing import tuner
-from ddpopt.checks.dry_run import DryRun, LossFn, Rehearsal, is_compiled_by_us
+from ddpopt.bucketing.batch import LossFn
+from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
 from ddpopt.checks.numerics import name_of
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.ranks import agreement

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt._text import format_ms
 from ddpopt.bucketing import tuner
-from ddpopt.bucketing.estimate import call_model, find_loss
+from ddpopt.bucketing.batch import call_model, find_loss
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.cli.process_groups import torchrun_group

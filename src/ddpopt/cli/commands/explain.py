@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._text import format_ms
 from ddpopt.bucketing.ahead import plan
+from ddpopt.bucketing.batch import call_model, find_loss
 from ddpopt.bucketing.costs import Network
-from ddpopt.bucketing.estimate import call_model, find_loss
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 from ddpopt.bucketing.simulate import Simulation, format_bandwidth, simulate
