@@ -121,8 +121,9 @@ class DDPState:
         return known
 
     def take_new_limits(self) -> None:
-        """Cut graphs by the limits that the Reducer has now."""
+        """Cut graphs by the limits that the Reducer has now, and compile them anew."""
         self._rules = None
+        self._forget_code()
 
     @property
     def told_buckets(self) -> Buckets | None:
@@ -174,11 +175,13 @@ class DDPState:
         self.is_searched, self.is_trial = True, is_trial
 
     def end_search(self) -> None:
-        """Cut graphs by buckets again."""
+        """Cut graphs by buckets again; those of a trial are compiled anew."""
+        if self.is_trial:
+            self._forget_code()
         self.is_searched = self.is_trial = False
 
-    def forget_code(self) -> None:
-        """Have Dynamo forget what it compiled for the module, whose rules have changed."""
+    def _forget_code(self) -> None:
+        """Have Dynamo forget what it compiled for the module, which the guard on rules stops."""
         _torch.forget_code(self.code)
         self.code.clear()
 
