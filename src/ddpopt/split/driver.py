@@ -15,13 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._events import Label, telling
-from ddpopt.errors import (
-    CutRefusedError,
-    Fallback,
-    ForwardInstead,
-    SectionCompileError,
-    TorchDriftError,
-)
+from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead, TorchDriftError
 from ddpopt.options import Options
 from ddpopt.reducer import Bucket, Parameter, fine_buckets, known_buckets, predict_buckets
 from ddpopt.split import state
@@ -32,12 +26,12 @@ from ddpopt.split.backward.plan import final_positions, plan_backward
 from ddpopt.split.dump import Shown, show, write
 from ddpopt.split.forward.compile import compile_sections
 from ddpopt.split.forward.cut import copy_for_splitting, split_forward
-from ddpopt.split.forward.facts import GraphFacts, read_facts
+from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
 from ddpopt.split.nodes import call_nodes, count_collectives, describe, graph_name
-from ddpopt.split.parameters import find_parameters, frame_module, has_twin
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.runner import GraphRunner, order_first_arrival
+from ddpopt.split.sections import passing_errors
 
 
 def compile_under_ddp(
@@ -51,15 +45,11 @@ def compile_under_ddp(
     Raises:
         SectionCompileError: the inner compiler raised on a section.
     """
-    passing: tuple[type[BaseException], ...] = (
-        SectionCompileError,
-        *_torch.control_flow_exceptions(),
-    )
     try:
         _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
         survey = _survey(gm, example_inputs, ddp, options)
-        plan, nodes, compiled = _split(gm, example_inputs, survey, options, passing)
-    except passing:
+        plan, nodes, compiled = _split(gm, example_inputs, survey, options)
+    except passing_errors():
         raise
     except Exception as error:
         is_drift = isinstance(error, TorchDriftError)
@@ -92,7 +82,8 @@ def compile_whole(
     if reason is Fallback.TORCH_DRIFT:
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
-        return GraphRunner(plan, nodes, telling(compiled, Label(plan.graph, 0)))
+        compiled = telling(compiled, Label(plan.graph, 0))
+        return GraphRunner(plan, nodes, compiled, compiled)
     return compiled
 
 
@@ -149,7 +140,7 @@ def _survey(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
-    owners, slots = find_parameters(graph, example_inputs, trained)
+    owners, slots = parameters_of(graph, example_inputs, trained)
     known = state.of(ddp)
     used = {index for indices in owners.values() for index in indices}
     later, earlier = known.arrival_around(graph_name(gm), used)
@@ -195,11 +186,7 @@ _NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
 
 
 def _split(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    survey: _Survey,
-    options: Options,
-    passing: tuple[type[BaseException], ...],
+    gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
     # Backward passes a parameter's first use last.
     plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
@@ -207,7 +194,7 @@ def _split(
     if options.split == "backward" and sections not in _NOTHING_TO_RELEASE:
         try:
             return _split_backward(gm, example_inputs, survey, options)
-        except passing:
+        except passing_errors():
             raise
         except CutRefusedError as error:
             plan = dataclasses.replace(plan, instead=error.reason, detail=error.detail)
@@ -235,11 +222,7 @@ def _split(
 def _split_backward(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
-    """Compile a graph whole and its backward in sections.
-
-    Raises:
-        CutRefusedError: the graph's backward cannot be cut, or was not made.
-    """
+    """Compile a graph whole and its backward in sections, or raise a CutRefusedError."""
     if isinstance(options.aot, ForwardInstead):
         raise CutRefusedError(options.aot)
     arguments = survey.arguments

@@ -117,9 +117,6 @@ def _rank() -> str:
     return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"
 
 
-# ---- DOT --------------------------------------------------------------------------------------
-
-
 def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collection[str]) -> str:
     """Return a graph in DOT: each node with its name, target and shape.
 

@@ -12,6 +12,11 @@ from ddpopt.errors import SectionCompileError
 _QUIET_S = 3.0  # of compiling before anything is said of it
 
 
+def passing_errors() -> tuple[type[BaseException], ...]:
+    """Return the errors to which compiling in another way would be no answer."""
+    return (SectionCompileError, *_torch.control_flow_exceptions())
+
+
 class SectionCompiler:
     """Compiles the sections of one graph."""
 
@@ -43,7 +48,7 @@ class SectionCompiler:
             )
         try:
             return compile_it()
-        except _torch.control_flow_exceptions():
+        except passing_errors():
             raise
         except Exception as error:
             if _torch.suppresses_errors():

@@ -27,10 +27,7 @@ Cut = Callable[[fx.GraphModule, Mapping[str, int]], Sequence[SectionGraph]]
 
 
 def compile_gated(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    aot: _torch.AOTCompilerFn,
-    cut: Cut,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], aot: _torch.AOTCompilerFn, cut: Cut
 ) -> GatedGraph:
     """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
@@ -61,7 +58,11 @@ def compile_gated(
     def compile_backward(
         graph: fx.GraphModule, inputs: list[Any], compile_graph: _torch.CompileSection
     ) -> Callable[..., Any]:
-        _drop_token_gradient(graph, token_argument=num_inputs)
+        (output,) = graph.graph.find_nodes(op="output")
+        arguments = _torch.gradient_arguments(graph)
+        returned = zip(output_values(graph), arguments, strict=True)
+        # The gradient of the token, which is no value of the graph's, is the run's handle.
+        output.args = (tuple(None if a == num_inputs else value for value, a in returned),)
         _torch.restride(graph, inputs)
         devices = {node.meta["val"].device for node in gradient_nodes(graph).values()}
         if devices - {device}:
@@ -78,7 +79,6 @@ def compile_gated(
         # AOTAutograd's own node does it for the first section.
         further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)
-        arguments = _torch.gradient_arguments(graph)
         return run_first_section(first, arguments, num_inputs, num_kept, device, bool(descent))
 
     _add_token(gm)
@@ -98,13 +98,6 @@ def _add_token(gm: fx.GraphModule) -> None:
         copied = gm.graph.call_method("clone", (token,))
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
-
-
-def _drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> None:
-    """Have a backward graph return nothing for the token."""
-    (output,) = backward.graph.find_nodes(op="output")
-    values = zip(output_values(backward), _torch.gradient_arguments(backward), strict=True)
-    output.args = (tuple(None if p == token_argument else value for value, p in values),)
 
 
 def _return_token_itself(forward: fx.GraphModule) -> None:

@@ -21,10 +21,8 @@ def compile_sections(
 ) -> Callable[..., Any]:
     """Compile each section with `inner`; return a callable with the unsplit graph's signature.
 
-    `graph` is its name, for messages.
-
-    Sections are compiled in forward order, each with the fake tensors that the ones before it
-    return, so that it sees the strides that Inductor chose for them.
+    `graph` is the unsplit graph's name. Sections are compiled in forward order, each with the fake
+    tensors that the ones before it return, so that it sees the strides that Inductor chose.
 
     Raises:
         SectionCompileError: `inner` raised, and torch's `suppress_errors` is off.
