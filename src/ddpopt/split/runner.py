@@ -147,18 +147,25 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     _checked.add(ddp)
     if state.of(ddp).plans or state.has_drifted:
         return
-    name = type(ddp.module).__name__
-    why = (
-        "; TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
-        "part.compile() compiles nothing, but torch.compile(part) does"
-    )
+    name, detail = type(ddp.module).__name__, ""
     try:
         if _torch.is_skipped_by_dynamo(ddp.module.forward):
-            why = (
-                f": Dynamo skips frames of {type(ddp.module).__module__}, and the first frame "
-                "under DDP is one. Compile before wrapping, DDP(torch.compile(model, "
-                f"backend='ddpopt')), or wrap a module of your own that calls the {name}"
+            _logs.warning(
+                "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
+                "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
+                "DDP(torch.compile(model, backend='ddpopt')), or wrap a module of your own that "
+                "calls the %s",
+                name,
+                type(ddp.module).__module__,
+                name,
             )
+            return
     except TorchDriftError as error:
-        why += f"; {error}"
-    _logs.warning("torch.compile compiled nothing of this DistributedDataParallel(%s)%s", name, why)
+        detail = f"; {error}"
+    _logs.warning(
+        "torch.compile compiled nothing of this DistributedDataParallel(%s); "
+        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
+        "part.compile() compiles nothing, but torch.compile(part) does%s",
+        name,
+        detail,
+    )

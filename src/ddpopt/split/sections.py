@@ -28,7 +28,7 @@ class SectionCompiler:
     def compile(
         self,
         index: int,
-        name: str,
+        where: str,
         compile_it: Callable[[], Callable[..., Any]],
         uncompiled: Callable[..., Any],
     ) -> Callable[..., Any]:
@@ -52,8 +52,8 @@ class SectionCompiler:
             raise
         except Exception as error:
             if _torch.suppresses_errors():
-                _logs.warning("%s runs uncompiled: the inner compiler raised %r", name, error)
+                _logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
                 return uncompiled
             raise SectionCompileError(
-                f"the inner compiler raised {type(error).__name__} on {name}: {error}"
+                f"the inner compiler raised {type(error).__name__} on {where}: {error}"
             ) from error
