@@ -40,7 +40,6 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     agree(ddp, plan)
     apply(ddp, plan)
     state.of(ddp).take_new_limits()
-    state.of(ddp).forget_code()
     _forbid_backward(ddp)
 
 

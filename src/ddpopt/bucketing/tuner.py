@@ -145,7 +145,7 @@ class _Tuner(Observer):
             except PeerError as error:
                 self.stay(str(error))
                 stopwatch.remove()
-                _end_search(ddp)
+                state.of(ddp).end_search()
         if stopwatch.num_backwards == _DECIDED_AFTER:
             self._finish(ddp, stopwatch)
 
@@ -166,25 +166,14 @@ class _Tuner(Observer):
         stopwatch.remove()
         self._stopwatch = None
         self.is_done = True
-        rules = state.of(ddp).rules
-        _end_search(ddp)
+        state.of(ddp).end_search()
         problem = self._appointment.keep(_find_obstacle(ddp))
         self._appointment = None  # it has a connection to the store
         if problem:
             self.stay(problem)
         else:
             self.outcome, self.best = _decide(ddp, stopwatch.measured())
-        if state.of(ddp).rules != rules:
-            state.of(ddp).forget_code()
         _logs.info("%s", self.outcome)
-
-
-def _end_search(ddp: DistributedDataParallel) -> None:
-    """Have graphs be cut by buckets again; those that were cut for the search are compiled anew."""
-    known = state.of(ddp)
-    if known.is_trial:
-        known.forget_code()
-    known.end_search()
 
 
 def _device_of(ddp: DistributedDataParallel) -> torch.device:

@@ -17,41 +17,31 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt._events import Label
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.split.backward.cut import SectionGraph, cut_backward
-from ddpopt.split.backward.facts import (
-    ANY,
-    BackwardFacts,
-    find_descent,
-    gradient_nodes,
-    read_backward,
-    saved_arguments,
-)
+from ddpopt.split.backward.cut import SectionGraph
+from ddpopt.split.backward.facts import ANY, find_descent, gradient_nodes, saved_arguments
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.nodes import graph_name, output_values
-from ddpopt.split.plan import BackwardCuts
-from ddpopt.split.sections import Progress, compile_section
+from ddpopt.split.sections import SectionCompiler
 
-PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
-Show = Callable[[fx.GraphModule, Sequence[SectionGraph]], None]
+Cut = Callable[[fx.GraphModule, Mapping[str, int]], Sequence[SectionGraph]]
 
 
 def compile_gated(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    aot: _torch.AOTCompilerFn,
-    plan_cuts: PlanCuts,
-    show: Show,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], aot: _torch.AOTCompilerFn, cut: Cut
 ) -> GatedGraph:
-    """Return the compiled graph, with Dynamo's signature, and gates where `plan_cuts` cuts it.
+    """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
-    `gm` is a copy, which is used up. `plan_cuts` is given the backward graph's facts before the
-    first section is compiled; it returns None to have backward compiled whole.
+    `gm` is a copy, which is used up. `cut` is given the backward graph, and what `saved_arguments`
+    tells of the forward; it returns no section to have backward compiled whole.
 
     Raises:
         CutRefusedError: this graph's backward cannot be cut.
         SectionCompileError: the inner compiler raised on a section.
     """
-    device = _gradient_device(example_inputs)
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if any(map(_torch.is_subclass, tensors)):
+        raise CutRefusedError(ForwardInstead.SUBCLASSES)
+    device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     num_inputs = len(example_inputs)
     was_autocast_on = _torch.is_autocast_on()
     further: list[CompiledSection] = []
@@ -65,42 +55,36 @@ def compile_gated(
         places.update({output: place for place, output in enumerate(described)})
         _return_token_itself(graph)
 
-    def cut(
+    def compile_backward(
         graph: fx.GraphModule, inputs: list[Any], compile_graph: _torch.CompileSection
     ) -> Callable[..., Any]:
-        _drop_token_gradient(graph, token_argument=num_inputs)
+        (output,) = graph.graph.find_nodes(op="output")
+        arguments = _torch.gradient_arguments(graph)
+        returned = zip(output_values(graph), arguments, strict=True)
+        # The gradient of the token, which is no value of the graph's, is the run's handle.
+        output.args = (tuple(None if a == num_inputs else value for value, a in returned),)
         _torch.restride(graph, inputs)
         devices = {node.meta["val"].device for node in gradient_nodes(graph).values()}
         if devices - {device}:
             raise CutRefusedError(
                 ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
             )
-        cuts = plan_cuts(read_backward(graph, saved))
-        if cuts is None:
+        sections = cut(graph, saved)
+        if not sections:
             return compile_graph(graph, inputs, list(range(len(inputs))))
         descent.update(find_descent(graph, places))
         if descent:
             _torch.autograd_node()  # backwards need it; find out now if it has moved
-        sections = cut_backward(graph, cuts)
-        show(graph, sections)
         first, *rest = _compile_sections(sections, inputs, compile_graph, graph_name(gm), descent)
         # AOTAutograd's own node does it for the first section.
         further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
         num_kept = sum(len(section.keeps) for section in sections)
-        arguments = _torch.gradient_arguments(graph)
         return run_first_section(first, arguments, num_inputs, num_kept, device, bool(descent))
 
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
-    compiled = aot(gm, [*example_inputs, token], edit_forward, cut)
+    compiled = aot(gm, [*example_inputs, token], edit_forward, compile_backward)
     return GatedGraph(compiled, further, device, has_descent=bool(descent))
-
-
-def _gradient_device(example_inputs: Sequence[Any]) -> torch.device:
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if any(_torch.is_subclass(tensor) for tensor in tensors):
-        raise CutRefusedError(ForwardInstead.SUBCLASSES)
-    return next(tensor.device for tensor in tensors if tensor.requires_grad)
 
 
 def _add_token(gm: fx.GraphModule) -> None:
@@ -114,13 +98,6 @@ def _add_token(gm: fx.GraphModule) -> None:
         copied = gm.graph.call_method("clone", (token,))
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
-
-
-def _drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> None:
-    """Have a backward graph return nothing for the token."""
-    (output,) = backward.graph.find_nodes(op="output")
-    values = zip(output_values(backward), _torch.gradient_arguments(backward), strict=True)
-    output.args = (tuple(None if p == token_argument else value for value, p in values),)
 
 
 def _return_token_itself(forward: fx.GraphModule) -> None:
@@ -139,33 +116,29 @@ def _compile_sections(
     compile_graph: _torch.CompileSection,
     graph: str,
     descent: Mapping[int, int],
-) -> tuple[CompiledSection, ...]:
+) -> list[CompiledSection]:
     """Compile each section of a backward graph; equal ones once.
 
     `inputs` are the fake values of the whole graph's inputs, `graph` is its name, `descent` is what
     `find_descent` returned.
-
-    Raises:
-        SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
     """
     compiled: dict[object, Callable[..., Any]] = {}
     result = []
-    progress = Progress(graph, len(sections))
+    compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
-        progress.tell(index)
         placeholders = section.graph.graph.find_nodes(op="placeholder")
         origins = [slot if slot < len(inputs) else None for slot in section.takes]
         values = [
             node.meta.get("val") if origin is None else inputs[origin]
             for node, origin in zip(placeholders, origins, strict=True)
         ]
-        call = functools.partial(compile_graph, section.graph, values, origins)
         key = _identity(section.graph, values) or index
         if key not in compiled:
-            compiled[key] = compile_section(
+            compiled[key] = compiler.compile(
+                index,
                 f"backward section {index} of {len(sections)}",
-                call,
-                functools.partial(_boxed, section.graph),
+                functools.partial(compile_graph, section.graph, values, origins),
+                functools.partial(_run_uncompiled, section.graph),
             )
         result.append(
             CompiledSection(
@@ -178,7 +151,7 @@ def _compile_sections(
                 label=Label(graph, index),
             )
         )
-    return tuple(result)
+    return result
 
 
 def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
@@ -188,18 +161,13 @@ def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
     """
     if section.graph.find_nodes(op="get_attr"):
         return None
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return None
-    if any(_torch.free_symbols(value) for value in values):
+    if not all(isinstance(v, torch.Tensor) and not _torch.free_symbols(v) for v in values):
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
     return (section.code, tuple(kinds))
 
 
-def _boxed(section: fx.GraphModule) -> Callable[..., Any]:
-    def run(values: list[Any]) -> Any:
-        arguments = tuple(values)
-        values.clear()
-        return section.forward(*arguments)
-
-    return run
+def _run_uncompiled(section: fx.GraphModule, values: list[Any]) -> Any:
+    arguments = tuple(values)
+    values.clear()
+    return section.forward(*arguments)
