@@ -18,7 +18,7 @@ from ddpopt import _torch
 
 _torch_log = logging.getLogger(_torch.LOG_NAME)
 _own_log = logging.getLogger("ddpopt")
-_graph_log = _torch.artifact_logger(_torch.LOG_NAME, "ddp_graphs")
+_graph_log = _torch.graph_logger()
 
 
 def info(message: str, *args: object) -> None:

@@ -140,12 +140,6 @@ def install() -> None:
     ask_at_first(Turn.COMPILED, lambda _: _FirstForward())
 
 
-def uninstall() -> None:
-    """Undo `install`: the in-tree optimizer splits for every backend again."""
-    _torch.give_back()
-    _torch.unwatch_ddp_forward()
-
-
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
     is_ours = ran_under is backend
     _events.after_forward(ddp, is_ours)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config
 from ddpopt._torch import names
-from ddpopt._torch.names import ModuleName, Row
+from ddpopt._torch.names import ModuleName, PrivateName
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import explain
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report:
 
 def _report(
     checks: Sequence[Check],
-    found: Mapping[Row, bool],
+    found: Mapping[PrivateName, bool],
     trials: Sequence[Check],
     *,
     is_verbose: bool,
@@ -100,10 +100,9 @@ def _python() -> Check:
 
 def _torch_release() -> Check:
     version, release = str(torch.__version__), names.installed_release()
-    first, last = names.tested()
-    if release < first:
+    if release < names.FIRST:
         return Check("torch", False, f"{version} is too old", _INSTALL_TORCH)
-    if release > last:
+    if release > names.LAST:
         return Check("torch", False, f"{version} is newer than what was tested", _INSTALL_TORCH)
     return Check("torch", True, version)
 
@@ -145,7 +144,7 @@ def _compiler() -> Check:
 
 def _log_names() -> Check:
     try:
-        _torch.artifact_logger(_torch.LOG_NAME, "ddp_graphs")
+        _torch.graph_logger()
     except ValueError as error:
         return Check("TORCH_LOGS names", False, str(error), _INSTALL_TORCH)
     return Check("TORCH_LOGS names", True, "dynamo, distributed, ddp, +ddpopt; ddp_graphs")
@@ -164,13 +163,13 @@ def _environment() -> Iterator[Check]:
             yield Check(name, True, value)
 
 
-def _find_names() -> dict[Row, bool]:
+def _find_names() -> dict[PrivateName, bool]:
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
         return find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
     return find_names(None)
 
 
-def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:
+def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
     """Return which private names torch has, of those that it should have; those of DDP if given.
 
     Left out are names of objects that exist only while a graph is compiled.
@@ -181,7 +180,7 @@ def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:
     return {row: _is_found(row, examples) for row in sorted(rows, key=str)}
 
 
-def _is_found(row: Row, examples: Mapping[str, Callable[[], Any]]) -> bool:
+def _is_found(row: PrivateName, examples: Mapping[str, Callable[[], Any]]) -> bool:
     try:
         if isinstance(row, ModuleName):
             row.get()
@@ -205,8 +204,8 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.of(compiled)),
         "OpOverload": lambda: torch.ops.aten.add.Tensor,
         "UntypedStorage": lambda: torch.empty(0).untyped_storage(),
-        "Variable": names.VARIABLE.get,
-        "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(names.VARIABLE.get()),
+        "Variable": lambda: torch.autograd.Variable,
+        "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(torch.autograd.Variable),
         "TracingContext": lambda: names.TRACING_CONTEXT.get()(None),
         "GuardsContext": lambda: names.GUARDS_CONTEXT.of(names.TRACING_CONTEXT.get()(None)),
         "FakeTensorMode": lambda: mode.get()(shape_env=None),
@@ -227,7 +226,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
     return examples
 
 
-def _names(found: Mapping[Row, bool]) -> Check:
+def _names(found: Mapping[PrivateName, bool]) -> Check:
     missing = [str(row) for row, is_found in found.items() if not is_found]
     if missing:
         detail = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"

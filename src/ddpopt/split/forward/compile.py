@@ -69,11 +69,11 @@ class _SectionCompiler(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         section = self.fetch_attr(target)
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
-        with hidden_floats, _torch.section_tracing() as trace:
+        with hidden_floats, _torch.section_tracing() as has_run_aot:
             index = self._names.index(target)
             compiled = self._compile(index, section, args)
             self.compiled[target] = _events.telling(compiled, Label(self._graph, index))
-            if trace.has_run_aot:
+            if has_run_aot():
                 return compiled(*args)
         with self._fake_mode, _apart_from_saved_tensors_hooks():
             return section(*args)
