@@ -7,6 +7,7 @@ the in-tree DDPOptimizer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -152,15 +153,9 @@ class _FirstForward(Observer):
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         ignore(ddp, Turn.COMPILED)
-        if not is_ours and not state.is_copy(ddp) and _is_compiled_inside(ddp):
-            warn_if_nothing_compiled(ddp)
-
-
-def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
-    try:
-        return is_compiled_by_us(ddp)
-    except TorchDriftError:
-        return False  # only a warning is lost
+        with contextlib.suppress(TorchDriftError):  # only a warning is lost
+            if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):
+                warn_if_nothing_compiled(ddp)
 
 
 backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
