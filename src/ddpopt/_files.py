@@ -16,7 +16,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -110,22 +109,21 @@ def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> A
         return None if value is None else build(options[0], value, place, is_open=is_open)
     if options:  # of a tuple
         is_endless = options[-1] is ...
+        expected = "a list" if is_endless else f"a list of {len(options)}"
         if isinstance(value, list) and (is_endless or len(value) == len(options)):
-            pairs = zip(itertools.cycle(options[:1]) if is_endless else options, value)  # noqa: B905
+            kinds = options[:1] * len(value) if is_endless else options
             return tuple(
                 build(each, item, f"{place}[{index}]", is_open=is_open)
-                for index, (each, item) in enumerate(pairs)
+                for index, (each, item) in enumerate(zip(kinds, value, strict=True))
             )
-        expected = "a list" if is_endless else f"a list of {len(options)}"
     elif kind is str:
+        expected = "text"
         if isinstance(value, str):
             return value
-        expected = "text"
     else:
-        is_number = type(value) is int or type(value) is kind
-        if is_number and abs(value) < 2**63:  # so that sums stay finite
-            return value
         expected = f"a {'whole ' if kind is int else ''}number below 2**63"
+        if type(value) in (int, kind) and abs(value) < 2**63:  # so that sums stay finite
+            return value
     raise MalformedError(f"{place or 'it'} is {show(value)}; it must be {expected}")
 
 
@@ -180,8 +178,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _of_sane_length(digits: str) -> str:
     if len(digits) > _LONGEST_NUMBER:
-        what = f"a number of {len(digits)} characters, over the limit of {_LONGEST_NUMBER}"
-        raise MalformedError(f"it has {what}")
+        raise MalformedError(
+            f"it has a number of {len(digits)} characters, over the limit of {_LONGEST_NUMBER}"
+        )
     return digits
 
 
@@ -232,7 +231,7 @@ def write_text(path: str | Path, text: str) -> None:
                 )
             if replaced is not None and hasattr(os, "fchmod"):
                 os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))
-            file.write(_encode(text))
+            file.write(text.encode(errors="backslashreplace"))
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -269,7 +268,7 @@ class PrivateFolder:
         self._check_place()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK
         with os.fdopen(os.open(self.path / name, flags, 0o666), "wb") as file:
-            file.write(_encode(text))
+            file.write(text.encode(errors="backslashreplace"))
 
     def _check_place(self) -> None:
         if not os.path.samestat(self.path.lstat(), self.status):
@@ -280,7 +279,3 @@ def _status(path: str | Path) -> os.stat_result | None:
     with contextlib.suppress(FileNotFoundError):
         return os.lstat(path)
     return None
-
-
-def _encode(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")
