@@ -118,11 +118,7 @@ def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Any:
-    """Tell `listener` in this block.
-
-    Raises:
-        RuntimeError: somebody listens already.
-    """
+    """Tell `listener` in this block; RuntimeError if somebody listens already."""
     global current  # noqa: PLW0603  # one look at a global is what a section can afford
     if current is not None:
         raise RuntimeError(

@@ -36,7 +36,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_flag(flag: str, value: object) -> None:
-    """Raise OptionError unless there is such a flag and `value` is one that it can have."""
+    """Raise OptionError unless there is such a flag, and it can have this value."""
     if flag not in _declared:
         raise OptionError(f"ddpopt.config has no flag {flag!r}; its flags are {sorted(_declared)}")
     default, choices = _declared[flag]

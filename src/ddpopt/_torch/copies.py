@@ -139,8 +139,7 @@ def compiling_replicas(num_devices: int) -> contextlib.AbstractContextManager[No
     """Compile, in a block, what is to run on that many devices at the same time.
 
     A function may be compiled as often on each device as it may on one. Hooks that come or go are
-    noticed. Backward is compiled with its forward: autograd has a thread for each device, and they
-    would compile at the same time.
+    noticed. Backward is compiled with its forward, not by autograd's threads at the same time.
     """
     return names.settings(
         {

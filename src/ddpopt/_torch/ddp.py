@@ -153,10 +153,7 @@ def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def accumulate_node(parameter: torch.Tensor) -> Any:
-    """Return the autograd node that accumulates a parameter's gradient.
-
-    It lives as long as somebody holds it, or a graph that uses the parameter.
-    """
+    """Return the autograd node that accumulates a gradient; it lives while somebody holds it."""
     with requiring_grad([parameter]):
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None
@@ -211,11 +208,7 @@ def _builtin_hook(ddp: DistributedDataParallel) -> Any:
 
 
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
-    """Find out, before a step depends on it, whether buckets can be changed while training.
-
-    Raises:
-        TorchDriftError: a name that is needed for it has moved.
-    """
+    """Raise TorchDriftError now if a name has moved that changing buckets in a step needs."""
     for row in names.TABLE:
         if row.need is names.Need.REBUCKET and row.is_expected:
             if isinstance(row, names.ModuleName):

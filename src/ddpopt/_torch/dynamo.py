@@ -65,10 +65,7 @@ def lookup_backend(name: str) -> CompilerFn:
 
 
 def optimize_ddp_mode() -> str:
-    """Return `torch._dynamo.config.optimize_ddp` with its booleans spelled out.
-
-    `ddp_optimizer` (True), `no_optimization` (False), or one of the `python_reducer` modes.
-    """
+    """Return Dynamo's `optimize_ddp`, spelled out: `no_optimization` is False."""
     return names.GET_OPTIMIZE_DDP_MODE.get()()
 
 
@@ -98,10 +95,7 @@ def control_flow_exceptions() -> tuple[type[BaseException], ...]:
 def dynamo_settings(
     *, optimize_ddp: bool, recompile_limit: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in a block.
-
-    Models of one class count together, whichever backends they are compiled with.
-    """
+    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in a block."""
     return names.settings(
         {names.OPTIMIZE_DDP: optimize_ddp, names.RECOMPILE_LIMIT: recompile_limit}
     )
@@ -215,8 +209,8 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 def compiled_parts(model: torch.nn.Module) -> list[Any]:
     """Return what compiles each part of a model that `torch.compile` was called for, once each.
 
-    Parts are modules that it wrapped, modules that it compiled in place (`Module.compile` keeps a
-    compiled function), and other functions that are attributes of modules.
+    Parts are modules that it wrapped, and functions that are attributes of modules, where
+    `Module.compile` keeps one too.
     """
     optimized = names.OPTIMIZED_MODULE.get()
     contexts = []

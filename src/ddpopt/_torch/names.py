@@ -60,10 +60,7 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """An attribute of an object or a class of torch's, and the releases that have it.
-
-    `owner` is a module, or what people call the kind of object.
-    """
+    """A name, its owner (a module, or what people call the kind of object), and its releases."""
 
     owner: str
     name: str
@@ -149,11 +146,7 @@ class ModuleName(PrivateName):
 
 @contextlib.contextmanager
 def settings(values: Mapping[ModuleName, Any]) -> Iterator[None]:
-    """Give settings of torch's `config` modules these values in this block.
-
-    Raises:
-        TorchDriftError: there is no such setting.
-    """
+    """Give settings of torch's `config` modules these values in this block."""
     with contextlib.ExitStack() as stack:
         for row, value in values.items():
             row.get()

@@ -90,11 +90,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives `group` has launched, which is the same on all ranks.
-
-    Raises:
-        RuntimeError: its backend does not count them.
-    """
+    """Return how many collectives `group` has launched; RuntimeError if it does not count them."""
     return names.SEQUENCE_NUMBER.of(group)()
 
 
