@@ -42,16 +42,12 @@ class MalformedError(ValueError):
 
 
 def read_text(path: str | Path, most_bytes: int) -> str:
-    """Return the text of a regular file: a pipe or a device may have no end, or never begin.
-
-    Raises:
-        MalformedError: it is no regular file, larger than `most_bytes`, or not in UTF-8.
-        OSError: it cannot be read.
-    """
+    """Return the text of a regular file; MalformedError if it is none, too large or not UTF-8."""
     descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)  # as for a pipe that nobody writes to
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
+            # A pipe or a device may have no end, or never begin.
             raise MalformedError("it is a folder, a pipe or a device, not a regular file")
         _check_size(status.st_size, most_bytes)
         with open(descriptor, "rb", closefd=False) as file:
@@ -66,13 +62,10 @@ def read_text(path: str | Path, most_bytes: int) -> str:
 
 
 def parse(text: str, most_bytes: int) -> Any:
-    """Return what JSON text says.
+    """Return what JSON text says, or raise MalformedError.
 
     Stricter than Python's own: no key twice in an object, no NaN or Infinity, no number of more
     than forty characters, no more than a hundred objects and lists in one another.
-
-    Raises:
-        MalformedError: it is not such JSON, or longer than `most_bytes`.
     """
     _check_size(len(text), most_bytes)
     depth = 0  # Python's decoder recurses in C, which a deep nest can crash
@@ -93,14 +86,11 @@ def parse(text: str, most_bytes: int) -> Any:
 
 
 def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> Any:
-    """Return a value of `parse` as one of this type, or refuse it by its place (`cost.startup_s`).
+    """Return a value of `parse` as one of this type, or raise MalformedError with its place.
 
     `kind` is str, int, float, one of these or None, a tuple of such types, or a dataclass, whose
     fields are an object's keys and whose own checks count. Where `is_open`, objects may have
-    further keys. `true` and `1.0` are no int.
-
-    Raises:
-        MalformedError: it is of another type.
+    further keys. `true` and `1.0` are no int. A place reads as in `cost.startup_s`.
     """
     if dataclasses.is_dataclass(kind):
         return _build_object(kind, value, place, is_open=is_open)
@@ -192,12 +182,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def check_can_write(path: str | Path) -> None:
-    """Raise if nothing can be written to `path`, as far as one look tells, before long work.
-
-    Raises:
-        FileNotFoundError: there is no folder for it.
-        FileExistsError: something other than a file has that name.
-    """
+    """Raise OSError if nothing can be written to `path`, as far as one look tells."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {folder}; make it")
@@ -213,10 +198,7 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a file, or replace one of this user's; it is there whole or not at all.
 
     What UTF-8 cannot express is written as an escape. A file that is replaced hands its mode on.
-
-    Raises:
-        FileExistsError: there is something else of that name, or another user's file.
-        OSError: it cannot be written.
+    Raises FileExistsError where there is something else of that name, or another user's file.
     """
     check_can_write(path)
     beside = Path(path).parent / f".ddpopt-{secrets.token_hex(8)}.tmp"

@@ -30,14 +30,8 @@ def section_tracing() -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     context = copy.copy(outer)
-    for row in (
-        names.FW_METADATA,
-        names.AOT_GRAPH_NAME,
-        names.PARAMS_FLAT,
-        names.PARAMS_UNWRAPPED,
-        names.PARAMS_INDEX,
-        names.OUTPUT_STRIDES,
-    ):
+    parameters = (names.PARAMS_FLAT, names.PARAMS_UNWRAPPED, names.PARAMS_INDEX)
+    for row in (names.FW_METADATA, names.AOT_GRAPH_NAME, names.OUTPUT_STRIDES, *parameters):
         row.set(context, None)
     names.FAKIFY_FIRST_CALL.set(context, True)
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
