@@ -22,8 +22,7 @@ from ddpopt.reducer import Parameter
 
 def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP module whose forward is running."""
-    ddp = names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
-    return ddp if isinstance(ddp, DistributedDataParallel) else None
+    return names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
 
 
 # ---- Buckets -----------------------------------------------------------------------------------
@@ -100,17 +99,16 @@ def _describe(
     ddp: DistributedDataParallel, wanted: frozenset[torch.Tensor]
 ) -> dict[torch.Tensor, Parameter]:
     found: dict[torch.Tensor, Parameter] = {}
-    for module_name, module in ddp.module.named_modules():
-        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        for leaf_name, parameter in module.named_parameters(recurse=False):
-            if parameter not in wanted or parameter in found:
-                continue
+    for name, parameter in ddp.module.named_parameters():
+        if parameter in wanted:
+            owner = ddp.module.get_submodule(name.rpartition(".")[0])
+            is_embedding = isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag)
             found[parameter] = Parameter(
                 index=len(found),
-                name=f"{module_name}.{leaf_name}" if module_name else leaf_name,
-                num_bytes=parameter.numel() * parameter.element_size(),
+                name=name,
+                num_bytes=parameter.nbytes,
                 group=f"{parameter.dtype} on {parameter.device}",
-                is_sparse=is_embedding and bool(module.sparse),
+                is_sparse=is_embedding and bool(owner.sparse),
             )
     return found
 
