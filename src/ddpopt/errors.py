@@ -141,10 +141,7 @@ class Fallback(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Whether this is how the graph should be compiled, rather than overlap lost."""
-        return self not in _OVERLAP_LOST
-
-
-_OVERLAP_LOST = frozenset({Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT})
+        return self not in (Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT)
 
 
 class ForwardInstead(enum.Enum):

@@ -52,6 +52,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     split = given.pop("split", SPLITS[0])
     config.check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
+    name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
     aot: _torch.AOTCompilerFn | ForwardInstead = ForwardInstead.INNER
     compiler, drift = _run_uncompiled, ""
     try:
@@ -62,9 +63,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         drift = str(error) if is_found else f"{error}; the graph runs uncompiled"
     return Options(
         inner=compiler,
-        inner_name=inner
-        if isinstance(inner, str)
-        else getattr(inner, "__name__", type(inner).__name__),
+        inner_name=name,
         enabled=enabled,
         split=split,
         buckets=buckets,
@@ -98,8 +97,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
             "inner compiler's own arguments with functools.partial"
         )
     if callable(inner):
-        compiler: _torch.CompilerFn = inner
-        return compiler
+        return inner  # type: ignore[no-any-return]
     if not isinstance(inner, str):
         raise OptionError(
             f"the option 'inner' is {inner!r}, a {type(inner).__name__}; give the name of a "

@@ -15,46 +15,29 @@ from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.graphs import fake_mode_of
 
 
-class SectionTrace:
-    """What AOTAutograd left behind while it compiled a section."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    @property
-    def has_run_aot(self) -> bool:
-        """Whether AOTAutograd compiled something, so that the first call returns fake tensors."""
-        return self._context is not None and names.FW_METADATA.of(self._context) is not None
-
-
 @contextlib.contextmanager
-def section_tracing() -> Iterator[SectionTrace]:
+def section_tracing() -> Iterator[Callable[[], bool]]:
     """Give the section compiled in this block a TracingContext of its own.
 
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
     whatever is compiled of that graph later: with one for all sections it would find the last
-    one's metadata. Guards and fake mode stay shared. The first call of what AOTAutograd compiled,
-    made inside this block, returns fake tensors with the strides that Inductor chose.
+    one's metadata. Guards and fake mode stay shared. Yields what tells whether AOTAutograd compiled
+    something: its first call, made inside this block, returns fake tensors with the strides that
+    Inductor chose.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
-        yield SectionTrace(None)
+        yield lambda: False
         return
     context = copy.copy(outer)
-    for row in (
-        names.FW_METADATA,
-        names.AOT_GRAPH_NAME,
-        names.PARAMS_FLAT,
-        names.PARAMS_UNWRAPPED,
-        names.PARAMS_INDEX,
-        names.OUTPUT_STRIDES,
-    ):
+    parameters = (names.PARAMS_FLAT, names.PARAMS_UNWRAPPED, names.PARAMS_INDEX)
+    for row in (names.FW_METADATA, names.AOT_GRAPH_NAME, names.OUTPUT_STRIDES, *parameters):
         row.set(context, None)
     names.FAKIFY_FIRST_CALL.set(context, True)
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
     try:
         with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():
-            yield SectionTrace(context)
+            yield lambda: names.FW_METADATA.of(context) is not None
     finally:
         names.FAKIFY_FIRST_CALL.set(context, False)
         _forget_donated(context)
@@ -66,8 +49,7 @@ def _forget_donated(context: Any) -> None:
         names.DONATED_IDXS.set(metadata, [])  # AOTAutograd's spelling of "none"
 
 
-@contextlib.contextmanager
-def _no_donated_buffers() -> Iterator[None]:
+def _no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     """Compile backward now, and so that it leaves saved tensors as they are.
 
     Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
@@ -76,10 +58,9 @@ def _no_donated_buffers() -> Iterator[None]:
     backward needs. AOTAutograd's own cache avoids that; a section's first call bypasses it.
     """
     tag = f"{names.CACHE_KEY_TAG.get()} ddpopt: no donated buffers"
-    with names.settings(
+    return names.settings(
         {names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True, names.CACHE_KEY_TAG: tag}
-    ):
-        yield
+    )
 
 
 # A backward graph compiled so far: (graph, inputs, which of the whole graph's inputs each is,
@@ -123,10 +104,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
 
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)
         with _cut_backward_settings():
-            compiled: Callable[..., Any] = compile_fx(
-                gm, inputs, inner_compile=inner_compile, config_patches=patches
-            )
-        return compiled
+            return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
 
@@ -183,13 +161,10 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
 
     Inductor may have chosen other strides in the forward for what it saved than were traced.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if all(
-        _has_strides_of(n.meta.get("val"), v) for n, v in zip(placeholders, inputs, strict=True)
-    ):
-        return
-    propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
-    propagation.propagate_dont_convert_inputs(*inputs)
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    if not all(map(_has_strides_of, values, inputs)):
+        propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
+        propagation.propagate_dont_convert_inputs(*inputs)
 
 
 def _has_strides_of(value: object, other: object) -> bool:
@@ -205,11 +180,10 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     value is no gradient, or AOTAutograd does not tell.
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
-    found: list[int | None] = []
-    for description in outputs_described(backward):
-        is_plain = isinstance(description, gradient) and isinstance(description.grad_of, plain)
-        found.append(description.grad_of.idx if is_plain else None)
-    return found
+    return [
+        text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
+        for text in outputs_described(backward)
+    ]
 
 
 def outputs_described(gm: fx.GraphModule) -> list[Any]:
@@ -242,13 +216,12 @@ def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
     Raises:
         RuntimeError: an option is unknown or has the wrong type, or the mode is unknown.
     """
-    wrapper: CompilerFn = names.INDUCTOR.get()(mode, dict(options), None)
-    return wrapper
+    return names.INDUCTOR.get()(mode, dict(options), None)
 
 
 def inductor_options() -> list[str]:
     """Return the names of Inductor's options."""
-    return list(names.INDUCTOR_OPTIONS.get()())
+    return names.INDUCTOR_OPTIONS.get()()
 
 
 def has_cuda_graphs(inductor: CompilerFn) -> bool:

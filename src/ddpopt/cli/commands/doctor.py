@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config
 from ddpopt._torch import names
-from ddpopt._torch.names import ModuleName, Row
+from ddpopt._torch.names import ModuleName, PrivateName
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import explain
@@ -81,10 +81,12 @@ def run(args: argparse.Namespace, screen: Screen) -> Report:
 
 def _installed() -> Iterator[Check]:
     yield Check("python", platform.python_version())
-    (first, last), release = names.tested(), names.installed_release()
+    release = names.installed_release()
     version = str(torch.__version__)
-    problem = f"{version} is {'too old' if release < first else 'newer than what was tested'}"
-    yield _look("torch", version if first <= release <= last else "", problem, _INSTALL_TORCH)
+    problem = f"{version} is {'too old' if release < names.FIRST else 'newer than what was tested'}"
+    yield _look(
+        "torch", version if names.FIRST <= release <= names.LAST else "", problem, _INSTALL_TORCH
+    )
     found = ", ".join(each.version for each in importlib.metadata.distributions(name="ddpopt"))
     yield _look("ddpopt", found, "is imported, but not installed", _INSTALL)
     points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="ddpopt")
@@ -101,7 +103,7 @@ def _installed() -> Iterator[Check]:
         "install it (Debian: apt-get install g++), set CXX, or use inner='aot_eager'",
     )
     try:
-        _torch.artifact_logger(_torch.LOG_NAME, "ddp_graphs")
+        _torch.graph_logger()
         yield Check("TORCH_LOGS names", "dynamo, distributed, ddp, +ddpopt; ddp_graphs")
     except ValueError as error:
         yield Check("TORCH_LOGS names", str(error), _INSTALL_TORCH)
@@ -124,7 +126,7 @@ def _environment() -> Iterator[Check]:
             yield Check(name, value)
 
 
-def find_names(ddp: DistributedDataParallel | None) -> dict[Row, bool]:
+def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
     """Return which private names torch has, of those that it should have; those of DDP if given.
 
     Left out are names of objects that exist only while a graph is compiled.
@@ -158,8 +160,8 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.of(compiled)),
         "OpOverload": lambda: torch.ops.aten.add.Tensor,
         "UntypedStorage": lambda: torch.empty(0).untyped_storage(),
-        "Variable": names.VARIABLE.get,
-        "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(names.VARIABLE.get()),
+        "Variable": lambda: torch.autograd.Variable,
+        "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(torch.autograd.Variable),
         "TracingContext": lambda: names.TRACING_CONTEXT.get()(None),
         "GuardsContext": lambda: names.GUARDS_CONTEXT.of(names.TRACING_CONTEXT.get()(None)),
         "FakeTensorMode": lambda: mode.get()(shape_env=None),
@@ -180,7 +182,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
     return examples
 
 
-def _names(found: Mapping[Row, bool]) -> Check:
+def _names(found: Mapping[PrivateName, bool]) -> Check:
     missing = [str(row) for row, is_found in found.items() if not is_found]
     told = f"{len(found)} of {len(found)} found" if not missing else ""
     problem = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"

@@ -60,7 +60,7 @@ class _CompilingSections(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         section = self.fetch_attr(target)
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
-        with hidden_floats, _torch.section_tracing() as trace:
+        with hidden_floats, _torch.section_tracing() as has_run_aot:
             index = len(self.compiled)
             compiled = self._compiler.compile(
                 index,
@@ -69,7 +69,7 @@ class _CompilingSections(fx.Interpreter):
                 section.forward,
             )
             self.compiled[target] = _events.telling(compiled, Label(self._graph, index))
-            if trace.has_run_aot:
+            if has_run_aot():
                 return compiled(*args)
         # Hooks around the compile, a checkpoint's for example, are not to see what a fake run
         # saves; autograd calls only the innermost.
