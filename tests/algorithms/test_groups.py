@@ -50,10 +50,7 @@ def _nodes(rank: int) -> list[float]:
     for size in (2, 4):
         groups = make_groups(dist.group.WORLD, CPU, size)
         value = torch.tensor(float(rank))
-        groups.average_node(value)
-        if groups.leaders is not None:
-            dist.all_reduce(value, group=groups.leaders)
-        groups.tell_node(value)
+        groups.reduce(value, lambda value, group: dist.all_reduce(value, group=group))
         values.append(value.item())
         dist.barrier()
         groups.end()

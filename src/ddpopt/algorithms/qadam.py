@@ -18,8 +18,9 @@ from torch.optim.adam import adam
 
 from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
-from ddpopt.algorithms.byte_grad import ByteGradHandle
+from ddpopt.algorithms.byte_grad import average_in_8_bits
 from ddpopt.errors import OptionError
 
 
@@ -49,6 +50,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
         TypeError: `warmup_steps` is no int.
     """
 
+    # Asks GradScaler to leave the scale to this optimizer, so that `step` sees that it is used.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -64,18 +68,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 raise OptionError(f"{name} is {value}; the least is 0")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
-        self._start()
+        self._with_momentum: set[torch.Tensor] = set()  # those whose `grad` is their momentum
         rates = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas}
         super().__init__(params, {**rates, "eps": eps, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._start()
-
-    def _start(self) -> None:
-        self._with_momentum: set[torch.Tensor] = set()  # those whose `grad` is their momentum
-        # Asks GradScaler to leave the scale to this optimizer, so that `step` sees that it is used.
-        self._step_supports_amp_scaling = True
+        self._with_momentum = set()
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter's warm-up is over, so that its variance is fixed."""
@@ -193,8 +192,42 @@ def _decayed(
     return gradient.add(parameter, alpha=decay) if decay else gradient
 
 
+class QAdamHandle(BackgroundHandle):
+    """As `BackgroundHandle`."""
+
+    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Average a bucket's gradients in the warm-up, momenta after it."""
+        warm = []
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            optimizer, group = self._owners.get(parameter, (None, {}))
+            if optimizer is not None and optimizer.is_warm(parameter, group):
+                warm.append((optimizer, gradient, parameter, group))
+        if not warm:
+            self.num_communications += 1
+            return allreduce_hook(self.training.group, bucket)
+
+        def average_momenta(values: torch.Tensor) -> None:
+            for optimizer, *arguments in warm:
+                optimizer.turn_into_momentum(*arguments)
+            average_in_8_bits(values, self.groups, self.num_steps)
+
+        return self.run_behind_backward(bucket, average_momenta)
+
+    def begin_step(self) -> None:
+        """Look up which optimizer has which parameter."""
+        self._owners = {
+            parameter: (optimizer, group)
+            for optimizer in self.training.optimizers
+            if isinstance(optimizer, QAdamOptimizer)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
+class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     """Gradients are averaged until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     In the warm-up gradients are averaged as DDP does. Then each rank computes its next momentum
@@ -204,13 +237,10 @@ class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
 
     Attributes:
         hierarchical: After the warm-up, average within each node first, uncompressed, and
-            compress between nodes; see [Note: hierarchical] in `algorithms/_runtime/groups.py`.
-        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
-
-    Raises:
-        OptionError: a value is out of its range.
-        TypeError: a value has another type.
+            compress between nodes.
     """
+
+    handle_type = QAdamHandle
 
     def check(self, training: Training) -> None:
         """Raise the reason if this cannot be attached there on this rank."""
@@ -226,43 +256,3 @@ class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
                 "used keeps an old gradient, which would be taken as its momentum; use all "
                 "parameters in each step, or ByteGrad"
             )
-        HierarchicalAlgorithm.check(self, training)
-
-    def make_handle(self, training: Training) -> QAdamHandle:
-        """Put this to work on a model."""
-        return QAdamHandle(training, self)
-
-
-class QAdamHandle(ByteGradHandle):
-    """As `ByteGradHandle`."""
-
-    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
-
-    def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Average a bucket's gradients in the warm-up, momenta after it."""
-        warm = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            optimizer, group = self._owners.get(parameter, (None, {}))
-            if optimizer is not None and optimizer.is_warm(parameter, group):
-                warm.append((optimizer, gradient, parameter, group))
-        if not warm:
-            self.num_communications += 1
-            return allreduce_hook(self.training.group, bucket)
-        values = bucket.buffer()
-
-        def average_momenta() -> None:
-            for optimizer, *arguments in warm:
-                optimizer.turn_into_momentum(*arguments)
-            self.reduce_in_8_bits(values)
-
-        return self.run_behind_backward(bucket, average_momenta)
-
-    def begin_step(self) -> None:
-        """Look up which optimizer has which parameter."""
-        self._owners = {
-            parameter: (optimizer, group)
-            for optimizer in self.training.optimizers
-            if isinstance(optimizer, QAdamOptimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }

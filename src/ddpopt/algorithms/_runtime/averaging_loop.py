@@ -21,12 +21,13 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpopt import _torch
+from ddpopt.algorithms._runtime.groups import make_agreement_group
 from ddpopt.algorithms._runtime.handle import Handle
 from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
@@ -84,19 +85,6 @@ class Turns:
         self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """The groups of a loop, which nobody else uses while it runs.
-
-    Ranks agree on `agreement`, a gloo group also where `data` is NCCL's: it needs no accelerator.
-    """
-
-    agreement: dist.ProcessGroup
-    data: dist.ProcessGroup
-    device: torch.device
-    timeout_s: float
-
-
 class _OverError(Exception):
     """The thread was told to end, or its owner is gone."""
 
@@ -105,14 +93,23 @@ class AveragingLoop:
     """A thread that makes rounds with the other ranks; see [Note: rounds].
 
     It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
-    it refers to it only while it copies or changes its weights.
+    it refers to it only while it copies or changes its weights. Collective to make.
+
+    Attributes:
+        turns: Who may have the weights; see [Note: turns].
+        agreement: The group on which ranks agree to stop; nobody else uses it.
     """
 
-    def __init__(self, owner: Handle, turns: Turns, peers: Peers, interval_s: float) -> None:
-        self._owner = weakref.ref(owner)
-        self._turns = turns
-        self._peers = peers
+    def __init__(self, owner: Handle, interval_s: float) -> None:
+        group, device = owner.training.group, owner.training.device
+        self.turns = Turns(device)
+        # gloo's also where the data's is NCCL's: to agree needs no accelerator.
+        self.agreement = make_agreement_group(group, device)
+        self._data = owner.groups.everyone
+        self._device = device
+        self._timeout_s: float = _torch.group_timeout(group, device).total_seconds()
         self._interval_s = interval_s
+        self._owner = weakref.ref(owner)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._wants_stop = threading.Event()
@@ -144,11 +141,11 @@ class AveragingLoop:
         if self._thread is None:
             self._begin()
         assert self._thread is not None
-        self._thread.join(self._peers.timeout_s)
+        self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             self._error = PeerError(
                 "another rank hangs, or did not stop averaging within the process group's "
-                f"timeout of {self._peers.timeout_s:g} s; call abort, resume, paused and average "
+                f"timeout of {self._timeout_s:g} s; call abort, resume, paused and average "
                 "on all ranks"
             )
             self.end()
@@ -165,7 +162,7 @@ class AveragingLoop:
         """End the thread without the other ranks; their next round fails by the timeout."""
         self._is_over.set()
         self._wants_stop.set()
-        self._turns.close()
+        self.turns.close()
 
     def join(self) -> None:
         """Wait until the thread that `end` was called for has ended."""
@@ -184,7 +181,7 @@ class AveragingLoop:
 
     def _make_rounds(self) -> None:
         try:
-            with own_stream(self._peers.device), torch.no_grad():
+            with own_stream(self._device), torch.no_grad():
                 while not self._all_stop():
                     self._make_round()
                     self._wants_stop.wait(self._interval_s)
@@ -196,7 +193,7 @@ class AveragingLoop:
 
     def _all_stop(self) -> bool:
         wants_stop = torch.tensor(int(self._wants_stop.is_set()), device="cpu")
-        self._reduce(wants_stop, self._peers.agreement, dist.ReduceOp.MIN)
+        self._reduce(wants_stop, self.agreement, dist.ReduceOp.MIN)
         return bool(wants_stop)
 
     def _make_round(self) -> None:
@@ -205,8 +202,8 @@ class AveragingLoop:
             del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
-            self._reduce(values, self._peers.data, dist.ReduceOp.SUM)
-            values.div_(self._peers.data.size()).sub_(own)
+            self._reduce(values, self._data, dist.ReduceOp.SUM)
+            values.div_(self._data.size()).sub_(own)
         with self._turn() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
@@ -232,7 +229,7 @@ class AveragingLoop:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Handle]:
         """Have the owner, and the lock on its weights, in this block."""
-        if not self._turns.take():
+        if not self.turns.take():
             raise _OverError
         try:
             owner = self._owner()
@@ -240,7 +237,7 @@ class AveragingLoop:
                 raise _OverError
             yield owner
         finally:
-            self._turns.give()
+            self.turns.give()
 
 
 _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -14,26 +15,20 @@ from ddpopt.errors import AttachError
 
 Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses annotations of other names
-
-
-class _Reduces(Protocol):
-    def on_bucket(self, bucket: Bucket) -> GradientFuture: ...
+_Reduce = Callable[[Bucket], GradientFuture]
 
 
 class _CommHook:
     """What DDP's Reducer calls for each bucket.
 
     It can be registered only once in a module's life, so it stays when an algorithm goes. The
-    Reducer keeps it alive from C++, where no cycle is collected: the handle is held weakly.
+    Reducer keeps it alive from C++, where no cycle is collected: `find_reduce` holds weakly what
+    an algorithm does with a bucket.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.handle: weakref.ref[_Reduces] | None = None
-
-    def live_handle(self) -> _Reduces | None:
-        """Return the handle that is attached, if any."""
-        return None if self.handle is None else self.handle()
+        self.find_reduce: Callable[[], _Reduce | None] = lambda: None
 
 
 _registered: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
@@ -42,8 +37,8 @@ _registered: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
 
 
 def _reduce(hook, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
-    handle = hook.live_handle()
-    return allreduce_hook(hook.group, bucket) if handle is None else handle.on_bucket(bucket)
+    reduce = hook.find_reduce()
+    return allreduce_hook(hook.group, bucket) if reduce is None else reduce(bucket)
 
 
 def check_free(ddp: DistributedDataParallel) -> None:
@@ -54,18 +49,18 @@ def check_free(ddp: DistributedDataParallel) -> None:
             "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
             "module without"
         )
-    if hook is not None and hook.live_handle() is not None:
+    if hook is not None and hook.find_reduce() is not None:
         raise AttachError("this model has an algorithm already; detach it first")
 
 
-def occupy(ddp: DistributedDataParallel, handle: _Reduces) -> None:
-    """Have `handle` reduce the buckets of `ddp` from now on."""
+def occupy(ddp: DistributedDataParallel, reduce: _Reduce) -> None:
+    """Have a method reduce the buckets of `ddp` from now on, as long as its object lives."""
     if ddp not in _registered:
         hook = _registered[ddp] = _CommHook(ddp.process_group)
         ddp.register_comm_hook(hook, _reduce)
-    _registered[ddp].handle = weakref.ref(handle)
+    _registered[ddp].find_reduce = weakref.WeakMethod(reduce)
 
 
 def release(ddp: DistributedDataParallel) -> None:
     """Have DDP's own allreduce reduce them again."""
-    _registered[ddp].handle = None
+    _registered[ddp].find_reduce = lambda: None

@@ -7,8 +7,7 @@ Nodes have equal numbers of ranks, and a node's ranks follow each other, as with
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +43,15 @@ class Groups:
         if self.node is not None:
             dist.broadcast(values, group=self.node, group_src=0)
 
+    def reduce(
+        self, values: torch.Tensor, by_leaders: Callable[[torch.Tensor, dist.ProcessGroup], None]
+    ) -> None:
+        """Average within each node, then among leaders as they do, in place. Collective."""
+        self.average_node(values)
+        if self.leaders is not None:
+            by_leaders(values, self.leaders)
+        self.tell_node(values)
+
     def end(self) -> None:
         """Destroy them. All ranks have to be done with them, or some lose their connections."""
         for group in {self.everyone, self.leaders, self.node} - {None}:
@@ -55,16 +63,15 @@ def make_groups(parent: dist.ProcessGroup, device: torch.device, ranks_per_node:
     ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
     first = place // ranks_per_node * ranks_per_node
     name = _new_name(parent)
-
-    def make(kind: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        return _make_group(f"{name}{kind}", ranks, parent, device, dist.get_backend(parent))
-
-    leaders: dist.ProcessGroup | None
+    everyone = _make_group(name, ranks, parent, device)
+    leaders: dist.ProcessGroup | None = everyone
     node: dist.ProcessGroup | None = None
-    everyone = leaders = make("", ranks)
     if ranks_per_node > 1:
-        node = make("-node", ranks[first : first + ranks_per_node])
-        leaders = make("-leaders", ranks[::ranks_per_node]) if place == first else None
+        members = ranks[first : first + ranks_per_node]
+        node = _make_group(f"{name}-node", members, parent, device)
+        leaders = None
+        if place == first:
+            leaders = _make_group(f"{name}-leaders", ranks[::ranks_per_node], parent, device)
     return Groups(
         everyone=everyone,
         leaders=leaders,
@@ -94,15 +101,14 @@ def _make_group(
     ranks: Sequence[int],
     parent: dist.ProcessGroup,
     device: torch.device,
-    backend: str,
+    backend: str = "",
 ) -> dist.ProcessGroup:
     """Make a group, for which only its ranks have to call this."""
-    digest = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-    with _torch.naming_groups(f"{name}-{digest}"):
+    with _torch.naming_groups(f"{name}-{ranks[0]}"):  # other ranks may use the same number
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=_torch.group_timeout(parent, device),
-            backend=backend,
+            backend=backend or dist.get_backend(parent),
             use_local_synchronization=True,
         )
     return group

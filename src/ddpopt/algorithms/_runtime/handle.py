@@ -1,4 +1,4 @@
-"""`Handle`: an algorithm at work on a model; what all algorithms share.
+"""`Algorithm`, and `Handle`: one at work on a model; what all algorithms share.
 
 [Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
 of `no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
@@ -10,10 +10,11 @@ with the next step's forward, so that all ranks communicate equally often.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,28 +54,53 @@ class Training:
         return next(iter(self.parameters)).device
 
 
-class AnyAlgorithm(Protocol):
-    """What a handle has to know of its algorithm: part of `Algorithm` in `api.py`."""
+HandleT = TypeVar("HandleT", bound="Handle")
+
+
+class Algorithm(Generic[HandleT]):
+    """What ranks communicate and when; a frozen dataclass that checks its values when made.
+
+    Its values raise OptionError if they are out of range, TypeError if they have another type.
+    `handle_type` is what puts it to work.
+    """
+
+    __slots__ = ()
+    handle_type: type[HandleT]
 
     @property
     def name(self) -> str:
-        """Its class's name."""
+        """Its class's name, as in logs and states."""
+        return type(self).__name__
 
     @property
     def settings(self) -> dict[str, Any]:
         """Its values, as plain data."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
 
     def ranks_per_node(self, num_ranks: int) -> int:
-        """Return how many ranks average before their node communicates."""
+        """Return how many ranks average before their node communicates; 1 if it does not matter."""
+        return 1
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank, without communicating.
+
+        Raises:
+            AttachError, OptionError, TypeError, NotImplementedError: the reason.
+        """
 
 
-def find_problem(check: Callable[..., None], *arguments: Any) -> Exception | None:
-    """Return what a check on this rank raises, for `agree` to raise it on all ranks."""
+def agree_on(
+    ddp: DistributedDataParallel,
+    check: Callable[[], list[Fact]],
+    remedy: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise what `check` raises on a rank, or AttachError if its facts differ, on all ranks."""
     try:
-        check(*arguments)
+        word = Word(check())
     except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
-        return problem
-    return None
+        word = Word([], problem)
+    agree(ddp, word, AttachError, remedy, group=group)
 
 
 class Handle:
@@ -87,7 +113,7 @@ class Handle:
         num_communications: How often ranks exchanged weights, or reduced gradients.
     """
 
-    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
+    def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         self.algorithm = algorithm
         self.training = training
         self.weights = FlatWeights(training.parameters)
@@ -101,6 +127,7 @@ class Handle:
         self._has_run_backward = False
         self._is_updating = False  # before_update was called in this step
         self._updated: set[torch.optim.Optimizer] = set()
+        comm_hook.occupy(training.ddp, self.on_bucket)
         on_forward = _torch.uncompiled(lambda *_: self.on_forward())
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
         for optimizer in training.optimizers:
@@ -114,9 +141,6 @@ class Handle:
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Return the future gradients of a bucket; by default they stay as they are."""
         return noop_hook(None, bucket)
-
-    def before_forward(self) -> None:
-        """Run before each forward with gradients on, counted or not."""
 
     def begin_step(self) -> None:
         """Run before the forward of a step; `num_steps` already counts it."""
@@ -139,23 +163,25 @@ class Handle:
     def close(self) -> None:
         """End what runs in the background."""
 
-    def end_groups(self) -> None:
-        """Destroy the process groups, once no rank communicates on them any more."""
-        self.groups.end()
+    def check_state(self, state: dict[str, Any]) -> list[Fact]:
+        """Return what of `state` has to be equal on all ranks.
 
-    def own_state(self) -> dict[str, Any]:
-        """Return what `state_dict` keeps beyond the counters: tensors and plain data."""
-        return {}
-
-    def check_own_state(self, state: dict[str, Any]) -> None:
-        """Raise OptionError if `load_own_state` cannot take `state`."""
-
-    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
-        """List what of `state` has to be equal on all ranks."""
+        Raises:
+            OptionError, TypeError: `state` is malformed, or not of an algorithm like this one.
+        """
+        if not isinstance(state, dict):
+            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
+        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
+        for name, value in expected.items():
+            if state.get(name) != value:
+                raise OptionError(
+                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
+                    "attach the algorithm that the state was saved from"
+                )
+        for name in _COUNTERS:
+            if not isinstance(state.get(name), int) or state[name] < 0:
+                raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
         return [Fact(name, str(state[name])) for name in _COUNTERS]
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take over what `own_state` returned."""
 
     # ---- what users do -----------------------------------------------------------------------
 
@@ -216,7 +242,7 @@ class Handle:
         if average:
             with communicating("waiting for all ranks to detach"):
                 dist.barrier(self.training.group)  # or a rank might still be receiving the mean
-            self.end_groups()
+            self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues this algorithm, of this rank: tensors and plain data.
@@ -229,7 +255,6 @@ class Handle:
             "algorithm": self.algorithm.name,
             "settings": self.algorithm.settings,
             **{name: getattr(self, name) for name in _COUNTERS},
-            **self.own_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,27 +267,10 @@ class Handle:
         """
         self.check_attached()
         self.settle()
-        problem = find_problem(self._check_state, state)
-        word = Word([] if problem else self.facts_of(state), problem)
         remedy = "load what all ranks saved after the same step"
-        agree(self.training.ddp, word, AttachError, remedy, group=self.groups.everyone)
+        everyone = self.groups.everyone
+        agree_on(self.training.ddp, lambda: self.check_state(state), remedy, everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
-        self.load_own_state(state)
-
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict):
-            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
-        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
-        for name, value in expected.items():
-            if state.get(name) != value:
-                raise OptionError(
-                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
-                    "attach the algorithm that the state was saved from"
-                )
-        for name in _COUNTERS:
-            if not isinstance(state.get(name), int) or state[name] < 0:
-                raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
-        self.check_own_state(state)
 
     # ---- how a step goes ---------------------------------------------------------------------
 
@@ -287,14 +295,10 @@ class Handle:
     def on_forward(self) -> None:
         """Count a forward of DDP's, if it begins a step."""
         ddp = self.training.ddp
-        if not torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
+        is_repeated = self._is_open and not self._has_run_backward
+        if self.is_paused or is_repeated or not is_training:
             return
-        if not self.is_paused:
-            self.before_forward()
-        if not ddp.training or not ddp.require_backward_grad_sync or self.is_paused:
-            return
-        if self._is_open and not self._has_run_backward:
-            return  # another forward before the same backward
         self.settle()
         self._is_open, self._has_run_backward, self._is_updating = True, False, False
         self.num_steps += 1

@@ -16,7 +16,7 @@ import torch
 
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.handle import AnyAlgorithm, Handle, Training
+from ddpopt.algorithms._runtime.handle import Algorithm, Handle, Training
 from ddpopt.ranks.faults import communicating
 
 _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
@@ -58,14 +58,13 @@ class Worker:
 
 
 def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
-    with own_stream(device) as stream:
+    with own_stream(device) as stream, torch.no_grad():
         while (item := tasks.get()) is not None:
             task, future, queued = item
             try:
                 if queued is not None:
                     stream.wait_event(queued)
-                with torch.no_grad():
-                    future.set_result(task())
+                future.set_result(task())
             except Exception as error:
                 future.set_exception(error)
             del item, task, future, queued  # they keep their owner alive
@@ -86,13 +85,15 @@ def own_stream(device: torch.device) -> Iterator[Any]:
 class BackgroundHandle(Handle):
     """A handle with a worker; backward raises what went wrong in the background."""
 
-    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
+    def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         super().__init__(training, algorithm)
         self.worker = Worker(self, training.device)
         self._failure: Exception | None = None
 
-    def run_behind_backward(self, bucket: Bucket, task: Callable[[], None]) -> GradientFuture:
-        """Have the worker run a task that changes a bucket in place.
+    def run_behind_backward(
+        self, bucket: Bucket, task: Callable[[torch.Tensor], None]
+    ) -> GradientFuture:
+        """Have the worker run a task that changes a bucket's flat values in place.
 
         DDP shows an exception of a future as one of its own, without type. So the future ends
         well, and what a task raised is raised when DDP has ended its part of backward.
@@ -107,7 +108,7 @@ class BackgroundHandle(Handle):
             if self._failure is None:  # on a broken connection each task would wait for long
                 try:
                     with communicating(f"reducing gradients in step {step}"):
-                        task()
+                        task(values)
                 except Exception as error:
                     self._failure = error
             return values
