@@ -88,23 +88,16 @@ def attach(
 ) -> HandleT:
     """Have `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
 
-    Weights, optimizer states and learning rates are checked and made equal to rank 0's first.
-    Attach between two steps, after loading what all ranks share and before loading what each rank
-    keeps for itself.
+    Weights and optimizer states are made equal to rank 0's first. Attach between two steps, after
+    loading what all ranks share and before loading what each rank keeps for itself.
 
     Args:
-        ddp_model: A DistributedDataParallel module, compiled (by `torch.compile`) or not, without
-            a comm hook.
+        ddp_model: A DistributedDataParallel module without a comm hook, compiled or not.
         optimizer: The optimizer of its parameters, or all of them.
         algorithm: One of this package's.
 
-    Returns:
-        The handle: `detach`, `paused`, `average`, `state_dict`, `load_state_dict`, and what the
-        algorithm adds.
-
     Raises:
-        TypeError: `ddp_model`, `optimizer` or `algorithm` is something else, or parameters have a
-            dtype that cannot be averaged.
+        TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
         NotImplementedError: a parameter has sparse gradients.
         OptionError: the algorithm's values, the optimizer or DDP's options do not fit.
         AttachError: there is no process group, DDP has a comm hook or an algorithm, or ranks

@@ -28,8 +28,8 @@ class AsyncModelAverageHandle(Handle):
     """As `Handle`, with `abort` and `resume`.
 
     Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
-    A round that failed is raised as PeerError by the next step's forward and by the methods that
-    stop the rounds. Stop them (`paused`, `abort`) to evaluate, and to load or save weights.
+    Stop them (`paused`, `abort`) to evaluate, and to load or save weights. A round that failed is
+    raised as PeerError by the next step's forward and by the methods that stop the rounds.
     Ranks need not make equally many steps, but each has to make at least two: in its second
     forward, DDP itself waits for all ranks, once.
     """
@@ -46,26 +46,17 @@ class AsyncModelAverageHandle(Handle):
         """Make no more rounds: no weight changes by communication after this. Collective.
 
         Ranks may call this after different numbers of steps: the early ones keep making rounds
-        until all have called it. A step that is open ends here. Afterwards each rank trains by
-        itself. Does nothing when called again.
+        until all have called it. Afterwards each rank trains by itself.
 
         Raises:
             PeerError: a round failed, or a rank did not call this within the group's timeout.
         """
-        self.check_attached()
         self.settle()
         self._is_aborted = True
         self.begin_pause()
 
     def resume(self) -> None:
-        """Make rounds again after `abort`, from the next step on. Collective.
-
-        In a `paused` block, from the next step after it on; in the warm-up, when that has ended.
-        Does nothing when called again.
-
-        Raises:
-            PeerError: a round failed.
-        """
+        """Make rounds again after `abort`, from the next step on that is not paused. Collective."""
         self.check_attached()
         self._is_aborted = False
         if not self.is_paused:
@@ -139,8 +130,7 @@ class AsyncModelAverageHandle(Handle):
 
     def close(self) -> None:
         """End the thread."""
-        self._loop.end()
-        self._loop.join()
+        self._loop.close()
         self.after_update()
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
@@ -158,14 +148,12 @@ class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     Round after round the thread copies its rank's weights x_i to t_i, sums the copies of all n
-    ranks, and adds the difference: x_i <- x_i + sum_j(t_j) / n - t_i. What training changed
-    meanwhile is kept, so that mean_i(x_i) changes by the ranks' own updates alone. No rank waits
-    for another one's step, and ranks may make different numbers of steps.
+    ranks, and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training
+    changed meanwhile. No rank waits for another one's step.
 
     Attributes:
         sync_interval_ms: Milliseconds from the end of a round to the next one's start.
-        warmup_steps: Steps at the start, of equal number on all ranks, in which gradients are
-            averaged instead, as DDP does.
+        warmup_steps: Steps at the start in which gradients are averaged instead, as DDP does.
     """
 
     handle_type = AsyncModelAverageHandle

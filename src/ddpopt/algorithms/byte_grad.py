@@ -42,10 +42,9 @@ class ByteGradHandle(BackgroundHandle):
 class ByteGrad(HierarchicalAlgorithm[ByteGradHandle]):
     """Gradients are averaged over all ranks as 8-bit codes, bucket by bucket behind backward.
 
-    A bucket is divided into one chunk for each rank. Each rank receives its chunk from all others
-    as codes, averages it in float32, and sends the codes of the mean to all others. So a gradient
-    is rounded twice, and all ranks end with bitwise equal ones. What rounding loses is not carried
-    over to later steps.
+    Each rank receives one chunk of a bucket from all others as codes, averages it in float32, and
+    sends the codes of the mean to all others. So a gradient is rounded twice, and all ranks end
+    with bitwise equal ones. What rounding loses is not carried over to later steps.
 
     Attributes:
         average: Divide by the number of ranks, as DDP does.

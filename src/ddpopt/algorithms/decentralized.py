@@ -58,15 +58,13 @@ class DecentralizedHandle(BackgroundHandle):
 class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     """Ranks average their weights with all others, or with one other rank in turn.
 
-    In step t rank i computes its gradient g_i at its weights x_i, while a copy of x_i is averaged
-    in the background. Before the update the average takes the weights' place:
-    x_i <- mean_j(x_j) for `"all"`, (x_i + x_peer) / 2 for `"shift_one"`; then its own optimizer
-    makes its step with g_i, which is neither averaged nor divided. Momentum stays on each rank.
+    In step t a copy of rank i's weights x_i is averaged while it computes its gradient at x_i.
+    Before the update the average takes the weights' place: x_i <- mean_j(x_j) for `"all"`,
+    (x_i + x_peer) / 2 for `"shift_one"`. Then its own optimizer makes its step with its gradient.
 
     Attributes:
-        peer_selection: `"all"`, or `"shift_one"`: another peer each time, which halves the
-            ranks' difference at a fraction of the traffic and needs an even number of ranks (of
-            nodes, if hierarchical).
+        peer_selection: `"all"`, or `"shift_one"`: another peer each time, at a fraction of the
+            traffic, for an even number of ranks (of nodes, if hierarchical).
         hierarchical: Average within each node first, then between nodes.
         communication_interval: Steps from one average to the next; the first step has one.
     """

@@ -77,12 +77,8 @@ class LowPrecisionDecentralizedHandle(Handle):
         """Tell the neighbours the weights as they are, uncompressed. Collective.
 
         After weights were changed by anything but the optimizer, such as `load_state_dict` of the
-        model without that of this handle. Call it between two steps.
-
-        Raises:
-            PeerError: a rank did not take part.
+        model without that of this handle.
         """
-        self.check_attached()
         self.settle()
         if self.groups.leaders is None:
             return
@@ -147,10 +143,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         return received[0], received[-1].clone() if len(received) == 1 else received[-1]
 
     def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """Begin to find the ranks that must not go on; return the arguments of `_raise_problem`.
-
-        They are right when the work that is returned beside them is done.
-        """
+        """Return the arguments of `_raise_problem`, right when the work beside them is done."""
         training = self.training
         is_same = _torch.trainable_parameters(training.ddp).keys() == training.parameters.keys()
         is_finite = torch.tensor(True, device=training.device)
@@ -182,10 +175,9 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
 
     Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
     W. After the optimizer has made W into x, it sends both neighbours the codes of
-    z = x + L/3 + R/3 - 5/3 W, that is the mean of L, W and R plus its own update, less W. All add
-    what the codes stand for, dec(z): the rank itself to W, which becomes its weights, and its
-    neighbours to their replicas. So replicas stay bitwise equal to the W that they copy. With two
-    ranks, both replicas copy the other one. Three more copies of the weights are kept.
+    z = x + L/3 + R/3 - 5/3 W. All add what the codes stand for: the rank itself to W, which becomes
+    its weights, and its neighbours to their replicas, which stay bitwise equal to the W that they
+    copy. With two ranks, both replicas copy the other one.
 
     Attributes:
         hierarchical: Average within each node first, then mix between nodes.

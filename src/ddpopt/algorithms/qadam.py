@@ -1,9 +1,7 @@
 """`QAdam`: Adam whose momenta are averaged in one byte an element, after a warm-up.
 
 Source: QAdam as in Bagua (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
-2102.02888). Unlike in Bagua, the gradient of the last step of the warm-up is used, the bias
-correction of the variance ends with it, weight decay does not, each group has its own betas, and
-updates are bounded as Adam's are.
+2102.02888). docs/algorithms.md says what is done otherwise than in Bagua.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     p <- p - lr m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^W) + eps),
     where the factor of lr is clamped to the bound that Adam's paper gives for it (Kingma & Ba,
     section 2.1): 1, or (1 - b1) / sqrt(1 - b2) if that is more.
-    With `QAdam` attached, m is averaged over all ranks and is in `p.grad` after backward, where
-    clipping and logging see it in place of the gradient: call `zero_grad` before each backward
-    but those that accumulate under `no_sync`.
+    With `QAdam` attached, `p.grad` is m, averaged over all ranks, from backward to `zero_grad`.
 
     Args:
         params: Parameters or groups of them, as for other optimizers.
@@ -125,25 +121,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                self._start_state(parameter)
             warm = [p for p in parameters if self.is_warm(p, group)]
             self._update_by_adam([p for p in parameters if not self.is_warm(p, group)], group)
             for parameter in warm:
                 self._update(parameter, group)
         self._with_momentum.clear()
         return loss
-
-    def _start_state(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise NotImplementedError(
-                "QAdam takes no sparse gradients; make the embedding with sparse=False"
-            )
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -164,25 +147,33 @@ class QAdamOptimizer(torch.optim.Optimizer):
         parameter.sub_(update, alpha=group["lr"])
 
     def _update_by_adam(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Make torch's own update."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise NotImplementedError(
+                    "QAdam takes no sparse gradients; make the embedding with sparse=False"
+                )
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
         states = [self.state[parameter] for parameter in parameters]
-        if not states:
-            return
-        adam(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        beta1, beta2 = group["betas"]
+        if states:
+            adam(
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                maximize=False,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+            )
 
 
 def _decayed(
@@ -231,13 +222,11 @@ class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     """Gradients are averaged until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     In the warm-up gradients are averaged as DDP does. Then each rank computes its next momentum
-    from its own gradient, bucket by bucket behind backward, and momenta are averaged as `ByteGrad`
-    averages gradients. They change more slowly, so that less is lost by rounding; Adam's variance,
-    which would suffer, stays as it is.
+    from its own gradient, behind backward, and momenta are averaged as `ByteGrad` averages
+    gradients. They change more slowly, so that less is lost by rounding.
 
     Attributes:
-        hierarchical: After the warm-up, average within each node first, uncompressed, and
-            compress between nodes.
+        hierarchical: After the warm-up, average within each node first, uncompressed.
     """
 
     handle_type = QAdamHandle

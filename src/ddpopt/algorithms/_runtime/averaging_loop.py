@@ -37,11 +37,10 @@ _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adds to 
 
 
 class Turns:
-    """A lock that goes to whoever has waited longest.
+    """A lock that goes to whoever has waited longest: training takes it back right after giving it.
 
-    A plain lock would starve the thread that averages, since training takes it back right after
-    giving it away. On an accelerator it orders streams as well: the stream of whoever takes it
-    waits for what was queued before it was given. That part was never run on an accelerator.
+    On an accelerator the stream of whoever takes it waits for what was queued before it was given.
+    That part was never run on an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,10 +89,10 @@ class _OverError(Exception):
 
 
 class AveragingLoop:
-    """A thread that makes rounds with the other ranks; see [Note: rounds].
+    """A thread that makes rounds with the other ranks; see [Note: rounds]. Collective to make.
 
     It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
-    it refers to it only while it copies or changes its weights. Collective to make.
+    it refers to it only while it copies or changes its weights.
 
     Attributes:
         turns: Who may have the weights; see [Note: turns].
@@ -117,8 +116,6 @@ class AveragingLoop:
         self._is_stopped = False
         weakref.finalize(owner, self.end).atexit = False
         _loops.add(self)
-
-    # ---- for the thread that trains ----------------------------------------------------------
 
     def run(self) -> None:
         """Begin, unless it runs or is stopped; raise what ended the thread."""
@@ -164,8 +161,9 @@ class AveragingLoop:
         self._wants_stop.set()
         self.turns.close()
 
-    def join(self) -> None:
-        """Wait until the thread that `end` was called for has ended."""
+    def close(self) -> None:
+        """As `end`, and wait until the thread has ended."""
+        self.end()
         if self._thread is not None:
             self._thread.join(_EXIT_S)
 
@@ -176,8 +174,6 @@ class AveragingLoop:
     def _raise_error(self) -> None:
         if self._error is not None:  # the one kept would collect frames that keep the owner alive
             raise copy.copy(self._error) from self._error
-
-    # ---- on the thread -----------------------------------------------------------------------
 
     def _make_rounds(self) -> None:
         try:
@@ -246,5 +242,4 @@ _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     for loop in list(_loops):
-        loop.end()
-        loop.join()
+        loop.close()

@@ -7,6 +7,7 @@ Nodes have equal numbers of ranks, and a node's ranks follow each other, as with
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,16 +16,13 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 
-_next_number = 0  # of the groups that are made next; a name is never used again
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    `leaders` are the ranks that communicate for all: every rank, if not hierarchical. It is None
-    on ranks that do not. `index` is this rank's place among them. `node` is None where a node is
-    one rank.
+    `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
+    the others. `index` is this rank's place among them. `node` is None where a node is one rank.
     """
 
     everyone: dist.ProcessGroup
@@ -68,7 +66,7 @@ def make_groups(parent: dist.ProcessGroup, device: torch.device, ranks_per_node:
     node: dist.ProcessGroup | None = None
     if ranks_per_node > 1:
         members = ranks[first : first + ranks_per_node]
-        node = _make_group(f"{name}-node", members, parent, device)
+        node = _make_group(f"{name}-node-{first}", members, parent, device)
         leaders = None
         if place == first:
             leaders = _make_group(f"{name}-leaders", ranks[::ranks_per_node], parent, device)
@@ -88,12 +86,10 @@ def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dis
 
 
 def _new_name(parent: dist.ProcessGroup) -> str:
-    """Return a name that none of the ranks has used before. Collective."""
-    global _next_number  # noqa: PLW0603  # names are the process's
-    numbers = [0] * parent.size()
-    dist.all_gather_object(numbers, _next_number, group=parent)
-    _next_number = max(numbers) + 1
-    return f"ddpopt-{max(numbers)}"
+    """Return a name that was never used before, on all ranks. Collective."""
+    name = [f"ddpopt-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(name, group=parent, group_src=0)
+    return name[0]
 
 
 def _make_group(
@@ -104,7 +100,7 @@ def _make_group(
     backend: str = "",
 ) -> dist.ProcessGroup:
     """Make a group, for which only its ranks have to call this."""
-    with _torch.naming_groups(f"{name}-{ranks[0]}"):  # other ranks may use the same number
+    with _torch.naming_groups(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=_torch.group_timeout(parent, device),

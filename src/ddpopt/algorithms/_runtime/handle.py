@@ -72,21 +72,12 @@ class Algorithm(Generic[HandleT]):
         """Its class's name, as in logs and states."""
         return type(self).__name__
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its values, as plain data."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
-
     def ranks_per_node(self, num_ranks: int) -> int:
-        """Return how many ranks average before their node communicates; 1 if it does not matter."""
+        """Return how many ranks average before their node communicates."""
         return 1
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank, without communicating.
-
-        Raises:
-            AttachError, OptionError, TypeError, NotImplementedError: the reason.
-        """
+        """Raise the reason if this cannot be attached there, by what this rank knows alone."""
 
 
 def agree_on(
@@ -106,7 +97,7 @@ def agree_on(
 class Handle:
     """An algorithm at work on a model, from `attach` to `detach`.
 
-    The methods that are marked as collective have to be called by all ranks, in the same step.
+    All ranks call what is collective, in the same step; PeerError is raised if one does not.
 
     Attributes:
         num_steps: Steps so far; see [Note: steps] in `algorithms/_runtime/handle.py`.
@@ -119,13 +110,14 @@ class Handle:
         self.weights = FlatWeights(training.parameters)
         ranks_per_node = algorithm.ranks_per_node(training.group.size())
         self.groups = make_groups(training.group, training.device, ranks_per_node)
+        settings = dataclasses.asdict(algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
+        self._identity = {"algorithm": algorithm.name, "settings": settings}
         self.num_steps = 0
         self.num_communications = 0
         self._is_attached = True
         self._num_pauses = 0
         self._is_open = False  # a step has begun and not ended
         self._has_run_backward = False
-        self._is_updating = False  # before_update was called in this step
         self._updated: set[torch.optim.Optimizer] = set()
         comm_hook.occupy(training.ddp, self.on_bucket)
         on_forward = _torch.uncompiled(lambda *_: self.on_forward())
@@ -146,13 +138,13 @@ class Handle:
         """Run before the forward of a step; `num_steps` already counts it."""
 
     def before_update(self) -> None:
-        """Run before the first optimizer's update, or where that is skipped."""
+        """Run before each optimizer's update, and where updates are skipped: once or more."""
 
     def after_update(self) -> None:
         """Run after the last optimizer's update, or where that is skipped."""
 
     def end_step(self) -> None:
-        """Run after that, if it ended a step."""
+        """Run after that, where a step has ended."""
 
     def begin_pause(self) -> None:
         """Run when `paused` begins."""
@@ -164,15 +156,10 @@ class Handle:
         """End what runs in the background."""
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        """Return what of `state` has to be equal on all ranks.
-
-        Raises:
-            OptionError, TypeError: `state` is malformed, or not of an algorithm like this one.
-        """
+        """Return what of `state` has to be equal on all ranks; raise why it cannot be loaded."""
         if not isinstance(state, dict):
             raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
-        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
-        for name, value in expected.items():
+        for name, value in self._identity.items():
             if state.get(name) != value:
                 raise OptionError(
                     f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
@@ -191,7 +178,6 @@ class Handle:
 
         For evaluation: between two steps. Blocks can be nested.
         """
-        self.check_attached()
         self.settle()
         if not self._num_pauses:
             self.begin_pause()
@@ -204,12 +190,7 @@ class Handle:
                 self.end_pause()
 
     def average(self) -> None:
-        """Give all ranks the mean of their weights, as after the last step. Collective.
-
-        Raises:
-            PeerError: a rank did not take part.
-        """
-        self.check_attached()
+        """Give all ranks the mean of their weights, as after the last step. Collective."""
         with self.paused(), communicating("averaging the weights of all ranks"):
             flat = self.weights.copy()
             for values in flat:
@@ -219,11 +200,9 @@ class Handle:
     def detach(self, *, average: bool = True) -> None:
         """End the algorithm and its process groups, and give DDP its allreduce back. Collective.
 
-        Ranks may have different weights now, and would keep the difference: they are averaged
-        first. With `average=False` nothing is communicated, as is right when a rank has failed;
-        then this is not collective, and the process groups stay until DDP's group ends, since
-        other ranks may be waiting on them. The step that is running ends here. Does nothing when
-        called again.
+        The step that is running ends here, and weights, which may differ, are averaged. With
+        `average=False`, which is right when a rank has failed, nothing is communicated: it is not
+        collective, and process groups that others may be waiting on stay until DDP's ends.
 
         Raises:
             PeerError: a rank did not take part; the model is detached all the same.
@@ -245,27 +224,17 @@ class Handle:
             self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues this algorithm, of this rank: tensors and plain data.
-
-        Ranks differ, in weights and optimizer state too: each keeps its own checkpoint.
-        """
-        self.check_attached()
+        """Return what continues this algorithm, on this rank: each has a checkpoint of its own."""
         self.settle()
-        return {
-            "algorithm": self.algorithm.name,
-            "settings": self.algorithm.settings,
-            **{name: getattr(self, name) for name in _COUNTERS},
-        }
+        return {**self._identity, **{name: getattr(self, name) for name in _COUNTERS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of this rank; load weights and optimizer as well. Collective.
 
         Raises:
-            OptionError: on all ranks, if on any of them it is not of an algorithm like this one,
-                or is malformed.
-            AttachError: on all ranks, if their states are not of the same step.
+            OptionError, TypeError: a state is malformed, or not of an algorithm like this one.
+            AttachError: they are not of the same step.
         """
-        self.check_attached()
         self.settle()
         remedy = "load what all ranks saved after the same step"
         everyone = self.groups.everyone
@@ -287,9 +256,10 @@ class Handle:
             )
 
     def settle(self) -> None:
-        """End the step that is open, whether or not its update was made."""
+        """End the step that is open, if any, whether or not its update was made."""
+        self.check_attached()
         if self._is_open:
-            self._start_update()
+            self.before_update()
             self._end_step()
 
     def on_forward(self) -> None:
@@ -300,7 +270,7 @@ class Handle:
         if self.is_paused or is_repeated or not is_training:
             return
         self.settle()
-        self._is_open, self._has_run_backward, self._is_updating = True, False, False
+        self._is_open, self._has_run_backward = True, False
         self.num_steps += 1
         self.begin_step()
 
@@ -310,31 +280,25 @@ class Handle:
         return self.reduce(bucket)
 
     def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Note that an optimizer is about to update the weights; `args` begins with it."""
+        """Get ready for an optimizer's update; `args` begins with it."""
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
                 "which runs forward in the middle of an update; call forward and backward before"
             )
-        self._start_update()
+        self.before_update()
 
     def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
-        """Note that an optimizer has updated the weights."""
+        """End the step with its last optimizer's update."""
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):
             self._end_step()
 
-    def _start_update(self) -> None:
-        if not self._is_updating:
-            self._is_updating = True
-            self.before_update()
-
     def _end_step(self) -> None:
-        is_step = self._is_open
-        self._is_open = self._is_updating = False
+        was_open, self._is_open = self._is_open, False
         self._updated.clear()
         self.after_update()
-        if is_step:
+        if was_open:
             self.end_step()
 
 

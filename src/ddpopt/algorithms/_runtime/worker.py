@@ -1,7 +1,4 @@
-"""A thread that communicates in order, while the thread that computes goes on.
-
-`Worker` is the thread; `BackgroundHandle` is for algorithms that have one.
-"""
+"""`Worker`: a thread that communicates while another one computes; `BackgroundHandle` has one."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | Non
 class Worker:
     """Runs tasks one after the other, in the order in which they were submitted.
 
-    All ranks have to submit the same collectives in the same order, on a process group that
-    nobody else uses. On an accelerator tasks run on a stream of their own, after what had been
-    queued when they were submitted; waiting for a result has the waiting thread's stream wait too.
-    The thread ends with `close`, or when `owner` is collected: tasks may refer to the owner, but
+    On an accelerator they run on a stream of their own, after what had been queued when they were
+    submitted; waiting for a result has the waiting thread's stream wait too. `close` ends the
+    thread after the tasks that are queued, as does the end of `owner`: tasks may refer to it, but
     the thread keeps none that it has run.
     """
 
@@ -39,7 +35,7 @@ class Worker:
             target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
         )
         self._thread.start()
-        weakref.finalize(owner, self._tasks.put, None)
+        self.close = weakref.finalize(owner, self._tasks.put, None)
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Return the future result of a task; its exception is raised by `wait`."""
@@ -51,10 +47,6 @@ class Worker:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         self._tasks.put((task, future, queued))
         return future
-
-    def close(self) -> None:
-        """End the thread after the tasks that are queued; does not wait for it."""
-        self._tasks.put(None)
 
 
 def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
