@@ -10,15 +10,12 @@ import torch
 
 
 class Modes(NamedTuple):
-    """The modes with which another thread computes the same.
-
-    `autocasts` has the type of device, the dtype, and whether autocast is on.
-    """
+    """The modes with which another thread computes the same."""
 
     has_grad: bool
     is_inference: bool
     has_autocast_cache: bool
-    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]  # of each type of device; is it on?
 
     @classmethod
     def current(cls, devices: Sequence[torch.device]) -> Modes:

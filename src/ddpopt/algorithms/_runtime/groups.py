@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,19 +16,32 @@ import torch.distributed as dist
 from ddpopt import _torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
-    the others. `index` is this rank's place among them. `node` is None where a node is one rank.
+    Attributes:
+        everyone: All ranks.
+        leaders: Those that communicate for all, every rank if not hierarchical; None on others.
+        node: The ranks of this node; None where a node is one rank.
+        num_leaders: How many leaders there are.
+        index: The place of this node's leader among them.
     """
 
-    everyone: dist.ProcessGroup
-    leaders: dist.ProcessGroup | None
-    node: dist.ProcessGroup | None
-    num_leaders: int
-    index: int
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
+        """Make them with the ranks, the backend and the timeout of `parent`. Collective."""
+        ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
+        self.num_leaders, self.index = len(ranks) // ranks_per_node, place // ranks_per_node
+        name = _new_name(parent)
+        self.everyone = _make_group(name, ranks, parent, device)
+        self.leaders: dist.ProcessGroup | None = self.everyone
+        self.node: dist.ProcessGroup | None = None
+        if ranks_per_node > 1:
+            first = self.index * ranks_per_node
+            members, leaders = ranks[first : first + ranks_per_node], ranks[::ranks_per_node]
+            self.node = _make_group(f"{name}-node-{first}", members, parent, device)
+            self.leaders = None
+            if place == first:
+                self.leaders = _make_group(f"{name}-leaders", leaders, parent, device)
 
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
@@ -54,29 +66,6 @@ class Groups:
         """Destroy them. All ranks have to be done with them, or some lose their connections."""
         for group in {self.everyone, self.leaders, self.node} - {None}:
             dist.destroy_process_group(group)
-
-
-def make_groups(parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> Groups:
-    """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
-    ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
-    first = place // ranks_per_node * ranks_per_node
-    name = _new_name(parent)
-    everyone = _make_group(name, ranks, parent, device)
-    leaders: dist.ProcessGroup | None = everyone
-    node: dist.ProcessGroup | None = None
-    if ranks_per_node > 1:
-        members = ranks[first : first + ranks_per_node]
-        node = _make_group(f"{name}-node-{first}", members, parent, device)
-        leaders = None
-        if place == first:
-            leaders = _make_group(f"{name}-leaders", ranks[::ranks_per_node], parent, device)
-    return Groups(
-        everyone=everyone,
-        leaders=leaders,
-        node=node,
-        num_leaders=len(ranks) // ranks_per_node,
-        index=place // ranks_per_node,
-    )
 
 
 def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

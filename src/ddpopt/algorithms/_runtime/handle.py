@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.algorithms._runtime import comm_hook
 from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.groups import make_groups, mean
+from ddpopt.algorithms._runtime.groups import Groups, mean
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact, Word, agree
@@ -109,7 +109,7 @@ class Handle:
         self.training = training
         self.weights = FlatWeights(training.parameters)
         ranks_per_node = algorithm.ranks_per_node(training.group.size())
-        self.groups = make_groups(training.group, training.device, ranks_per_node)
+        self.groups = Groups(training.group, training.device, ranks_per_node)
         settings = dataclasses.asdict(algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
         self._identity = {"algorithm": algorithm.name, "settings": settings}
         self.num_steps = 0
