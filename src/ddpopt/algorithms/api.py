@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime import comm_hook
-from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training, agree_on
+from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training, agree_on, check_free
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact
@@ -126,7 +125,7 @@ def _check(training: Training, algorithm: Any) -> list[Fact]:
             f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
             "Decentralized()"
         )
-    comm_hook.check_free(training.ddp)
+    check_free(training.ddp)
     mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
     if mode is not None:
         raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")

@@ -16,8 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.handle import Algorithm, Handle, Training
+from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
 from ddpopt.algorithms.api import check_count
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact

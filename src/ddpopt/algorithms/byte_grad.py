@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.groups import Groups
+from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.quantization import are_finite, compress, decompress
 from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm

@@ -94,9 +94,9 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     """Return the rank that `rank` averages with after `num_exchanges` earlier exchanges.
 
-    The lower half of the ranks rotates against the upper half, so that each rank meets another
-    one each time and all of the other half in `num_ranks / 2` exchanges; it is its peer's peer.
-    The rule is Bagua's `shift_one` (arXiv 2107.01499), for an even number of ranks.
+    The lower half of the ranks rotates against the upper half: each rank meets all of the other
+    half in `num_ranks / 2` exchanges, and is its peer's peer. `num_ranks` is even.
+    Source: Bagua's `shift_one` (arXiv 2107.01499).
     """
     half = num_ranks // 2
     if rank < half:

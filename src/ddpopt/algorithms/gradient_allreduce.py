@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.groups import mean
+from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm
 

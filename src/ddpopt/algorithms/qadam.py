@@ -14,8 +14,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.adam import adam
 
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture, Training
 from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
 from ddpopt.algorithms.byte_grad import average_in_8_bits
@@ -81,9 +80,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def turn_into_momentum(
         self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        """Replace the gradient of a warm parameter by its next momentum, in place.
-
-        The next `step` takes `parameter.grad` as momentum.
+        """Replace a warm parameter's gradient by its next momentum, for the next `step` to use.
 
         Raises:
             OptionError: the gradient was added to a momentum.
@@ -94,8 +91,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 "ddp.no_sync(), and call zero_grad() of the optimizer where step() is left out"
             )
         self._with_momentum.add(parameter)
-        new = _decayed(gradient, parameter, group)
-        torch.lerp(self.state[parameter]["exp_avg"], new, 1 - group["betas"][0], out=gradient)
+        gradient.copy_(self._next_momentum(gradient, parameter, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
@@ -128,16 +124,21 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
         return loss
 
+    def _next_momentum(
+        self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        decayed = gradient.add(parameter, alpha=group["weight_decay"])
+        momentum: torch.Tensor = self.state[parameter]["exp_avg"]
+        return momentum.lerp(decayed, 1 - group["betas"][0])
+
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        momentum = state["exp_avg"]
+        state, momentum = self.state[parameter], parameter.grad
+        assert momentum is not None
+        if parameter not in self._with_momentum:
+            momentum = self._next_momentum(momentum, parameter, group)
+        state["exp_avg"].copy_(momentum)
         state["step"] += 1
-        if parameter in self._with_momentum:
-            momentum.copy_(gradient)
-        else:
-            momentum.lerp_(_decayed(gradient, parameter, group), 1 - beta1)
         correction1 = 1 - beta1 ** state["step"].item()
         correction2 = 1 - beta2 ** group["warmup_steps"]
         denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
@@ -174,13 +175,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 maximize=False,
                 **{name: group[name] for name in ("lr", "weight_decay", "eps")},
             )
-
-
-def _decayed(
-    gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
-) -> torch.Tensor:
-    decay = group["weight_decay"]
-    return gradient.add(parameter, alpha=decay) if decay else gradient
 
 
 class QAdamHandle(BackgroundHandle):

@@ -1,14 +1,13 @@
 """`AveragingLoop`: a thread that averages weights with the other ranks, round after round.
 
 [Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
-want to, so that their threads end in the same round. Otherwise each copies its weights, the copies
-are averaged, and each rank adds the difference between the average and its copy: what training
-changed meanwhile is kept, and the mean of all ranks' weights changes by training alone.
+want to. Otherwise each copies its weights, the copies are averaged, and each rank adds the
+difference between the average and its copy: what training changed meanwhile is kept.
 
 [Note: turns] Training has the weights from the first forward with gradients to the end of the
 update, so that no weight changes between a forward and its backward, and no update is lost to an
 average that is added at the same time. Averaging has them while it copies them and while it adds
-the ranks' difference, never while it communicates.
+the difference, never while it communicates.
 """
 
 from __future__ import annotations

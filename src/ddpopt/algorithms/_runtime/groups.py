@@ -19,12 +19,8 @@ from ddpopt import _torch
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    Attributes:
-        everyone: All ranks.
-        leaders: Those that communicate for all, every rank if not hierarchical; None on others.
-        node: The ranks of this node; None where a node is one rank.
-        num_leaders: How many leaders there are.
-        index: The place of this node's leader among them.
+    `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
+    the others. `index` is this rank's place among them. `node` is None where a node is one rank.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):

@@ -19,11 +19,10 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime import comm_hook
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.groups import Groups, mean
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
@@ -31,7 +30,34 @@ from ddpopt.ranks.agreement import Fact, Word, agree
 from ddpopt.ranks.faults import communicating
 from ddpopt.reducer import Parameter
 
+Bucket = Any  # torch.distributed.GradBucket
+GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses annotations of other names
+
 _COUNTERS = ("num_steps", "num_communications")
+
+# What reduces the buckets of a DDP module now. It can have a comm hook only once in its life, so it
+# stays in here when its algorithm goes; and its Reducer keeps the hook alive from C++, where no
+# cycle is collected, so that all references are weak.
+_attached: weakref.WeakKeyDictionary[
+    DistributedDataParallel, Callable[[], Callable[[Bucket], GradientFuture] | None]
+] = weakref.WeakKeyDictionary()
+
+
+def _comm_hook(find_ddp, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
+    ddp = find_ddp()
+    reduce = _attached[ddp]()
+    return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
+
+
+def check_free(ddp: DistributedDataParallel) -> None:
+    """Raise AttachError if `ddp` has an algorithm, or a comm hook that is not ours."""
+    if ddp not in _attached and _torch.has_comm_hook(ddp):
+        raise AttachError(
+            "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
+            "module without"
+        )
+    if ddp in _attached and _attached[ddp]() is not None:
+        raise AttachError("this model has an algorithm already; detach it first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +136,6 @@ class Handle:
         self.weights = FlatWeights(training.parameters)
         ranks_per_node = algorithm.ranks_per_node(training.group.size())
         self.groups = Groups(training.group, training.device, ranks_per_node)
-        settings = dataclasses.asdict(algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
-        self._identity = {"algorithm": algorithm.name, "settings": settings}
         self.num_steps = 0
         self.num_communications = 0
         self._is_attached = True
@@ -119,7 +143,9 @@ class Handle:
         self._is_open = False  # a step has begun and not ended
         self._has_run_backward = False
         self._updated: set[torch.optim.Optimizer] = set()
-        comm_hook.occupy(training.ddp, self.on_bucket)
+        if training.ddp not in _attached:
+            training.ddp.register_comm_hook(weakref.ref(training.ddp), _comm_hook)
+        _attached[training.ddp] = weakref.WeakMethod(self.on_bucket)
         on_forward = _torch.uncompiled(lambda *_: self.on_forward())
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
         for optimizer in training.optimizers:
@@ -159,7 +185,7 @@ class Handle:
         """Return what of `state` has to be equal on all ranks; raise why it cannot be loaded."""
         if not isinstance(state, dict):
             raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
-        for name, value in self._identity.items():
+        for name, value in self._identity().items():
             if state.get(name) != value:
                 raise OptionError(
                     f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
@@ -216,7 +242,7 @@ class Handle:
             self._is_attached = False
             for removable in self._removable:
                 removable.remove()
-            comm_hook.release(self.training.ddp)
+            _attached[self.training.ddp] = lambda: None
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):
@@ -226,7 +252,7 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """Return what continues this algorithm, on this rank: each has a checkpoint of its own."""
         self.settle()
-        return {**self._identity, **{name: getattr(self, name) for name in _COUNTERS}}
+        return {**self._identity(), **{name: getattr(self, name) for name in _COUNTERS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of this rank; load weights and optimizer as well. Collective.
@@ -240,6 +266,10 @@ class Handle:
         everyone = self.groups.everyone
         agree_on(self.training.ddp, lambda: self.check_state(state), remedy, everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
+
+    def _identity(self) -> dict[str, Any]:
+        settings = dataclasses.asdict(self.algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
+        return {"algorithm": self.algorithm.name, "settings": settings}
 
     # ---- how a step goes ---------------------------------------------------------------------
 

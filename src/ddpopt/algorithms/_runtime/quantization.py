@@ -2,11 +2,10 @@
 
 [Note: codes] Each chunk has its own range (min, max) and scale = 255 / (max - min + 1e-7). A
 value x has the level rint(x * scale), and its code is that level minus the lowest one, clamped to
-[0, 255]. Levels are whole multiples of 1 / scale, so 0 stays 0; x changes by at most half a level,
-(max - min + 1e-7) / 510, beside float32 rounding. Both sides compute the scale from the range that
-is sent. Arithmetic is in float32, whatever the values' type. A chunk with NaN, infinite or too
-large values has a range that shows it (`are_finite`): its values mean nothing, and the sender has
-to see to it that all ranks raise.
+[0, 255]: 0 stays 0, and x changes by at most half a level, beside float32 rounding. Both sides
+compute the scale from the range that is sent, in float32. A chunk with NaN, infinite or too large
+values has a range that shows it (`are_finite`), and the sender has to see to it that all ranks
+raise.
 Source: Bagua's MinMaxUInt8 (Gan et al., arXiv 2107.01499), with a clamp, without which codes of
 symmetric ranges could wrap around.
 """

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.handle import Algorithm, Handle, Training
+from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
 from ddpopt.ranks.faults import communicating
 
 _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
@@ -87,8 +86,7 @@ class BackgroundHandle(Handle):
     ) -> GradientFuture:
         """Have the worker run a task that changes a bucket's flat values in place.
 
-        DDP shows an exception of a future as one of its own, without type. So the future ends
-        well, and what a task raised is raised when DDP has ended its part of backward.
+        DDP would show its exception without type: it is raised when DDP has ended its part.
         """
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
