@@ -58,7 +58,7 @@ class AsyncModelAverageHandle(Handle):
         """Make rounds again after `abort`, from the next step on that is not paused. Collective."""
         self.check_attached()
         self._is_aborted = False
-        if not self.is_paused:
+        if not self._num_pauses:
             with self._communicating():
                 self._loop.allow()
 
@@ -83,13 +83,13 @@ class AsyncModelAverageHandle(Handle):
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Average a bucket in the warm-up; later gradients stay as they are."""
-        if 0 < self.num_steps <= self.algorithm.warmup_steps and not self.is_paused:
+        if 0 < self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
             return allreduce_hook(self.training.group, bucket)
         return super().reduce(bucket)
 
     def on_forward(self) -> None:
         """As `Handle.on_forward`; the weights are had from here on, see [Note: turns]."""
-        if torch.is_grad_enabled() and not self.is_paused:
+        if torch.is_grad_enabled() and not self._num_pauses:
             if _torch.is_in_join(self.training.ddp):
                 raise AttachError(
                     "AsyncModelAverage cannot work in DDP's join() context, in which ranks wait "

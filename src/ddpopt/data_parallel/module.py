@@ -59,8 +59,7 @@ class DataParallel(nn.Module):
             **compile_options: Keyword arguments of `torch.compile`.
 
         Raises:
-            TypeError: `module` is not a module, `devices` not a list, `dim` not a number, or
-                `torch.compile` does not have such an argument.
+            TypeError: An argument, or one for `torch.compile`, is of another kind.
             ValueError: There is no device, or an unknown one; the module or a part of it is
                 compiled or parallel already; CUDA graphs are asked for on several devices.
         """
@@ -107,17 +106,7 @@ class DataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on the whole batch.
-
-        Args:
-            *args: The module's arguments. Tensors are divided along `dim`, in tuples, lists, dicts
-                and dataclasses too; 0-dimensional tensors go to each replica; other objects are
-                shared.
-            **kwargs: Its keyword arguments, treated alike.
-
-        Returns:
-            What the module returns, with tensors joined along `dim`, and tensors without
-            dimensions joined to a vector.
+        """Call the module on the whole batch, divided along `dim`, and join what replicas return.
 
         Raises:
             ValueError: Batch sizes differ or are zero, outputs cannot be joined, the module is not
@@ -130,8 +119,7 @@ class DataParallel(nn.Module):
         if len(self.devices) == 1:
             with on(self.devices[0], stream_of(self.devices[0])):
                 return self._compiled(self.module, *shares[0])
-        outputs = self._run(shares)
-        return gather(outputs, self.output_device, self.dim)
+        return gather(self._run(shares), self.output_device, self.dim)
 
     def _run(self, shares: Sequence[Share]) -> list[Any]:
         """Run the replicas, one after another where a call is new; see [Note: new calls]."""

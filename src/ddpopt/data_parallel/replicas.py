@@ -38,9 +38,8 @@ class Hooks:
 def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) -> list[nn.Module]:
     """Return a replica for each device, through which gradients flow back to the module.
 
-    Parameters are views in the first replica, and copies in the others; autograd sums what comes
-    back. Buffers are the module's own in the first replica, so that what it writes in place stays,
-    and copies in the others. All else is shared by reference.
+    The first one has views of the parameters, and the module's own buffers, so that what it writes
+    in place stays; the others have copies. All else is shared by reference.
     """
     has_grad = torch.is_grad_enabled()
     calls = hooks.of(module)

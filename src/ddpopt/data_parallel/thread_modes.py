@@ -38,9 +38,8 @@ class Modes(NamedTuple):
             if self.is_inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.has_grad))
-            for device_type, dtype, is_enabled in self.autocasts:
-                autocast = torch.autocast(device_type, dtype, is_enabled, self.has_autocast_cache)
-                stack.enter_context(autocast)
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(*autocast, self.has_autocast_cache))
             yield
 
 

@@ -273,11 +273,6 @@ class Handle:
 
     # ---- how a step goes ---------------------------------------------------------------------
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether a `paused` block is open."""
-        return self._num_pauses > 0
-
     def check_attached(self) -> None:
         """Raise AttachError after `detach`."""
         if not self._is_attached:
@@ -297,7 +292,7 @@ class Handle:
         ddp = self.training.ddp
         is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
         is_repeated = self._is_open and not self._has_run_backward
-        if self.is_paused or is_repeated or not is_training:
+        if self._num_pauses or is_repeated or not is_training:
             return
         self.settle()
         self._is_open, self._has_run_backward = True, False
