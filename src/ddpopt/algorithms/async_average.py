@@ -156,7 +156,6 @@ class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
     """
 
     handle_type = AsyncModelAverageHandle
-
     sync_interval_ms: float = 500
     warmup_steps: int = 0
 

@@ -53,7 +53,6 @@ class ByteGrad(HierarchicalAlgorithm[ByteGradHandle]):
     """
 
     handle_type = ByteGradHandle
-
     average: bool = True
 
 

@@ -70,7 +70,6 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     """
 
     handle_type = DecentralizedHandle
-
     peer_selection: str = "all"
     communication_interval: int = 1
 

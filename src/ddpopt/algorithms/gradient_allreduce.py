@@ -41,6 +41,5 @@ class GradientAllReduce(HierarchicalAlgorithm[GradientAllReduceHandle]):
     """
 
     handle_type = GradientAllReduceHandle
-
     average: bool = True
     hierarchical: bool = False

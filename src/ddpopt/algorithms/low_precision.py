@@ -96,7 +96,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         """As `Handle.state_dict`, with the replicas, and whose they are."""
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
-        return {**super().state_dict(), "place": self._place, "replicas": copies}
+        return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Handle.load_state_dict`, with the replicas. Collective."""
@@ -107,11 +107,11 @@ class LowPrecisionDecentralizedHandle(Handle):
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
         """As `Handle.check_state`; replicas have to be this rank's."""
-        facts = super().check_state(state)
-        if tuple(state.get("place", ())) != self._place:
+        facts, place = super().check_state(state), self.groups.place
+        if tuple(state.get("place", ())) != place:
             raise OptionError(
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
-                f"the ring, and this rank has {self._place}; load weights and call resync instead"
+                f"the ring, and this rank has {place}; load weights and call resync instead"
             )
         found, expected = _shapes(state.get("replicas")), _shapes(self.replicas)
         if found != expected:
@@ -120,10 +120,6 @@ class LowPrecisionDecentralizedHandle(Handle):
                 "load the state of this model"
             )
         return facts
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.groups.index, self.groups.num_leaders
 
     def _tell_neighbours(self, differences: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Return what this rank, its left and its right neighbour have to add, by bucket."""
@@ -135,11 +131,11 @@ class LowPrecisionDecentralizedHandle(Handle):
 
     def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the left and the right neighbour's `values`, and send them this rank's."""
-        index, num_leaders = self._place
-        if self.groups.leaders is None or num_leaders == 1:
+        leaders = self.groups.leaders
+        if leaders is None or leaders.size() == 1:
             return values.clone(), values.clone()
-        neighbours = list(dict.fromkeys(ring_neighbours(index, num_leaders)))  # of two ranks, one
-        received = swap(values, neighbours, self.groups.leaders)
+        neighbours = list(dict.fromkeys(ring_neighbours(*self.groups.place)))  # of two ranks, one
+        received = swap(values, neighbours, leaders)
         return received[0], received[-1].clone() if len(received) == 1 else received[-1]
 
     def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
@@ -185,7 +181,6 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
     """
 
     handle_type = LowPrecisionDecentralizedHandle
-
     communication_interval: int = 1
 
     def check(self, training: Training) -> None:

@@ -20,23 +20,24 @@ class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
     `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
-    the others. `index` is this rank's place among them. `node` is None where a node is one rank.
+    the others. `node` is None where a node is one rank. `place` is the index of this rank or node,
+    and their number.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
         """Make them with the ranks, the backend and the timeout of `parent`. Collective."""
-        ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
-        self.num_leaders, self.index = len(ranks) // ranks_per_node, place // ranks_per_node
+        ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
+        first = rank - rank % ranks_per_node
+        self.place = (rank // ranks_per_node, len(ranks) // ranks_per_node)
         name = _new_name(parent)
         self.everyone = _make_group(name, ranks, parent, device)
         self.leaders: dist.ProcessGroup | None = self.everyone
         self.node: dist.ProcessGroup | None = None
         if ranks_per_node > 1:
-            first = self.index * ranks_per_node
             members, leaders = ranks[first : first + ranks_per_node], ranks[::ranks_per_node]
             self.node = _make_group(f"{name}-node-{first}", members, parent, device)
             self.leaders = None
-            if place == first:
+            if rank == first:
                 self.leaders = _make_group(f"{name}-leaders", leaders, parent, device)
 
     def average_node(self, values: torch.Tensor) -> None:
