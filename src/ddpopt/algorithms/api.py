@@ -191,9 +191,7 @@ def _start_equal(training: Training) -> None:
     for optimizer in training.optimizers:
         tensors += [tensor for tensor, _ in _state_of(optimizer)]
     for tensor in tensors:
-        sent = tensor.detach()
-        if sent.device.type == "cpu" and training.device.type != "cpu":
-            sent = sent.to(training.device)  # Adam counts steps on the CPU; NCCL sends GPU tensors
-        sent = sent.contiguous()
+        # Adam counts steps on the CPU, and NCCL sends GPU tensors.
+        sent = tensor.detach().to(training.device).contiguous()
         dist.broadcast(sent, group=training.group, group_src=0)
         tensor.copy_(sent)
