@@ -134,11 +134,9 @@ class AveragingLoop:
         if self._is_stopped:
             return
         self._wants_stop.set()
-        if self._thread is None:
-            self._begin()
-        assert self._thread is not None
-        self._thread.join(self._timeout_s)
-        if self._thread.is_alive():
+        thread = self._thread or self._begin()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
             self._error = PeerError(
                 "another rank hangs, or did not stop averaging within the process group's "
                 f"timeout of {self._timeout_s:g} s; call abort, resume, paused and average "
@@ -166,9 +164,10 @@ class AveragingLoop:
         if self._thread is not None:
             self._thread.join(_EXIT_S)
 
-    def _begin(self) -> None:
+    def _begin(self) -> threading.Thread:
         self._thread = threading.Thread(target=self._make_rounds, name="ddpopt-async", daemon=True)
         self._thread.start()
+        return self._thread
 
     def _raise_error(self) -> None:
         if self._error is not None:  # the one kept would collect frames that keep the owner alive

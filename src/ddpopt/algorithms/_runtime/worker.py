@@ -19,7 +19,7 @@ _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | Non
 
 
 class Worker:
-    """Runs tasks one after the other, in the order in which they were submitted.
+    """Runs tasks in the order in which they were submitted, which has to be that of all ranks.
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
     submitted; waiting for a result has the waiting thread's stream wait too. `close` ends the
