@@ -50,20 +50,18 @@ class Turns:
 
     def take(self) -> bool:
         """Wait for the lock; False, without it, if it was closed before."""
-        mine = object()
+        mine, is_taken = object(), False
         with self._changed:
             self._line.append(mine)
             try:
                 self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
-            except BaseException:  # KeyboardInterrupt: nobody else gives this place back
-                self._leave(mine)
-                raise
-            if self._is_closed:
-                self._leave(mine)
-                return False
-        if self._queued is not None:
+                is_taken = not self._is_closed
+            finally:
+                if not is_taken:  # closed, or KeyboardInterrupt
+                    self._leave(mine)
+        if is_taken and self._queued is not None:
             self._queued.wait()
-        return True
+        return is_taken
 
     def give(self) -> None:
         """Hand the lock to the next in line."""
