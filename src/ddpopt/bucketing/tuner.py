@@ -23,7 +23,7 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,7 +107,7 @@ class _Tuner(Observer):
         self._appointment: Appointment | None = None
         self._limit_s = _MEETING_S
         group = ddp.process_group
-        log = _logs.info
+        log: Callable[..., object] = _logs.info
         try:  # whether it is clear from the start that nothing can be changed or won
             _torch.check_names_for_tuning(ddp)
             timeout_s = _torch.group_timeout(group, _device_of(ddp)).total_seconds()
