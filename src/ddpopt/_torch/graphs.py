@@ -63,10 +63,16 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
         packet: Any = target if isinstance(target, kind) else getattr(torch.ops.aten, name, None)
         is_packet = isinstance(packet, kind)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
-    return {place for o in overloads for place in _find_writes(names.SCHEMA.of(o))}
+    for overload in overloads:
+        schema = names.SCHEMA.of(overload)  # looked up each time, and some cannot be hashed
+        if overload not in _writes:
+            _writes[overload] = _find_writes(schema)
+    return {place for overload in overloads for place in _writes[overload]}
 
 
-@functools.cache
+_writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
+
+
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
     return tuple(
         (None if argument.kwarg_only else place, argument.name)
