@@ -41,7 +41,12 @@ def progress(message: str, *args: object) -> None:
         print(f"ddpopt: {message % args}", file=sys.stderr)
 
 
+def is_showing_graphs() -> bool:
+    """Whether `TORCH_LOGS=ddp_graphs` is on."""
+    return _graph_log.isEnabledFor(logging.DEBUG)
+
+
 def graph(title: str, render: Callable[[], str]) -> None:
     """Dump a graph under `TORCH_LOGS=ddp_graphs`; `render` is called only when that is on."""
-    if _graph_log.isEnabledFor(logging.DEBUG):
+    if is_showing_graphs():
         _graph_log.debug("\n---%s---\n%s", title, render(), stacklevel=2)

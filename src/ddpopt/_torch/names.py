@@ -43,6 +43,7 @@ class Need(enum.Enum):
     SPLIT = "splitting graphs under DDP"
     WHOLE = "getting whole graphs from Dynamo"
     BACKWARD = "split='backward'"
+    CACHE = "taking cut backwards from torch's cache"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
@@ -338,6 +339,14 @@ GRADIENT_OUTPUT = ModuleName(_AOT, "GradAOTOutput", Need.BACKWARD)
 PLAIN_INPUT = ModuleName(_AOT, "PlainAOTInput", Need.BACKWARD)
 TANGENT_INPUT = ModuleName(_AOT, "TangentAOTInput", Need.BACKWARD)
 BOXED_CALL = PrivateName("boxed function", "_boxed_call", Need.BACKWARD)
+# Earlier releases were not looked at; they compile anew.
+OUTPUT_CODE = ModuleName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))
+OUTPUT_LOADABLE = ModuleName(
+    "torch._functorch._aot_autograd.aot_autograd_result",
+    "BundledOutputCodeLoadable",
+    Need.CACHE,
+    since=(2, 13),
+)
 BOXED_NOP = ModuleName(f"{_DYNAMO}.backends.debugging", "boxed_nop", Need.BACKWARD)
 COMPILE_FX = ModuleName(f"{_INDUCTOR}.compile_fx", "compile_fx", Need.BACKWARD)
 COMPILE_FX_INNER = ModuleName(f"{_INDUCTOR}.compile_fx", "compile_fx_inner", Need.BACKWARD)

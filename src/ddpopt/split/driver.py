@@ -7,6 +7,7 @@ It holds no algorithm: each step is a module of `forward` or `backward`, the las
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,15 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._events import Label, telling
+from ddpopt._files import source_digest
 from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead, TorchDriftError
 from ddpopt.options import Options
 from ddpopt.reducer import Bucket, Parameter, fine_buckets, known_buckets, predict_buckets
 from ddpopt.split import state
-from ddpopt.split.backward.compile import compile_gated
-from ddpopt.split.backward.cut import SectionGraph, cut_backward
+from ddpopt.split.backward.compile import BackwardCut, compile_gated
+from ddpopt.split.backward.cut import cut_backward
 from ddpopt.split.backward.facts import read_backward
 from ddpopt.split.backward.plan import final_positions, plan_backward
-from ddpopt.split.dump import Shown, show, write
+from ddpopt.split.dump import Shown, is_showing, show, write
 from ddpopt.split.forward.compile import compile_sections
 from ddpopt.split.forward.cut import copy_for_splitting, split_forward
 from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
@@ -106,6 +108,14 @@ class _Survey:
     later: Sequence[Parameter]
     earlier: Sequence[Parameter]
     is_last: bool
+
+    def key(self) -> str:
+        """Return what stands, in any process, for all of it that a cut depends on but the graph."""
+        known = self.known
+        blank = dataclasses.replace(self.blank, graph="")
+        parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
+        parts += [known.rules, known.is_searched, known.buckets and [*map(tuple, known.buckets)]]
+        return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def cut_at(self, plan: SplitPlan) -> tuple[Bucket, ...]:
         """Return the buckets to cut at: the plan's, or finer ones while better are looked for."""
@@ -229,31 +239,30 @@ def _split_backward(
     if survey.facts.first_use.keys() - arguments.keys():
         raise CutRefusedError(ForwardInstead.ATTRIBUTES)
     elsewhere = {parameter.index for parameter in survey.earlier}
-    plan = survey.blank
-    nodes: state.Nodes = (describe(call_nodes(survey.graph.graph)),)
 
-    def cut(backward: fx.GraphModule, saved: Mapping[str, int]) -> Sequence[SectionGraph]:
-        nonlocal plan, nodes
+    def cut(backward: fx.GraphModule, saved: Mapping[str, int]) -> BackwardCut:
         facts = read_backward(backward, saved)
         final = final_positions(facts, arguments, elsewhere)
         plan = dataclasses.replace(survey.draft(final), split="backward")
         cuts = plan_backward(facts, survey.cut_at(plan), arguments, final)
         if isinstance(cuts, Fallback):
-            plan = dataclasses.replace(plan, fallback=cuts)
-            return ()
+            calls = describe(call_nodes(survey.graph.graph))
+            return BackwardCut(dataclasses.replace(plan, fallback=cuts), (calls,), ())
         plan = dataclasses.replace(plan, sections=cuts.sections, num_nodes=len(cuts.order))
         plan = plan.with_buckets(plan.buckets)
         sections = cut_backward(backward, cuts)
         nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
-        calls = call_nodes(backward.graph)
-        members = [[calls[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
+        made = call_nodes(backward.graph)
+        members = [[made[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
         pieces = [Shown(f"backward_section_{k}", s.graph) for k, s in enumerate(sections)]
         whole = [Shown("original", gm), Shown("original_backward", backward, members)]
         show(gm, plan, [*whole, *pieces])
-        return sections
+        return BackwardCut(plan, nodes, sections)
 
-    compiled = compile_gated(copy_for_splitting(gm), example_inputs, options.aot, cut)
-    return _Split(plan, nodes, compiled)
+    # What comes from a cache has no graphs to show.
+    key = None if is_showing() else survey.key()
+    copied = copy_for_splitting(gm)
+    return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key))
 
 
 def _announce(ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes) -> None:

@@ -47,6 +47,11 @@ class Shown(NamedTuple):
     sections: Sequence[Sequence[NodeText | fx.Node]] = ()
 
 
+def is_showing() -> bool:
+    """Whether graphs are shown anywhere."""
+    return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
+
+
 def show(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
     """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files."""
     for shown in graphs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,18 +21,52 @@ from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.backward.facts import ANY, find_descent, gradient_nodes, saved_arguments
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.nodes import graph_name, output_values
+from ddpopt.split.plan import NodeText, SplitPlan
 from ddpopt.split.sections import SectionCompiler
 
-Cut = Callable[[fx.GraphModule, Mapping[str, int]], Sequence[SectionGraph]]
+
+class BackwardCut(NamedTuple):
+    """How a backward graph was cut; no sections if it is to be compiled whole.
+
+    `nodes` are those of the sections, for people to read.
+    """
+
+    plan: SplitPlan
+    nodes: tuple[tuple[NodeText, ...], ...]
+    sections: Sequence[SectionGraph]
+
+
+# (backward graph, what `saved_arguments` tells of the forward) -> how it is cut
+Cut = Callable[[fx.GraphModule, Mapping[str, int]], BackwardCut]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What is needed to run compiled sections, in this process or in another.
+
+    `sections` are the fields of `CompiledSection` that are data, each with the place of its
+    callable among the different ones that were compiled; `arguments` is as for `run_first_section`.
+    """
+
+    plan: SplitPlan
+    nodes: tuple[tuple[NodeText, ...], ...]
+    sections: Sequence[tuple[int, dict[str, Any]]]
+    arguments: Sequence[int | None]
+    has_descent: bool
 
 
 def compile_gated(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], aot: _torch.AOTCompilerFn, cut: Cut
-) -> GatedGraph:
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    aot: _torch.AOTCompilerFn,
+    cut: Cut,
+    key: str | None,
+) -> tuple[SplitPlan, tuple[tuple[NodeText, ...], ...], GatedGraph]:
     """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
-    `gm` is a copy, which is used up. `cut` is given the backward graph, and what `saved_arguments`
-    tells of the forward; it returns no section to have backward compiled whole.
+    `gm` is a copy, which is used up. `key` stands for all that `cut` depends on besides the graph:
+    where an equal graph was cut by an equal key before, the result may come from torch's cache,
+    with its plan and nodes. None has it compiled in any case.
 
     Raises:
         CutRefusedError: this graph's backward cannot be cut.
@@ -42,49 +76,100 @@ def compile_gated(
     if any(map(_torch.is_subclass, tensors)):
         raise CutRefusedError(ForwardInstead.SUBCLASSES)
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
-    num_inputs = len(example_inputs)
-    was_autocast_on = _torch.is_autocast_on()
-    further: list[CompiledSection] = []
-    saved: dict[str, int] = {}
-    places: dict[Hashable, int] = {}
-    descent: dict[int, int] = {}
+    _add_token(gm)
+    token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
+    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key)
+    compiled = aot(gm, [*example_inputs, token], cutting)
+    kept = cutting.kept
+    assert kept is not None, "AOTAutograd returned a forward without its backward"
+    gated = GatedGraph(compiled, cutting.further, device, has_descent=kept.has_descent)
+    return dataclasses.replace(kept.plan, graph=graph_name(gm)), kept.nodes, gated
 
-    def edit_forward(graph: fx.GraphModule) -> None:
-        saved.update(saved_arguments(graph))
-        described = _torch.outputs_described(graph)
-        places.update({output: place for place, output in enumerate(described)})
-        _return_token_itself(graph)
 
-    def compile_backward(
-        graph: fx.GraphModule, inputs: list[Any], compile_graph: _torch.CompileSection
-    ) -> Callable[..., Any]:
-        (output,) = graph.graph.find_nodes(op="output")
-        arguments = _torch.gradient_arguments(graph)
-        returned = zip(output_values(graph), arguments, strict=True)
+class _Cutting(_torch.Cutting):
+    """Cuts one graph's backward for AOTAutograd. `kept` and `further` are there afterwards."""
+
+    def __init__(
+        self, graph: str, num_inputs: int, device: torch.device, cut: Cut, key: str | None
+    ) -> None:
+        self.key = key
+        self.kept: _Kept | None = None
+        self.further: list[CompiledSection] = []
+        self._graph = graph
+        self._num_inputs = num_inputs
+        self._device = device
+        self._cut = cut
+        self._was_autocast_on = _torch.is_autocast_on()
+        self._saved: dict[str, int] = {}
+        self._places: dict[Hashable, int] = {}
+
+    def edit_forward(self, forward: fx.GraphModule) -> None:
+        self._saved = saved_arguments(forward)
+        described = _torch.outputs_described(forward)
+        self._places = {output: place for place, output in enumerate(described)}
+        _return_token_itself(forward)
+
+    def compile(
+        self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
+    ) -> tuple[Sequence[Any], _Kept]:
+        (output,) = backward.graph.find_nodes(op="output")
+        arguments = _torch.gradient_arguments(backward)
+        returned = zip(output_values(backward), arguments, strict=True)
         # The gradient of the token, which is no value of the graph's, is the run's handle.
-        output.args = (tuple(None if a == num_inputs else value for value, a in returned),)
-        _torch.restride(graph, inputs)
-        devices = {node.meta["val"].device for node in gradient_nodes(graph).values()}
-        if devices - {device}:
+        output.args = (tuple(None if a == self._num_inputs else value for value, a in returned),)
+        _torch.restride(backward, inputs)
+        devices = {node.meta["val"].device for node in gradient_nodes(backward).values()}
+        if devices - {self._device}:
             raise CutRefusedError(
                 ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
             )
-        sections = cut(graph, saved)
+        plan, nodes, sections = self._cut(backward, self._saved)
         if not sections:
-            return compile_graph(graph, inputs, list(range(len(inputs))))
-        descent.update(find_descent(graph, places))
+            compiled = [compile_section(backward, inputs, list(range(len(inputs))))]
+            return compiled, _Kept(
+                plan=plan, nodes=nodes, sections=(), arguments=arguments, has_descent=False
+            )
+        descent = find_descent(backward, self._places)
         if descent:
             _torch.autograd_node()  # backwards need it; find out now if it has moved
-        first, *rest = _compile_sections(sections, inputs, compile_graph, graph_name(gm), descent)
-        # AOTAutograd's own node does it for the first section.
-        further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
-        num_kept = sum(len(section.keeps) for section in sections)
-        return run_first_section(first, arguments, num_inputs, num_kept, device, bool(descent))
+        compiled, places = _compile_sections(sections, inputs, compile_section, self._graph)
+        flows = [
+            {
+                "takes": section.takes,
+                "keeps": section.keeps,
+                "drops": section.drops,
+                "releases": section.releases,
+                "descent": tuple(descent.get(argument, ANY) for argument in section.releases),
+            }
+            for section in sections
+        ]
+        return compiled, _Kept(
+            plan=plan,
+            nodes=nodes,
+            sections=list(zip(places, flows, strict=True)),
+            arguments=arguments,
+            has_descent=bool(descent),
+        )
 
-    _add_token(gm)
-    token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
-    compiled = aot(gm, [*example_inputs, token], edit_forward, compile_backward)
-    return GatedGraph(compiled, further, device, has_descent=bool(descent))
+    def run(self, sections: Sequence[Any], data: _Kept) -> Callable[[list[Any]], Any]:
+        self.kept = data
+        if not data.sections:
+            (whole,) = sections
+            return whole  # type: ignore[no-any-return]
+        first, *self.further = [
+            CompiledSection(
+                call=sections[place],
+                label=Label(self._graph, index),
+                # AOTAutograd's own node does it for the first section.
+                without_autocast=self._was_autocast_on and index > 0,
+                **flow,
+            )
+            for index, (place, flow) in enumerate(data.sections)
+        ]
+        num_kept = sum(len(flow["keeps"]) for _, flow in data.sections)
+        return run_first_section(
+            first, data.arguments, self._num_inputs, num_kept, self._device, data.has_descent
+        )
 
 
 def _add_token(gm: fx.GraphModule) -> None:
@@ -95,7 +180,8 @@ def _add_token(gm: fx.GraphModule) -> None:
     _torch.mark_as_new(token)
     (output,) = gm.graph.find_nodes(op="output")
     with gm.graph.inserting_before(output):
-        copied = gm.graph.call_method("clone", (token,))
+        # Not the method: AOTAutograd's cache takes methods of values that Dynamo knows alone.
+        copied = gm.graph.call_function(torch.ops.aten.clone.default, (token,))
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
 
@@ -113,17 +199,16 @@ def _return_token_itself(forward: fx.GraphModule) -> None:
 def _compile_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
-    compile_graph: _torch.CompileSection,
+    compile_section: _torch.CompileSection,
     graph: str,
-    descent: Mapping[int, int],
-) -> list[CompiledSection]:
-    """Compile each section of a backward graph; equal ones once.
+) -> tuple[list[Callable[..., Any]], list[int]]:
+    """Compile the different ones of a backward's sections; return for each which of them it is.
 
-    `inputs` are the fake values of the whole graph's inputs, `graph` is its name, `descent` is what
-    `find_descent` returned.
+    `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
     """
-    compiled: dict[object, Callable[..., Any]] = {}
-    result = []
+    compiled: list[Callable[..., Any]] = []
+    place_of: dict[object, int] = {}
+    places = []
     compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
         placeholders = section.graph.graph.find_nodes(op="placeholder")
@@ -133,25 +218,18 @@ def _compile_sections(
             for node, origin in zip(placeholders, origins, strict=True)
         ]
         key = _identity(section.graph, values) or index
-        if key not in compiled:
-            compiled[key] = compiler.compile(
-                index,
-                f"backward section {index} of {len(sections)}",
-                functools.partial(compile_graph, section.graph, values, origins),
-                functools.partial(_run_uncompiled, section.graph),
+        if key not in place_of:
+            place_of[key] = len(compiled)
+            compiled.append(
+                compiler.compile(
+                    index,
+                    f"backward section {index} of {len(sections)}",
+                    functools.partial(compile_section, section.graph, values, origins),
+                    functools.partial(_run_uncompiled, section.graph),
+                )
             )
-        result.append(
-            CompiledSection(
-                call=compiled[key],
-                takes=section.takes,
-                keeps=section.keeps,
-                drops=section.drops,
-                releases=section.releases,
-                descent=tuple(descent.get(argument, ANY) for argument in section.releases),
-                label=Label(graph, index),
-            )
-        )
-    return result
+        places.append(place_of[key])
+    return compiled, places
 
 
 def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
