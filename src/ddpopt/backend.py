@@ -55,7 +55,7 @@ def backend(
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
-            tuner.start(ddp, resolved.split)
+            tuner.start(ddp, is_trial=resolved.cuts_forward_alone)
         if reason in (None, Fallback.NO_DDP):
             version = _guard_on_rules(gm, example_inputs, ddp)
     except TorchDriftError as error:

@@ -17,7 +17,7 @@ from ddpopt import _torch, config
 from ddpopt.errors import ForwardInstead, OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
-SPLITS = ("forward", "backward")
+SPLITS = ("auto", "backward", "forward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Options:
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
-    backward graph that AOTAutograd makes, or why there is none. `drift` names what this torch
+    backward graph that AOTAutograd makes, or why there is none. `split` may be "auto": what can be
+    cut, backward first. `drift` names what this torch
     lacks to have them as asked.
     """
 
@@ -37,6 +38,11 @@ class Options:
     buckets: str
     aot: _torch.AOTCompilerFn | ForwardInstead
     drift: str = ""
+
+    @property
+    def cuts_forward_alone(self) -> bool:
+        """Whether no backward is cut: as asked, or because the inner compiler has none to cut."""
+        return self.split == "forward" or isinstance(self.aot, ForwardInstead)
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:

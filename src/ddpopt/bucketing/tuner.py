@@ -58,24 +58,27 @@ _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.We
 _in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
 
-def start(ddp: DistributedDataParallel, split: str) -> None:
-    """Look for better buckets of `ddp`, unless that was done before."""
+def start(ddp: DistributedDataParallel, *, is_trial: bool) -> None:
+    """Look for better buckets of `ddp`, unless that was done before.
+
+    `is_trial` says that the forward is cut, where sections cost time if they are not needed;
+    sections of a backward hardly cost any.
+    """
     if ddp in _in_use:
         return
     if ddp not in _tuners:
         _tuners[ddp] = _Tuner(ddp)
         observe(ddp, Turn.TUNER, _tuners[ddp])
     tuner = _in_use[ddp] = _tuners[ddp]
-    # Forward sections cost time where they are not needed, backward sections hardly any.
     if not tuner.is_done:
-        state.of(ddp).begin_search(is_trial=split == "forward")
+        state.of(ddp).begin_search(is_trial=is_trial)
 
 
-def restart(ddp: DistributedDataParallel, split: str) -> None:
+def restart(ddp: DistributedDataParallel) -> None:
     """Look for better buckets once more, on all ranks in the same step."""
     _tuners.pop(ddp, None)
     _in_use.pop(ddp, None)
-    start(ddp, split)
+    start(ddp, is_trial=False)
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:

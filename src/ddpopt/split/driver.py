@@ -62,7 +62,7 @@ def compile_under_ddp(
         write(gm, plan, [Shown("original", gm)])
     if compiled is None:
         compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
-    _announce(ddp, plan, nodes)
+    _announce(ddp, plan, nodes, options)
     slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
     return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
 
@@ -80,7 +80,7 @@ def compile_whole(
     write(gm, plan, [Shown("original", gm)])
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
     compiled = options.inner(gm, list(example_inputs))
-    _announce(ddp, plan, nodes)
+    _announce(ddp, plan, nodes, options)
     if reason is Fallback.TORCH_DRIFT:
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
@@ -201,7 +201,7 @@ def _split(
     # Backward passes a parameter's first use last.
     plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
     sections = plan_sections(survey.facts, survey.cut_at(plan))
-    if options.split == "backward" and sections not in _NOTHING_TO_RELEASE:
+    if options.split != "forward" and sections not in _NOTHING_TO_RELEASE:
         try:
             return _split_backward(gm, example_inputs, survey, options)
         except passing_errors():
@@ -265,9 +265,13 @@ def _split_backward(
     return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key))
 
 
-def _announce(ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes) -> None:
+def _announce(
+    ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes, options: Options
+) -> None:
     if ddp is not None:
         state.of(ddp).keep(plan, nodes)
-    is_as_asked = plan.fallback is None or plan.fallback.is_expected
-    log = _logs.info if is_as_asked and plan.instead is None else _logs.warning
+    is_expected = plan.fallback is None or plan.fallback.is_expected
+    if plan.instead is not None:  # nobody asked for more than "auto" gives
+        is_expected &= options.split == "auto" and plan.instead.is_expected
+    log = _logs.info if is_expected else _logs.warning
     log("%s", plan)

@@ -155,8 +155,8 @@ class DDPState:
         self.is_searched, self.is_trial = True, is_trial
 
     def end_search(self) -> None:
-        """Cut graphs by buckets again; those of a trial are compiled anew."""
-        if self.is_trial:
+        """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""
+        if self.is_trial or self.has_forward_sections:
             self._forget_code()
         self.is_searched = self.is_trial = False
 

@@ -113,7 +113,7 @@ class _Trainee:
     def __init__(self, name: str, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
         self.name = name
         self.cap_mb = cap_mb
-        self._turns_s: list[float] = []
+        self.turns_s: list[float] = []
         self._inputs = loaded.inputs
         with self._settings():
             self._ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
@@ -138,15 +138,15 @@ class _Trainee:
         times_s = [self._step_s() for _ in range(num_steps)]
         slowest = torch.tensor(times_s, dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        self._turns_s.append(statistics.median(slowest.tolist()))
+        self.turns_s.append(statistics.median(slowest.tolist()))
 
     def result(self, known: Mapping[tuple[str, float | None], _Trainee]) -> dict[str, Any]:
         """Return medians over the turns; a throughput above 1 is faster than that peer's."""
         result: dict[str, Any] = {"peer": self.name, "cap_mb": self.cap_mb}
-        result["step_s"] = statistics.median(self._turns_s)
+        result["step_s"] = statistics.median(self.turns_s)
         for name in _BASELINES:
             other = known.get((name, self.cap_mb))
-            pairs = zip(other._turns_s, self._turns_s, strict=True) if other else ()
+            pairs = zip(other.turns_s, self.turns_s, strict=True) if other else ()
             ratios = [theirs_s / own_s for theirs_s, own_s in pairs]
             result[f"throughput_of_{name}"] = statistics.median(ratios) if ratios else None
         search = tuner.of(self._ddp)
