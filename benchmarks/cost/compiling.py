@@ -1,10 +1,10 @@
 """Measure what compiling costs: `python -m benchmarks.cost.compiling --models gpt70,bert`.
 
 Each figure is of a process of its own, which makes the model, wraps it in DDP alone, and takes the
-first step, forward and backward; what `torch.compile` imports is in it. Peers take turns: a round is each peer once with an empty cache
-(cold) and once with the one that this left (warm). CPU seconds are those of the process and of
-what it started, the C++ compiler for example, and hold on a machine that does other things as
-well; with one core they are what a user waits for.
+first step, forward and backward; what `torch.compile` imports is in it. Peers take turns: a round
+is each peer once with an empty cache (cold) and once with the one that this left (warm). CPU
+seconds are those of the process and of what it started, the C++ compiler for example, and hold on
+a machine that does other things as well.
 """
 # test: skip, minutes; tests/system/test_benchmarks.py runs it small
 

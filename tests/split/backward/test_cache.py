@@ -1,0 +1,149 @@
+"""Cut backwards in AOTAutograd's cache: hits are right, and whatever matters is part of the key."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import codecache
+from torch._inductor.utils import fresh_cache
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.split import driver
+from tests.support.models import MLP, WIDTH
+
+CAP_MB = 0.005
+
+
+class Step(NamedTuple):
+    """What a first step came to; `shown` is what `explain` shows of its graph."""
+
+    is_hit: bool
+    num_sections: int
+    shown: object
+    gradients: list[torch.Tensor]
+    expected: list[torch.Tensor]
+
+
+def _step(
+    *,
+    model: nn.Module | None = None,
+    cap_mb: float = CAP_MB,
+    batch: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    context: Callable[[], Any] = contextlib.nullcontext,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Step:
+    """Take the first step of a new model, as a new process would; `expected` is eager's."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    eager = (model or MLP()).to(dtype)
+    ddp = DistributedDataParallel(copy.deepcopy(eager), bucket_cap_mb=cap_mb)
+    compiled = torch.compile(ddp, backend="ddpopt", dynamic=dynamic, options=options)
+    inputs = (torch.randn(8, WIDTH) if batch is None else batch).to(dtype)
+    with context():
+        eager(inputs).square().sum().backward()
+        compiled(inputs).square().sum().backward()
+    explanation = ddpopt.explain(ddp)
+    (plan,) = explanation.plans
+    return Step(
+        is_hit=counters["aot_autograd"]["autograd_cache_hit"] > 0,
+        num_sections=len(plan.sections),
+        shown=explanation.to_dict()["graphs"],
+        gradients=[p.grad for p in ddp.parameters() if p.grad is not None],
+        expected=[p.grad for p in eager.parameters() if p.grad is not None],
+    )
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """The caches of this module's tests, with one entry: of a step as `_step` takes it."""
+    with fresh_cache():
+        yield Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+@pytest.fixture
+def cold(one_rank: None, folder: Path) -> Step:
+    """The step that the cache knows."""
+    return _step()
+
+
+def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
+    """It has the plan and the nodes of the cold one, and gradients equal to the bit."""
+    with mock.patch.object(driver, "cut_backward", side_effect=AssertionError("cut again")):
+        warm = _step()
+    assert warm.is_hit
+    assert warm.num_sections == cold.num_sections > 2
+    assert warm.shown == cold.shown
+    assert all(map(torch.equal, warm.gradients, cold.gradients))
+    torch.testing.assert_close(warm.gradients, warm.expected)
+
+
+def test_an_unsplit_compile_takes_nothing_from_a_split_one(cold: Step) -> None:
+    """It has other code: donated buffers, for one."""
+    unsplit = _step(enabled=False)
+    assert not unsplit.is_hit
+    assert all(map(torch.equal, unsplit.gradients, cold.gradients))
+
+
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "caps": lambda: {"cap_mb": 2 * CAP_MB},
+    "shape": lambda: {"batch": torch.randn(16, WIDTH)},
+    "strides": lambda: {"batch": torch.randn(WIDTH, 8).t()},
+    "dtype": lambda: {"dtype": torch.float64},
+    "options": lambda: {"epilogue_fusion": False},
+    "autocast": lambda: {"context": lambda: torch.autocast("cpu", torch.bfloat16)},
+    "guards": lambda: {"dynamic": True},
+    "torch": lambda: {
+        "context": lambda: mock.patch.object(codecache, "torch_key", return_value=b"2")
+    },
+    "ddpopt": lambda: {
+        "context": lambda: mock.patch.object(driver, "source_digest", return_value="another")
+    },
+    "search": lambda: {"buckets": "auto"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_matters_is_part_of_the_key(cold: Step, change: str) -> None:
+    """So what is compiled for another model, plan, setting or release is not taken, and right."""
+    changed = _step(**CHANGES[change]())
+    assert changed.is_hit == (change == "search")  # which one rank gives up at once
+    tolerance = {"rtol": 0.02, "atol": 0.02} if change == "autocast" else {}
+    torch.testing.assert_close(changed.gradients, changed.expected, **tolerance)
+    assert changed.num_sections > 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"of": "somebody else"})])
+def test_a_damaged_or_foreign_entry_is_a_miss(cold: Step, folder: Path, content: bytes) -> None:
+    """And is replaced by a whole one."""
+    entries = [path for path in (folder / "aotautograd").rglob("*") if path.is_file()]
+    assert entries
+    for path in entries:
+        path.write_bytes(content)
+    again = _step()
+    assert not again.is_hit
+    assert all(map(torch.equal, again.gradients, cold.gradients))
+    for path in entries:
+        path.unlink(missing_ok=True)
+
+
+def test_a_graph_that_is_shown_is_cut_anew(cold: Step, tmp_path: Path) -> None:
+    """What comes from a cache has no graphs to dump."""
+    with ddpopt.config.patch(dump_dir=str(tmp_path)):
+        shown = _step()
+    assert not shown.is_hit
+    assert list(tmp_path.rglob("backward_section_0.py"))
