@@ -160,11 +160,11 @@ def _forgetting(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[...,
     return run
 
 
-def _broken_backward(*arguments: Any) -> Callable[..., Any]:
+def _broken_backward(gm: fx.GraphModule, inputs: list[Any], cutting: Any) -> Callable[..., Any]:
     """As `_torch.aot_eager`, but the first gradient of each section is too large."""
-    gm, inputs, edit_forward, cut_backward = arguments
+    compile_well = cutting.compile
 
-    def cut(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:
+    def compile_all(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:
         def compile_badly(section: fx.GraphModule, given: list[Any], origins: Any) -> Any:
             compiled = compile_section(section, given, origins)
 
@@ -175,9 +175,10 @@ def _broken_backward(*arguments: Any) -> Callable[..., Any]:
 
             return _torch.boxed(run)
 
-        return cut_backward(graph, values, compile_badly)
+        return compile_well(graph, values, compile_badly)
 
-    return _AOT_EAGER(gm, inputs, edit_forward, cut)
+    cutting.compile = compile_all
+    return _AOT_EAGER(gm, inputs, cutting)
 
 
 _AOT_EAGER = _torch.aot_eager

@@ -50,9 +50,18 @@ def test_the_document_is_json_with_every_section_and_node(one_rank: None, split:
     assert any(node["source"].startswith("models.py:") for node in nodes)
 
 
-def test_buckets_have_predicted_and_measured_times(one_rank: None) -> None:
-    """In order, and the predicted ones for DDP's buckets, not for the plan's."""
-    document = _explain(is_recorded=True).to_dict()
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, ["backward"] * 3), ({"split": "forward"}, ["forward"] * 3 + ["backward"] * 3)],
+)
+def test_buckets_have_predicted_and_measured_times(
+    one_rank: None, options: dict[str, Any], expected: list[str]
+) -> None:
+    """In order, and the predicted ones for DDP's buckets, not for the plan's.
+
+    A forward that is not cut has no sections to measure.
+    """
+    document = _explain(is_recorded=True, **options).to_dict()
     assert len(document["buckets"]) == 3
     for bucket in document["buckets"]:
         predicted, measured = bucket["predicted"], bucket["measured"]
@@ -64,7 +73,7 @@ def test_buckets_have_predicted_and_measured_times(one_rank: None) -> None:
     assert document["predicted"]["bound_s"] <= document["predicted"]["iteration_s"]
     assert document["measured"]["num_steps"] == 1
     kinds = [section["kind"] for section in document["measured"]["sections"]]
-    assert kinds == ["forward"] * 3 + ["backward"] * 3
+    assert kinds == expected
     assert document["hints"] == []
 
 
@@ -108,13 +117,13 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
     (plan,) = ddpopt.explain(ddp).plans
     first, second, third = plan.sections
     joined = dataclasses.replace(
-        first, stop=second.stop, parameters=second.parameters + first.parameters
+        first, stop=second.stop, parameters=first.parameters + second.parameters
     )
     plan = dataclasses.replace(plan, sections=(joined, third)).with_buckets(plan.buckets)
     state.of(ddp).keep(plan, ())
     explanation = ddpopt.explain(ddp)
-    assert [bucket.shares_section_with for bucket in explanation.buckets] == [(), (2,), (1,)]
-    assert "buckets 1, 2 share sections" in str(explanation)
+    assert [bucket.shares_section_with for bucket in explanation.buckets] == [(1,), (0,), ()]
+    assert "buckets 0, 1 share sections" in str(explanation)
 
 
 @pytest.mark.parametrize("suffix", ["html", "json", "txt"])

@@ -24,7 +24,7 @@ from tests.support.ranks import Ranks
 SETTLED = 4  # steps, after which DDP tells its buckets
 CAP_MB = 0.03  # two layers a bucket
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
-    "forward": {"inner": "aot_eager"},
+    "forward": {"inner": "aot_eager", "split": "forward"},
     "backward": {"inner": "aot_eager", "split": "backward"},
     "whole": {"inner": "aot_eager", "enabled": False},
     "no AOTAutograd": {"inner": "eager"},

@@ -45,7 +45,7 @@ def _stems(folder: Path, suffix: str) -> set[str]:
 
 def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_path: Path) -> None:
     """As code and as DOT; the plan is the one that explain shows, enumerations by name."""
-    ddp = _train(tmp_path)
+    ddp = _train(tmp_path, split="forward")
     (folder,) = _compile_folders(tmp_path)
     graphs = {"original", "section_0", "section_1", "section_2", "stitched"}
     assert _stems(folder, ".py") == _stems(folder, ".dot") == graphs
@@ -60,8 +60,8 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_
 
 
 def test_the_originals_dot_shows_sections_and_parameters(one_rank: None, tmp_path: Path) -> None:
-    """Twelve parameters of six layers; a cluster a section."""
-    _train(tmp_path)
+    """Of a forward split: twelve parameters of six layers; a cluster a section."""
+    _train(tmp_path, split="forward")
     (folder,) = _compile_folders(tmp_path)
     dot = (folder / "original.dot").read_text()
     ids = {name: node for node, name in re.findall(r"^  (n\d+) \[label=\"(\w+)", dot, re.MULTILINE)}
@@ -78,7 +78,7 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
     one_rank: None, tmp_path: Path
 ) -> None:
     """Beside Dynamo's graph. Each gradient is returned by one section."""
-    _train(tmp_path, split="backward")
+    ddp = _train(tmp_path)
     (folder,) = _compile_folders(tmp_path)
     sections = {f"backward_section_{k}" for k in range(3)}
     assert _stems(folder, ".py") == {"original", "original_backward", *sections}
@@ -88,7 +88,10 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
     dot = (folder / "original_backward.dot").read_text()
     assert all(f'label="section {k}"' in dot for k in range(3))
     assert "(parameter)" in dot
-    assert json.loads((folder / "plan.json").read_text())["split"] == "backward"
+    (plan,) = ddpopt.explain(ddp).plans
+    written = json.loads((folder / "plan.json").read_text())
+    assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
+    assert written["split"] == "backward"
 
 
 def test_a_graph_that_is_compiled_whole_is_dumped_with_the_reason(
@@ -236,4 +239,4 @@ def test_each_rank_has_its_folder(ranks: Ranks, tmp_path: Path) -> None:
     names = sorted(folder.name for folder in tmp_path.iterdir())
     assert [name.partition("-pid")[0] for name in names] == ["rank0", "rank1"]
     for name in names:
-        assert len(list(tmp_path.glob(f"{name}/*/section_*.py"))) == 3
+        assert len(list(tmp_path.glob(f"{name}/*/backward_section_*.py"))) == 3

@@ -196,7 +196,7 @@ def test_buckets_other_than_planned_are_warned_about_with_the_first_parameter(
         r.getMessage() for r in caplog.records if "other buckets than planned" in r.getMessage()
     ]
     assert len(said) == 1
-    assert "layers.5.bias of graph 4/0 is in bucket 2" in said[0]
+    assert "layers.5.weight of graph 4/0 is in bucket 2" in said[0]
     explanation = ddpopt.explain(ddp)
     assert not all(bucket.is_as_planned for bucket in explanation.buckets)
     assert "DIFFERS" in str(explanation)

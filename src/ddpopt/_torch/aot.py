@@ -48,7 +48,7 @@ def section_tracing() -> Iterator[Callable[[], bool]]:
 
 
 def _forget_donated(context: Any) -> None:
-    metadata = names.FW_METADATA.of(context)
+    metadata = None if context is None else names.FW_METADATA.of(context)
     if metadata is not None:
         names.DONATED_IDXS.set(metadata, [])  # AOTAutograd's spelling of "none"
 
@@ -110,14 +110,18 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         tag = names.CACHE_KEY_TAG.get()
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
-            # Inductor's own cache need not know how the graph that this is a part of was cut.
-            with names.settings({names.CACHE_KEY_TAG: _tag_of(tag)}):
+            # Inductor's own cache, which bundling turns off, need not know what this is a part of.
+            own = {names.CACHE_KEY_TAG: _tag_of(tag), names.BUNDLED_AUTOGRAD_CACHE: False}
+            with names.settings(own):
                 return compile_fx_inner(graph, values, **options)
+
+        forwards: list[Any] = []
 
         def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
             if not options.get("is_backward", False):
                 cutting.edit_forward(graph)
-                return compile_inner(graph, graph_inputs, **options)
+                forwards.append(compile_inner(graph, graph_inputs, **options))
+                return forwards[-1]
             static = set(options.pop("static_input_idxs", ()))
 
             def compile_section(
@@ -131,7 +135,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 return compile_inner(section, section_inputs, static_input_idxs=kept, **options)
 
             sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
-            if cached is not None and cached.is_storable(sections):
+            _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
+            if cached is not None and cached.are_storable([*forwards, *sections]):
                 return cached.CutBackward(sections, data)
             names.BUNDLED_AUTOGRAD_CACHE.replace(False)  # without which nothing is stored
             return cutting.run(sections, data)
@@ -198,9 +203,7 @@ def _cut_backward_settings(key: str | None) -> Iterator[None]:
         }
     with _no_donated_buffers(), names.settings(settings):
         yield
-    tracing = names.TRACING_CONTEXT.get().try_get()
-    if tracing is not None:
-        _forget_donated(tracing)
+    _forget_donated(names.TRACING_CONTEXT.get().try_get())
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -70,6 +70,8 @@ class CutBackward(_OutputCode):
         """Leave Triton's kernels to the sections, which have them already."""
 
 
-def is_storable(sections: Sequence[Any]) -> bool:
-    """Whether Inductor made all of them; what it does not compile is a plain function."""
-    return all(isinstance(section, _OutputCode) for section in sections)
+def are_storable(graphs: Sequence[Any]) -> bool:
+    """Whether Inductor compiled all of them, and would store each in its own cache."""
+    return all(
+        isinstance(graph, _OutputCode) and names.CACHE_KEY.of(graph) is not None for graph in graphs
+    )

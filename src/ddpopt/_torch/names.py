@@ -341,6 +341,7 @@ TANGENT_INPUT = ModuleName(_AOT, "TangentAOTInput", Need.BACKWARD)
 BOXED_CALL = PrivateName("boxed function", "_boxed_call", Need.BACKWARD)
 # Earlier releases were not looked at; they compile anew.
 OUTPUT_CODE = ModuleName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))
+CACHE_KEY = PrivateName("OutputCode", "_fx_graph_cache_key", Need.CACHE, since=(2, 13))
 OUTPUT_LOADABLE = ModuleName(
     "torch._functorch._aot_autograd.aot_autograd_result",
     "BundledOutputCodeLoadable",

@@ -93,15 +93,15 @@ def note_compiled(version: Version, has_parameters: bool) -> None:
     Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
 
     Raises:
-        RecomputationError: a recomputation comes to another frame than its forward, which was cut,
-            and the frame `has_parameters`.
+        RecomputationError: a recomputation comes to another frame than its forward, and the frame
+            `has_parameters`.
     """
     active = _torch.active_ddp()
     forward = _current_forward(active)
     if forward is None:
         return
     is_new = version.frame not in forward.versions
-    if has_parameters and is_new and forward.is_cut and _is_recomputing(active):
+    if has_parameters and is_new and _is_recomputing(active):
         raise RecomputationError(
             "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo "
             "has given up a function since, as another layer that shares it breaks the graph, and "
