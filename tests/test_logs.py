@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-BOUNDARIES = "3 sections for 3 DDP buckets"
-GRAPH = "class submod_1"
+BOUNDARIES = "3 backward sections for 3 DDP buckets"
+GRAPH = "torch.ops.aten.mm"
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -29,7 +29,7 @@ class MLP(nn.Module):
         return x
 
 compiled = torch.compile(
-    DDP(MLP(), bucket_cap_mb=0.03), backend="ddpopt", options={"inner": "aot_eager"}
+    DDP(MLP(), bucket_cap_mb=0.0316), backend="ddpopt", options={"inner": "aot_eager"} | OPTIONS
 )
 for _ in range(3):
     compiled(torch.randn(2, 64)).sum().backward()
@@ -49,9 +49,9 @@ SplitPlan.__str__ = torch.fx.GraphModule.print_readable = refuse
 """
 
 
-def _run(prelude: str = "", **environment: str) -> str:
+def _run(prelude: str = "", options: dict[str, str] | None = None, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", prelude + SCRIPT],
+        [sys.executable, "-c", f"OPTIONS = {options or {}}\n{prelude}{SCRIPT}"],
         env={k: v for k, v in os.environ.items() if not k.startswith("TORCH_")} | environment,
         capture_output=True,
         text=True,
@@ -66,17 +66,25 @@ def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> N
     """How many buckets, which cap, bytes and parameters of each, nodes of each section."""
     text = _run(TORCH_LOGS=name)
     assert text.count(BOUNDARIES) == 1
-    for part in ("30.7 KiB", "32.5 KiB", "layers.5.bias, layers.5.weight", "linear_2", "12 nodes"):
+    for part in (
+        "32.4 KiB",
+        "32.5 KiB",
+        "layers.5.weight, layers.5.bias",
+        "threshold_backward_2",
+        "23 nodes",
+    ):
         assert part in text
     assert GRAPH not in text
 
 
 def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
-    """The original, each section's and the stitched one."""
+    """The original, its backward, and each section's."""
     text = _run(TORCH_LOGS="ddp_graphs")
-    for title in ("original graph", "section_0 graph", "section_2 graph", "stitched graph"):
-        assert text.count(f"---{title}---") == 1
-    assert text.count("torch._C._nn.linear(") >= 12
+    sections = [f"backward_section_{k}" for k in range(3)]
+    for name in ("original", "original_backward", *sections):
+        assert text.count(f"---{name} graph---") == 1
+    assert text.count("torch._C._nn.linear(") == 6
+    assert text.count(GRAPH) == 2 * 11  # each in the backward, and in its section
     assert BOUNDARIES not in text
 
 
@@ -85,15 +93,21 @@ def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
     assert "ddpopt" not in _run(REFUSE_TO_FORMAT)
 
 
-def test_the_structured_trace_holds_the_split_graphs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "prefix", "num_stitched"),
+    [({}, "backward_section", 0), ({"split": "forward"}, "section", 1)],
+)
+def test_the_structured_trace_holds_the_split_graphs(
+    tmp_path: Path, options: dict[str, str], prefix: str, num_stitched: int
+) -> None:
     """Under the names that the in-tree optimizer uses, which tlparse knows."""
-    _run(TORCH_TRACE=str(tmp_path))
+    _run(options=options, TORCH_TRACE=str(tmp_path))
     lines = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     entries = [json.loads(ln[ln.index("{") :]) for ln in lines if '"optimize_ddp_split_' in ln]
-    assert sum("optimize_ddp_split_graph" in entry for entry in entries) == 1
+    assert sum("optimize_ddp_split_graph" in entry for entry in entries) == num_stitched
     children = [
         entry["optimize_ddp_split_child"]
         for entry in entries
         if "optimize_ddp_split_child" in entry
     ]
-    assert [child["name"] for child in children] == ["section_0", "section_1", "section_2"]
+    assert [child["name"] for child in children] == [f"{prefix}_{k}" for k in range(3)]

@@ -34,7 +34,11 @@ def test_the_most_specific_setting_wins() -> None:
         (None, {"max_autotune": "yes"}, "max_autotune.*str should be bool"),
         ("fastest", None, "mode 'fastest'"),
         (None, {"enabled": 1}, "'enabled' is 1, a int"),
-        (None, {"split": "sideways"}, r"'sideways'; valid values are \['auto', 'backward', 'forward'\]"),
+        (
+            None,
+            {"split": "sideways"},
+            r"'sideways'; valid values are \['auto', 'backward', 'forward'\]",
+        ),
         (None, {"inner": "gcc"}, "'gcc', which is no backend.*'aot_eager'"),
         (None, {"inner": 3}, "'inner' is 3, a int"),
         (None, {"inner": "ddpopt"}, "compile with itself"),
