@@ -29,11 +29,11 @@ _INTRODUCTION = """\
 Each row trains a small model on two gloo processes, with different data on each, for at least
 three steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are
 clipped in every row that has no sparse ones. The inner compiler is `aot_eager`, or Inductor where
-a row says so. It is written by `python -m tests.system.compatibility`, here with torch {torch}; `tests/system/test_training.py` checks ddpopt's columns: *forward* and *backward* are its
-two splits. The rows here are about models;
-[What works in training](compatibility-training.md) is about DDP's options, hooks and the loop,
-[Architectures](architectures.md) about tiny models of transformers and timm,
-[Releases of torch](releases.md) about releases.
+a row says so. `python -m tests.system.compatibility` writes this page, here with torch {torch};
+`tests/system/test_training.py` checks ddpopt's columns: *forward* and *backward* are its two
+splits. The rows here are about models; [What works in training](compatibility-training.md) has
+those about DDP's options, hooks and the loop, [Architectures](architectures.md) those about tiny
+models of transformers and timm. [Releases of torch](releases.md) says what was run on which.
 
 - *3/4*: equal to eager DDP, with the graph in three sections, for four buckets of the Reducer. With
   graph breaks and recompiles there is one number of sections for each graph: *2+2/8*. *whole* is
@@ -50,7 +50,7 @@ _INTRODUCTION_OF_TRAINING = """\
 # What works in training
 
 DDP's options, hooks, training loops, and rows on Inductor. [What works](compatibility.md) says what
-is compared, and what the cells mean: *3/4* is equal to eager DDP in three sections, for four buckets.
+is compared and what the cells mean: *3/4* is equal to eager DDP, three sections for four buckets.
 
 """
 
