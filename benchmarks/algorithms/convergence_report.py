@@ -141,7 +141,7 @@ def _write_plot(run: Run, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, panel = pyplot.subplots(figsize=(9, 5))
+    figure, panel = pyplot.subplots(figsize=(10.5, 5), layout="constrained")
     colours = pyplot.get_cmap("tab20").colors
     for index, name in enumerate(run.peers):
         losses = _smooth([statistics.mean(step) for step in _by_step(run.of(name))])
@@ -150,11 +150,10 @@ def _write_plot(run: Run, path: Path) -> bool:
         given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
         panel.plot(samples, losses, label=name, **given)
     panel.set_xlabel("samples")
-    panel.set_ylabel("loss")
+    panel.set_ylabel("loss, smoothed, mean over seeds")
     panel.set_yscale("log")
     panel.set_title(f"{run.task}, {run.num_ranks} ranks")
-    panel.legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -38,7 +38,7 @@ def test_an_architecture_trains_as_with_eager_ddp(ranks: Ranks, name: str) -> No
 def test_the_rows_take_as_many_pages_as_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No page has more words than the site allows, none is left of a longer sweep, all are linked."""
+    """None has more words than the site allows or is left of a longer sweep; all are linked."""
     monkeypatch.setattr(document, "DOCS", tmp_path)
     monkeypatch.setattr(document, "DOCUMENT", tmp_path / "architectures.md")
     line = "| model | whole, checkpointed | rounded 5+1/5 | as unsplit 5/5 | error: it raised |\n"

@@ -249,7 +249,7 @@ def test_all_pages_are_looked_at() -> None:
 
 def test_no_page_is_too_long_to_read() -> None:
     """As `wc -w` counts, code and tables too: a README of one screen, and pages of ten minutes."""
-    limits = {path: 1500 for path in DOCS.glob("*.md")} | {ROOT / "README.md": 600}
+    limits = dict.fromkeys(DOCS.glob("*.md"), 1500) | {ROOT / "README.md": 600}
     num_words = {path: len(path.read_text().split()) for path in limits}
     assert {p.name: num_words[p] for p in limits if num_words[p] > limits[p]} == {}
 
