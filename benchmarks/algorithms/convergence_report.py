@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.algorithms.peers import find_peer
+from benchmarks.algorithms.report import label
 from benchmarks.harness.tables import write_json
 
 _BASE = "allreduce"
@@ -148,7 +149,7 @@ def _write_plot(run: Run, path: Path) -> bool:
         samples = [(step + 1) * run.batch * run.num_ranks for step in range(len(losses))]
         style = {"color": "black", "linewidth": 2.0} if name == _BASE else {}
         given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
-        panel.plot(samples, losses, label=name, **given)
+        panel.plot(samples, losses, label=label(name), **given)
     panel.set_xlabel("samples")
     panel.set_ylabel("loss, smoothed, mean over seeds")
     panel.set_yscale("log")

@@ -232,7 +232,17 @@ _LABELS = {
     "async": "AsyncModelAverage",
     "bytegrad": "ByteGrad",
     "qadam": "QAdam",
+    "allreduce_adam": "GradientAllReduce with Adam",
+    "fp16": "torch's fp16 hook",
+    "powersgd": "torch's PowerSGD",
+    "post_local_sgd": "torch's post-local SGD",
 }
+
+
+def label(peer: str) -> str:
+    """Return what a plot calls a peer, with the options that it was given."""
+    name, _, options = peer.partition(":")
+    return _LABELS.get(name, name) + (f" ({options})" if options else "")
 
 
 def write_plot(cells: Sequence[Cell], path: Path) -> bool:
@@ -254,7 +264,7 @@ def write_plot(cells: Sequence[Cell], path: Path) -> bool:
         places = [place + (index - (len(names) - 1) / 2) * width for place, _ in bars]
         errors = [[r.median - r.low for _, r in bars], [r.high - r.median for _, r in bars]]
         heights = [ratio.median for _, ratio in bars]
-        panel.bar(places, heights, width, yerr=errors, label=_LABELS.get(name, name))
+        panel.bar(places, heights, width, yerr=errors, label=label(name))
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_yscale("log")
     panel.set_xticks(range(len(cells)), [label_of_rate(cell.rate) for cell in cells])

@@ -80,12 +80,15 @@ def test_the_picture_of_a_step_is_drawn_from_traces(figure: Any, folder: Path) -
 def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every peer has a label of its own, which is not its name in the code."""
     monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.algorithms import peers as algorithms
+    from benchmarks.algorithms import report
     from benchmarks.harness.peers import PEERS
     from benchmarks.overlap import figures
 
-    labels = {figures.label(name) for name in PEERS}
-    assert len(labels) == len(PEERS)
-    assert labels.isdisjoint(PEERS)
+    for names, label in ((PEERS, figures.label), (algorithms.PEERS, report.label)):
+        labels = {label(name) for name in names}
+        assert len(labels) == len(names)
+        assert labels.isdisjoint(names)
     assert figures.label("auto:buckets=8") == "ddpopt, tuned buckets (buckets=8)"
     assert figures.label_of_rate("1gbit") == "1 Gbit/s"
     assert figures.label_of_rate("free") == "no limit"
