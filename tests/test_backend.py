@@ -17,6 +17,7 @@ import ddpopt.backend
 from ddpopt import Fallback
 from ddpopt.split import driver
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+from tests.support.registration import uninstall
 
 OPTIONS = {"inner": "aot_eager"}
 CAP = 0.03  # MiB: two of the MLP's six layers
@@ -179,7 +180,7 @@ def _in_tree_sections(model: MLP) -> int:
 def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
     """Before and after ours was used in the same process; and no torch flag changes."""
     flags = torch._dynamo.config.get_config_copy()
-    ddpopt.backend.uninstall()
+    uninstall()
     untouched = _in_tree_sections(MLP(width=512))
     ddpopt.backend.install()
     torch._dynamo.reset()
@@ -217,14 +218,14 @@ def test_a_partial_of_the_backend_is_ours_too(one_rank: None) -> None:
 
 def test_the_take_over_is_idempotent_and_removable() -> None:
     """Installed twice it is there once; removed, torch's own class is back."""
-    ddpopt.backend.uninstall()
+    uninstall()
     original = in_tree.DDPOptimizer
     ddpopt.backend.install()
     once = in_tree.DDPOptimizer
     ddpopt.backend.install()
     assert in_tree.DDPOptimizer is once is not original
     assert issubclass(once, original)
-    ddpopt.backend.uninstall()
+    uninstall()
     assert in_tree.DDPOptimizer is original
     ddpopt.backend.install()
 

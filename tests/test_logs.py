@@ -74,7 +74,7 @@ def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> N
 def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
     """The original, each section's and the stitched one."""
     text = _run(TORCH_LOGS="ddp_graphs")
-    for title in ("original graph", "submod_0 graph", "submod_2 graph", "stitched graph"):
+    for title in ("original graph", "section_0 graph", "section_2 graph", "stitched graph"):
         assert text.count(f"---{title}---") == 1
     assert text.count("torch._C._nn.linear(") >= 12
     assert BOUNDARIES not in text
@@ -96,4 +96,4 @@ def test_the_structured_trace_holds_the_split_graphs(tmp_path: Path) -> None:
         for entry in entries
         if "optimize_ddp_split_child" in entry
     ]
-    assert [child["name"] for child in children] == ["submod_0", "submod_1", "submod_2"]
+    assert [child["name"] for child in children] == ["section_0", "section_1", "section_2"]

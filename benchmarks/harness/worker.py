@@ -98,7 +98,7 @@ class Worker:
         """Find the best buckets again while training; return the plan as JSON, with `outcome`."""
         if tuning.of(self._ddp) is not None and not tuning.is_searching(self._ddp):
             self.use_caps(DDP_DEFAULT_CAPS)
-            tuning.restart(self._ddp, "backward")
+            tuning.restart(self._ddp)
         for _ in range(num_steps):
             self._step()
         tuner = tuning.of(self._ddp)

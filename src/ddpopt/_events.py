@@ -37,16 +37,15 @@ class Observer:
         """Run after it; `is_ours` says that `torch.compile` with our backend is around it."""
 
 
-Interest = Callable[[DistributedDataParallel], Observer | None]
-"""Returns the observer of a module; asked once, when its first forward begins."""
-
-_interests: dict[Turn, Interest] = {}
-_observers: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[tuple[Turn, Observer], ...]]
+_Observers = tuple[tuple[Turn, Observer], ...]
+_Interest = Callable[[DistributedDataParallel], Observer | None]
+_interests: dict[Turn, _Interest] = {}
+_observers: weakref.WeakKeyDictionary[DistributedDataParallel, _Observers]
 _observers = weakref.WeakKeyDictionary()
 
 
-def ask_at_first(turn: Turn, interest: Interest) -> None:
-    """Have `interest` asked about each DDP module that is seen from now on."""
+def ask_at_first(turn: Turn, interest: _Interest) -> None:
+    """Have `interest` asked for an observer of each module whose first forward is yet to come."""
     _interests[turn] = interest
 
 
@@ -73,7 +72,7 @@ def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
         observer.after_forward(ddp, is_ours)
 
 
-def _observers_of(ddp: DistributedDataParallel) -> tuple[tuple[Turn, Observer], ...]:
+def _observers_of(ddp: DistributedDataParallel) -> _Observers:
     found = _observers.get(ddp)
     if found is None:
         asked = ((turn, interest(ddp)) for turn, interest in sorted(_interests.items()))
@@ -119,11 +118,7 @@ def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Any:
-    """Tell `listener` in this block.
-
-    Raises:
-        RuntimeError: somebody listens already.
-    """
+    """Tell `listener` in this block; RuntimeError if somebody listens already."""
     global current  # noqa: PLW0603  # one look at a global is what a section can afford
     if current is not None:
         raise RuntimeError(

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
+import hashlib
 import json
 import os
 import re
@@ -42,17 +42,22 @@ class MalformedError(ValueError):
 # ---- reading ----------------------------------------------------------------------------------
 
 
-def read_text(path: str | Path, most_bytes: int) -> str:
-    """Return the text of a regular file: a pipe or a device may have no end, or never begin.
+@functools.cache
+def source_digest() -> str:
+    """Return what tells this version of ddpopt's code from all others."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
-    Raises:
-        MalformedError: it is no regular file, larger than `most_bytes`, or not in UTF-8.
-        OSError: it cannot be read.
-    """
+
+def read_text(path: str | Path, most_bytes: int) -> str:
+    """Return the text of a regular file; MalformedError if it is none, too large or not UTF-8."""
     descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)  # as for a pipe that nobody writes to
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
+            # A pipe or a device may have no end, or never begin.
             raise MalformedError("it is a folder, a pipe or a device, not a regular file")
         _check_size(status.st_size, most_bytes)
         with open(descriptor, "rb", closefd=False) as file:
@@ -67,13 +72,10 @@ def read_text(path: str | Path, most_bytes: int) -> str:
 
 
 def parse(text: str, most_bytes: int) -> Any:
-    """Return what JSON text says.
+    """Return what JSON text says, or raise MalformedError.
 
     Stricter than Python's own: no key twice in an object, no NaN or Infinity, no number of more
     than forty characters, no more than a hundred objects and lists in one another.
-
-    Raises:
-        MalformedError: it is not such JSON, or longer than `most_bytes`.
     """
     _check_size(len(text), most_bytes)
     depth = 0  # Python's decoder recurses in C, which a deep nest can crash
@@ -94,14 +96,11 @@ def parse(text: str, most_bytes: int) -> Any:
 
 
 def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> Any:
-    """Return a value of `parse` as one of this type, or refuse it by its place (`cost.startup_s`).
+    """Return a value of `parse` as one of this type, or raise MalformedError with its place.
 
     `kind` is str, int, float, one of these or None, a tuple of such types, or a dataclass, whose
     fields are an object's keys and whose own checks count. Where `is_open`, objects may have
-    further keys. `true` and `1.0` are no int.
-
-    Raises:
-        MalformedError: it is of another type.
+    further keys. `true` and `1.0` are no int. A place reads as in `cost.startup_s`.
     """
     if dataclasses.is_dataclass(kind):
         return _build_object(kind, value, place, is_open=is_open)
@@ -110,22 +109,21 @@ def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> A
         return None if value is None else build(options[0], value, place, is_open=is_open)
     if options:  # of a tuple
         is_endless = options[-1] is ...
+        expected = "a list" if is_endless else f"a list of {len(options)}"
         if isinstance(value, list) and (is_endless or len(value) == len(options)):
-            pairs = zip(itertools.cycle(options[:1]) if is_endless else options, value)  # noqa: B905
+            kinds = options[:1] * len(value) if is_endless else options
             return tuple(
                 build(each, item, f"{place}[{index}]", is_open=is_open)
-                for index, (each, item) in enumerate(pairs)
+                for index, (each, item) in enumerate(zip(kinds, value, strict=True))
             )
-        expected = "a list" if is_endless else f"a list of {len(options)}"
     elif kind is str:
+        expected = "text"
         if isinstance(value, str):
             return value
-        expected = "text"
     else:
-        is_number = type(value) is int or type(value) is kind
-        if is_number and abs(value) < 2**63:  # so that sums stay finite
-            return value
         expected = f"a {'whole ' if kind is int else ''}number below 2**63"
+        if type(value) in (int, kind) and abs(value) < 2**63:  # so that sums stay finite
+            return value
     raise MalformedError(f"{place or 'it'} is {show(value)}; it must be {expected}")
 
 
@@ -180,8 +178,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _of_sane_length(digits: str) -> str:
     if len(digits) > _LONGEST_NUMBER:
-        what = f"a number of {len(digits)} characters, over the limit of {_LONGEST_NUMBER}"
-        raise MalformedError(f"it has {what}")
+        raise MalformedError(
+            f"it has a number of {len(digits)} characters, over the limit of {_LONGEST_NUMBER}"
+        )
     return digits
 
 
@@ -193,12 +192,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def check_can_write(path: str | Path) -> None:
-    """Raise if nothing can be written to `path`, as far as one look tells, before long work.
-
-    Raises:
-        FileNotFoundError: there is no folder for it.
-        FileExistsError: something other than a file has that name.
-    """
+    """Raise OSError if nothing can be written to `path`, as far as one look tells."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {folder}; make it")
@@ -214,10 +208,7 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a file, or replace one of this user's; it is there whole or not at all.
 
     What UTF-8 cannot express is written as an escape. A file that is replaced hands its mode on.
-
-    Raises:
-        FileExistsError: there is something else of that name, or another user's file.
-        OSError: it cannot be written.
+    Raises FileExistsError where there is something else of that name, or another user's file.
     """
     check_can_write(path)
     beside = Path(path).parent / f".ddpopt-{secrets.token_hex(8)}.tmp"
@@ -232,7 +223,7 @@ def write_text(path: str | Path, text: str) -> None:
                 )
             if replaced is not None and hasattr(os, "fchmod"):
                 os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))
-            file.write(_encode(text))
+            file.write(text.encode(errors="backslashreplace"))
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -269,7 +260,7 @@ class PrivateFolder:
         self._check_place()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK
         with os.fdopen(os.open(self.path / name, flags, 0o666), "wb") as file:
-            file.write(_encode(text))
+            file.write(text.encode(errors="backslashreplace"))
 
     def _check_place(self) -> None:
         if not os.path.samestat(self.path.lstat(), self.status):
@@ -280,7 +271,3 @@ def _status(path: str | Path) -> os.stat_result | None:
     with contextlib.suppress(FileNotFoundError):
         return os.lstat(path)
     return None
-
-
-def _encode(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")

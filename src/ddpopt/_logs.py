@@ -18,15 +18,16 @@ from ddpopt import _torch
 
 _torch_log = logging.getLogger(_torch.LOG_NAME)
 _own_log = logging.getLogger("ddpopt")
-_graph_log = _torch.artifact_logger(_torch.LOG_NAME, "ddp_graphs")
+_graph_log = _torch.graph_logger()
 
 
-def info(message: str, *args: object) -> None:
-    """Log at INFO under the first of torch's and our own logger that is on."""
+def info(message: str, *args: object) -> bool:
+    """Log at INFO under the first of torch's and our own logger that is on; False if none is."""
     for logger in (_torch_log, _own_log):
         if logger.isEnabledFor(logging.INFO):
             logger.info(message, *args, stacklevel=2)
-            return
+            return True
+    return False
 
 
 def warning(message: str, *args: object) -> None:
@@ -36,13 +37,16 @@ def warning(message: str, *args: object) -> None:
 
 def progress(message: str, *args: object) -> None:
     """Log at INFO; where that is off, show it on rank 0's terminal, if it has one."""
-    if _torch_log.isEnabledFor(logging.INFO) or _own_log.isEnabledFor(logging.INFO):
-        info(message, *args)
-    elif sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+    if not info(message, *args) and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"ddpopt: {message % args}", file=sys.stderr)
+
+
+def is_showing_graphs() -> bool:
+    """Whether `TORCH_LOGS=ddp_graphs` is on."""
+    return _graph_log.isEnabledFor(logging.DEBUG)
 
 
 def graph(title: str, render: Callable[[], str]) -> None:
     """Dump a graph under `TORCH_LOGS=ddp_graphs`; `render` is called only when that is on."""
-    if _graph_log.isEnabledFor(logging.DEBUG):
+    if is_showing_graphs():
         _graph_log.debug("\n---%s---\n%s", title, render(), stacklevel=2)

@@ -7,6 +7,7 @@ the in-tree DDPOptimizer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def backend(
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None and resolved.buckets == "auto":
-            tuner.start(ddp, resolved.split)
+            tuner.start(ddp, is_trial=resolved.cuts_forward_alone)
         if reason in (None, Fallback.NO_DDP):
             version = _guard_on_rules(gm, example_inputs, ddp)
     except TorchDriftError as error:
@@ -140,12 +141,6 @@ def install() -> None:
     ask_at_first(Turn.COMPILED, lambda _: _FirstForward())
 
 
-def uninstall() -> None:
-    """Undo `install`: the in-tree optimizer splits for every backend again."""
-    _torch.give_back()
-    _torch.unwatch_ddp_forward()
-
-
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
     is_ours = ran_under is backend
     _events.after_forward(ddp, is_ours)
@@ -158,15 +153,9 @@ class _FirstForward(Observer):
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         ignore(ddp, Turn.COMPILED)
-        if not is_ours and not state.is_copy(ddp) and _is_compiled_inside(ddp):
-            warn_if_nothing_compiled(ddp)
-
-
-def _is_compiled_inside(ddp: DistributedDataParallel) -> bool:
-    try:
-        return is_compiled_by_us(ddp)
-    except TorchDriftError:
-        return False  # only a warning is lost
+        with contextlib.suppress(TorchDriftError):  # only a warning is lost
+            if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):
+                warn_if_nothing_compiled(ddp)
 
 
 backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()

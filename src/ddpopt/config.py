@@ -12,16 +12,13 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from ddpopt.errors import OptionError
 
-BUCKETS = ("ddp", "auto")
-DISAGREEMENTS = ("warning", "error")
-
 _Value = TypeVar("_Value", bool, str)
-_checks: dict[str, Callable[[object], object]] = {}
+_declared: dict[str, tuple[bool | str, Sequence[str]]] = {}
 
 
 def check_boolean(name: str, value: object, error: type[Exception] = OptionError) -> None:
@@ -39,22 +36,19 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_flag(flag: str, value: object) -> None:
-    """Raise OptionError unless there is such a flag and `value` is one that it can have."""
-    if flag not in _checks:
-        raise OptionError(f"ddpopt.config has no flag {flag!r}; its flags are {sorted(_checks)}")
-    _checks[flag](value)
+    """Raise OptionError unless there is such a flag, and it can have this value."""
+    if flag not in _declared:
+        raise OptionError(f"ddpopt.config has no flag {flag!r}; its flags are {sorted(_declared)}")
+    default, choices = _declared[flag]
+    if isinstance(default, bool):
+        check_boolean(repr(flag), value)
+    else:
+        check_choice(repr(flag), value, choices)
 
 
 def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
-    """Note how a flag is checked, and return its value: the environment's, or the default."""
-
-    def check(value: object) -> None:
-        if isinstance(default, bool):
-            check_boolean(repr(flag), value)
-        else:
-            check_choice(repr(flag), value, choices)
-
-    _checks[flag] = check
+    """Note what a flag may be, and return its value: the environment's, or the default."""
+    _declared[flag] = default, choices
     variable = f"DDPOPT_{flag.upper()}"
     text = os.environ.get(variable)
     if text is None:
@@ -62,14 +56,14 @@ def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
     if isinstance(default, bool):
         check_choice(f"the environment variable {variable}", text, ("0", "1"))
         return text == "1"
-    check(text)
+    check_flag(flag, text)
     return text
 
 
 enabled: bool = _declare("enabled", True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
-buckets: str = _declare("buckets", "ddp", BUCKETS)
+buckets: str = _declare("buckets", "ddp", ("ddp", "auto"))
 """Whose buckets DDP reduces: its own (`"ddp"`), or the best that are found in the first iterations
 (`"auto"`). Read when a graph is compiled. Environment: `DDPOPT_BUCKETS`."""
 
@@ -82,7 +76,7 @@ verify: bool = _declare("verify", False)
 `VerificationError` where it fails; a warning says what cannot be verified. Set it on all ranks
 alike. Environment: `DDPOPT_VERIFY`."""
 
-disagreement: str = _declare("disagreement", "warning", DISAGREEMENTS)
+disagreement: str = _declare("disagreement", "warning", ("warning", "error"))
 """What happens if ranks compiled for different DDP models: a `"warning"` or an `"error"`
 (`DisagreementError`), on every rank. They compare in `ddpopt.warmup`; for an error also after the
 steps that compile, by the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
@@ -92,7 +86,7 @@ name_peers: bool = _declare("name_peers", False)
 connections name the rank, without a `ddpopt.naming_peers` block. Read when a graph is compiled.
 Environment: `DDPOPT_NAME_PEERS`."""
 
-VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _checks)
+VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _declared)
 """The environment variables that are read here."""
 
 
@@ -103,17 +97,14 @@ def patch(**flags: object) -> Iterator[None]:
     Raises:
         OptionError: a name is not a flag, or a value has the wrong type; nothing is set then.
     """
-    module = sys.modules[__name__]
     for name, value in flags.items():
         check_flag(name, value)
-    previous = {name: getattr(module, name) for name in flags}
-    for name, value in flags.items():
-        setattr(module, name, value)
+    previous = {name: globals()[name] for name in flags}
+    globals().update(flags)
     try:
         yield
     finally:
-        for name, value in previous.items():
-            setattr(module, name, value)
+        globals().update(previous)
 
 
 class _ConfigModule(types.ModuleType):

@@ -141,14 +141,11 @@ class Fallback(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Whether this is how the graph should be compiled, rather than overlap lost."""
-        return self not in _OVERLAP_LOST
-
-
-_OVERLAP_LOST = frozenset({Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT})
+        return self not in (Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT)
 
 
 class ForwardInstead(enum.Enum):
-    """Why a graph was cut in forward although `split="backward"` was asked for."""
+    """Why a graph was cut in forward, where `split` asked for backward or for what can be cut."""
 
     INNER = (
         "the inner compiler hands out no backward graph of AOTAutograd's; use the inner compiler "
@@ -178,6 +175,11 @@ class ForwardInstead(enum.Enum):
         "this torch release moved a private name that it needs; install a torch release that this "
         "ddpopt supports, or upgrade ddpopt"
     )
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the graph or the settings are the reason, rather than a fault."""
+        return self not in (ForwardInstead.FAILED, ForwardInstead.TORCH_DRIFT)
 
 
 class DDPMode(enum.Enum):

@@ -17,7 +17,7 @@ from ddpopt import _torch, config
 from ddpopt.errors import ForwardInstead, OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
-SPLITS = ("forward", "backward")
+SPLITS = ("auto", "backward", "forward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Options:
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
-    backward graph that AOTAutograd makes, or why there is none. `drift` names what this torch
+    backward graph that AOTAutograd makes, or why there is none. `split` may be "auto": what can be
+    cut, backward first. `drift` names what this torch
     lacks to have them as asked.
     """
 
@@ -37,6 +38,11 @@ class Options:
     buckets: str
     aot: _torch.AOTCompilerFn | ForwardInstead
     drift: str = ""
+
+    @property
+    def cuts_forward_alone(self) -> bool:
+        """Whether no backward is cut: as asked, or because the inner compiler has none to cut."""
+        return self.split == "forward" or isinstance(self.aot, ForwardInstead)
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -52,6 +58,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     split = given.pop("split", SPLITS[0])
     config.check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
+    name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
     aot: _torch.AOTCompilerFn | ForwardInstead = ForwardInstead.INNER
     compiler, drift = _run_uncompiled, ""
     try:
@@ -62,9 +69,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         drift = str(error) if is_found else f"{error}; the graph runs uncompiled"
     return Options(
         inner=compiler,
-        inner_name=inner
-        if isinstance(inner, str)
-        else getattr(inner, "__name__", type(inner).__name__),
+        inner_name=name,
         enabled=enabled,
         split=split,
         buckets=buckets,
@@ -98,8 +103,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
             "inner compiler's own arguments with functools.partial"
         )
     if callable(inner):
-        compiler: _torch.CompilerFn = inner
-        return compiler
+        return inner  # type: ignore[no-any-return]
     if not isinstance(inner, str):
         raise OptionError(
             f"the option 'inner' is {inner!r}, a {type(inner).__name__}; give the name of a "

@@ -17,6 +17,9 @@ Source: `compute_bucket_assignment_by_size` and `Reducer::rebuild_buckets` of to
 
 from __future__ import annotations
 
+import bisect
+import collections
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,15 +68,6 @@ class Bucket:
         return sum(parameter.num_bytes for parameter in self.parameters)
 
 
-@dataclass(slots=True)
-class _OpenBucket:
-    """A bucket being filled, with the number of buckets of its group closed before it."""
-
-    parameters: list[Parameter]
-    num_bytes: int = 0
-    num_closed: int = 0
-
-
 def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[Bucket, ...]:
     """Return the buckets that the Reducer will use, in the order of their launch.
 
@@ -109,20 +103,12 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
 
     Some twenty at most, so that cuts stay cheap.
     """
-    total = sum(parameter.num_bytes for parameter in arrival)
-    ends = iter([*(end * total for end in _FINE_ENDS), float("inf")])
-    end = next(ends)
-    closed: list[tuple[list[Parameter], int]] = []
-    members: list[Parameter] = []
-    num_bytes = 0
-    for parameter in arrival:
-        members.append(parameter)
-        num_bytes += parameter.num_bytes
-        if num_bytes >= end:
-            closed.append((members, 0))
-            members = []
-            end = next(e for e in ends if e > num_bytes)
-    return _number([*closed, (members, 0)] if members else closed)
+    *starts, total = itertools.accumulate((p.num_bytes for p in arrival), initial=0)
+    ends = [end * total for end in _FINE_ENDS]
+    fine = itertools.groupby(
+        zip(arrival, starts, strict=True), lambda pair: bisect.bisect_right(ends, pair[1])
+    )
+    return _number([([parameter for parameter, _ in members], 0) for _, members in fine])
 
 
 class Misplaced(NamedTuple):
@@ -159,23 +145,26 @@ def _fill(
 ) -> list[tuple[list[Parameter], int]]:
     """Pack parameters in the given order; return the buckets in the order of their closing."""
     closed: list[tuple[list[Parameter], int]] = []
-    open_buckets: dict[str, _OpenBucket] = {}
+    filling: dict[str, list[Parameter]] = {}  # by group, as is what follows
+    num_bytes = collections.Counter[str]()
+    num_closed = collections.Counter[str]()
     for parameter in order:
         if parameter.is_sparse:
             closed.append(([parameter], parameter.num_bytes))
             continue
-        bucket = open_buckets.setdefault(parameter.group, _OpenBucket([]))
-        bucket.parameters.append(parameter)
-        bucket.num_bytes += parameter.num_bytes
-        cap = cap_of(caps_bytes, bucket.num_closed)
-        if bucket.num_bytes >= cap:
-            closed.append((bucket.parameters, cap))
-            bucket.parameters, bucket.num_bytes = [], 0
-            bucket.num_closed += 1
+        group = parameter.group
+        filling.setdefault(group, []).append(parameter)
+        num_bytes[group] += parameter.num_bytes
+        cap = cap_of(caps_bytes, num_closed[group])
+        if num_bytes[group] >= cap:
+            closed.append((filling[group], cap))
+            filling[group], num_bytes[group] = [], 0
+            num_closed[group] += 1
     # What is left over closes in reverse order of the groups' first appearance: the Reducer
     # walks a hash table that puts new keys in front.
-    left_over = [bucket for bucket in open_buckets.values() if bucket.parameters]
-    closed += [(b.parameters, cap_of(caps_bytes, b.num_closed)) for b in reversed(left_over)]
+    for group, members in reversed(filling.items()):
+        if members:
+            closed.append((members, cap_of(caps_bytes, num_closed[group])))
     return closed
 
 

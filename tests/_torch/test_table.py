@@ -13,7 +13,7 @@ import torch
 
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt._torch.names import TABLE, ModuleName, Need, ObjectName, PrivateName
+from ddpopt._torch.names import TABLE, ModuleName, Need, PrivateName
 from ddpopt.errors import TorchDriftError
 
 ROOM = Path(_torch.__file__).parent
@@ -88,13 +88,13 @@ def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_a_name_that_is_not_there_is_neither_read_nor_made(
-    row: ModuleName | ObjectName, monkeypatch: pytest.MonkeyPatch
+    row: PrivateName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every row: TorchDriftError with its name, and the owner stays as it was."""
     if isinstance(row, ModuleName):
         owner: object = types.ModuleType("empty")
         monkeypatch.setitem(sys.modules, row.owner, owner)
-        calls = [row.get, lambda: row.set(1)]
+        calls = [row.get, lambda: row.replace(1)]
     else:
         owner = types.SimpleNamespace()
         calls = [lambda: row.of(owner), lambda: row.set(owner, 1)]
@@ -109,7 +109,7 @@ def test_the_supported_range_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch
     first, _ = names.tested_range().split(" to ")
     project = Path(__file__).parents[2] / "pyproject.toml"
     assert f'"torch>={first}"' in project.read_text()
-    gone = ObjectName("Reducer", "gone", Need.SPLIT, until=(2, 13))
+    gone = PrivateName("Reducer", "gone", Need.SPLIT, until=(2, 13))
     for version, expected in (("2.11.1", (False, True)), ("2.13.0+cpu", (True, True))):
         monkeypatch.setattr(torch, "__version__", version)
         assert (names.BUCKET_CONFIG.is_expected, gone.is_expected) == expected

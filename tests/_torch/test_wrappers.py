@@ -15,6 +15,7 @@ from ddpopt import Fallback, TorchDriftError, _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import ModuleName, Need, PrivateName
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.registration import uninstall
 
 
 def _train_compiled(**ddp_options: Any) -> DistributedDataParallel:
@@ -29,7 +30,7 @@ def test_without_the_in_tree_class_to_replace_training_goes_on(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The message names the missing name and torch's version."""
-    ddpopt.backend.uninstall()
+    uninstall()
     original = in_tree.DDPOptimizer
     monkeypatch.delattr(in_tree, "DDPOptimizer")
     ddpopt.backend.install()

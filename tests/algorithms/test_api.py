@@ -479,12 +479,7 @@ def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
 def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
     selection: str, own_ranks: OwnRanks
 ) -> None:
-    ranks = own_ranks()
-    try:
-        message, seconds = ranks.run_survivors(
-            [0], _lose_a_rank, Decentralized(peer_selection=selection, hierarchical=False)
-        )[0]
-    finally:
-        ranks.stop()
+    algorithm = Decentralized(peer_selection=selection, hierarchical=False)
+    message, seconds = own_ranks().run_survivors([0], _lose_a_rank, algorithm)[0]
     assert message.startswith("PeerError: averaging weights in step 3 failed: rank 1 (host ")
     assert seconds < 60

@@ -718,11 +718,7 @@ def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout(
     own_ranks: OwnRanks,
 ) -> None:
     """In the next forward, and in all that stops the rounds; the thread has ended."""
-    ranks = own_ranks(3)
-    try:
-        answers = ranks.run_survivors([0, 1], _lose_a_rank)
-    finally:
-        ranks.stop()
+    answers = own_ranks(3).run_survivors([0, 1], _lose_a_rank)
     for said, seconds, threads in answers.values():
         assert len(said) == 6
         for text in said[:5]:
@@ -756,11 +752,7 @@ def _leave_alone(rank: int, how: str) -> tuple[list[str], bool, list[str]]:
 
 @pytest.mark.parametrize("how", ["abort", "drop"])
 def test_a_rank_that_is_left_alone_is_told_so(how: str, own_ranks: OwnRanks) -> None:
-    ranks = own_ranks()
-    try:
-        answers = ranks.run(_leave_alone, how)
-    finally:
-        ranks.stop()
+    answers = own_ranks().run(_leave_alone, how)
     first, second = (said for said, _, _ in answers)
     if how == "abort":
         assert "did not stop averaging within the process group's timeout of 5 s" in first[0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import config
 from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.algorithms._runtime.quantization import compress, decompress
-from ddpopt.errors import NonFiniteError, OptionError, PeerError
+from ddpopt.errors import NonFiniteError, OptionError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks
+from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
 
 LR = 0.1
 CAP_MB = 0.02  # one layer a bucket
@@ -319,23 +317,11 @@ def _die(rank: int) -> str:
     if setting is None:
         return ""
     ddp, optimizer, handle = setting
-    try:
-        for step in range(4):
-            if (rank, step) == (1, 2):  # in the second forward DDP itself communicates, once
-                os.kill(os.getpid(), signal.SIGKILL)
-            _backward(ddp, optimizer, torch.ones(2, WIDTH))
-    except PeerError as error:
-        handle.detach(average=False)
-        return str(error)
-    return "nothing"
+    return lose_rank_1(rank, handle, lambda: _backward(ddp, optimizer, torch.ones(2, WIDTH)))
 
 
 def test_a_killed_rank_fails_the_backward_of_the_others(own_ranks: OwnRanks) -> None:
-    workers = own_ranks(3)
-    try:
-        said = workers.run_survivors({0, 2}, _die)
-    finally:
-        workers.stop()
+    said = own_ranks(3).run_survivors({0, 2}, _die)
     for rank in (0, 2):
         assert re.match(r"reducing gradients in step [234] failed: ", said[rank])
         assert re.search(r"rank 1 \(.*\) has ended", said[rank])

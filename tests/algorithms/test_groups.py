@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import AsyncModelAverage, ByteGrad, Decentralized, attach
-from ddpopt.algorithms._runtime.groups import make_groups
+from ddpopt.algorithms._runtime.groups import Groups
 from ddpopt.errors import OptionError
 from tests.support.models import MLP, WIDTH
 from tests.support.ranks import Ranks
@@ -48,12 +48,9 @@ def _nodes(rank: int) -> list[float]:
     """Two nodes of two ranks, and then one of all."""
     values = []
     for size in (2, 4):
-        groups = make_groups(dist.group.WORLD, CPU, size)
+        groups = Groups(dist.group.WORLD, CPU, size)
         value = torch.tensor(float(rank))
-        groups.average_node(value)
-        if groups.leaders is not None:
-            dist.all_reduce(value, group=groups.leaders)
-        groups.tell_node(value)
+        groups.reduce(value, lambda value, group: dist.all_reduce(value, group=group))
         values.append(value.item())
         dist.barrier()
         groups.end()

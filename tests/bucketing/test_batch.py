@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ddpopt.bucketing.batch import Batch, as_batch, find_loss, tensors_of
+from ddpopt.errors import OptionError
 
 ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
 
@@ -53,9 +54,9 @@ def test_an_outputs_own_loss_comes_first() -> None:
     """If it is a scalar with a gradient; else all that has one counts."""
     loss, other = torch.ones((), requires_grad=True), torch.ones(4, requires_grad=True)
     for output in (Output(other, loss), {"loss": loss, "logits": other}):
-        assert find_loss(output, torch.sum) is loss
+        assert find_loss(output) is loss
     for output in ({"loss": other}, Output(other, ONE), (other, ONE, torch.ones(2, dtype=int))):
-        found = find_loss(output, torch.sum)
-        assert found is not None
-        assert found.item() == 4.0
-    assert find_loss(ONE, torch.sum) is None
+        assert find_loss(output).item() == 4.0
+        assert find_loss(output, of=torch.mean).item() == 1.0
+    with pytest.raises(OptionError, match=r"shape \(2,\)\) has no floating point tensor"):
+        find_loss(ONE, error=OptionError)

@@ -290,9 +290,9 @@ def test_what_cannot_be_estimated_is_said_with_a_remedy(
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda out: out, r"the loss \(\(2, 64\)\) must be a tensor of one element"),
+        (lambda out: out, r"the loss is a tensor of shape \(2, 64\); it must be a tensor of one"),
         (lambda out: out.sum().detach(), "depends on a parameter"),
-        (lambda out: 3.0, r"the loss \(float\) must be a tensor"),
+        (lambda out: 3.0, r"the loss is a float; it must be a tensor"),
     ],
 )
 def test_a_loss_must_be_a_scalar_with_a_gradient(loss: Callable[..., Any], message: str) -> None:
@@ -305,7 +305,7 @@ def test_an_output_without_a_floating_tensor_needs_a_loss() -> None:
     """The error says so."""
     model = MLP()
     model.register_forward_hook(lambda module, args, output: output.argmax())
-    with pytest.raises(PlanError, match="give loss"):
+    with pytest.raises(PlanError, match="give a loss"):
         estimate(model, torch.ones(2, 64), device=DEVICE)
 
 

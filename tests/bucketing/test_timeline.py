@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 from hypothesis import given
@@ -98,12 +97,9 @@ def _cases(draw: st.DrawFn) -> tuple[Profile, tuple[int, ...]]:
 def test_measured_times_can_be_freed_from_the_disturbance(case, cost) -> None:
     """What `undisturbed` makes of the predicted times is what was predicted from."""
     profile, sizes = case
-    ends = [0, *itertools.accumulate(sizes)]
-    buckets = [
-        (stop - 1, sum(g.num_bytes for g in profile.gradients[start:stop]))
-        for start, stop in itertools.pairwise(ends)
-    ]
-    found = undisturbed(ready_times(profile, sizes, cost), buckets, cost)
+    measured_s = ready_times(profile, sizes, cost)
+    measured = profile.with_ready_times(measured_s, backward_s=measured_s[-1])
+    found = undisturbed(measured, sizes, cost)
     assert found == pytest.approx([g.ready_s for g in profile.gradients], abs=1e-9)
 
 

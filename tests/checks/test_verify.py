@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import _torch, config
 from ddpopt.bucketing.batch import tensors_of
-from ddpopt.checks.numerics import relative_error
+from ddpopt.checks.numerics import limits_by_name, relative_error
 from ddpopt.checks.verify import verify
 from ddpopt.errors import VerificationError
 from ddpopt.split import state
@@ -288,6 +288,12 @@ def test_tolerances_can_be_given() -> None:
     model = _compiled(MLP(), "forward", _scaling)
     assert verify(model, torch.randn(8, 64), tolerances={torch.float32: 0.1}).passed
     assert not verify(model, torch.randn(8, 64), tolerances={torch.bfloat16: 0.1}).passed
+
+
+def test_tolerances_go_from_fine_to_coarse() -> None:
+    """One for TF32, which is never below that of float32, stands between float32 and float16."""
+    assert list(limits_by_name({}).values()) == [1e-7, 1e-3, 1e-2, 1e-2, 5e-2]
+    assert list(limits_by_name({torch.float32: 0.1}).values())[1:3] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -669,7 +675,7 @@ WARNED = {
     "a copy that is the module": (_of(Unique), "would have the same first.weight"),
     "a function that holds it": (_of(Bound), "uses the original's"),
     "a forward that is patched": (_patched, "is replaced by a function that holds the module"),
-    "no tensors": (_of(Opaque), "give loss_fn"),
+    "no tensors": (_of(Opaque), "give a loss function"),
     "a part of the loss": (_of(TwoHeads), "Expected to have finished reduction"),
     "nothing compiled": (_of(lambda: nn.Sequential(nn.Linear(64, 64))), "compiled nothing"),
     "join": (_joined, "join() context"),

@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.data_parallel.known_calls import KnownCalls, signature_of, state_of
+from ddpopt.data_parallel.calls import signature_of, state_of
 from ddpopt.data_parallel.module import DataParallel
 from tests.support.models import MLP
 
@@ -435,21 +435,12 @@ def test_the_first_call_runs_in_turn_and_others_at_the_same_time() -> None:
     ],
 )
 def test_what_may_be_compiled_anew_is_a_new_call(change: Callable[..., Any]) -> None:
-    """Sizes, types, modes, plain attributes and hooks; the same again is known."""
+    """Sizes, types, modes, plain attributes and hooks; the same again is not."""
     parallel, x = _parallel(lambda m, x: x, ["cpu"] * 2), _rows(4)
-    known = KnownCalls()
-    known.add((state_of(parallel.module), signature_of((x, {}))))
-    assert (state_of(parallel.module), signature_of((x.clone(), {}))) in known
+    known = (state_of(parallel.module), signature_of((x, {})))
+    assert (state_of(parallel.module), signature_of((x.clone(), {}))) == known
     parallel, x = change(parallel, x)
-    assert (state_of(parallel.module), signature_of((x, {}))) not in known
-
-
-def test_many_calls_are_forgotten() -> None:
-    """So that numbers that are new in each step do not fill the memory."""
-    known = KnownCalls()
-    for step in range(10_000):
-        known.add((step % 100, step))
-    assert sum(len(calls) for calls in known._calls.values()) < 10_000
+    assert (state_of(parallel.module), signature_of((x, {}))) != known
 
 
 def test_changed_hooks_are_noticed_after_compiling() -> None:

@@ -183,7 +183,7 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
         (lambda trace: {**trace, "traceEvents": [[]]}, r"traceEvents\[0\] is a list of 0"),
         (lambda trace: {**trace, "traceEvents": [{"ph": "X"}]}, r"\[0\] has no 'ts'"),
         (lambda trace: {**trace, "traceEvents": [{"ph": "X", "ts": "0"}]}, r"\[0\]\.ts is '0'"),
-        (lambda trace: _told(trace, format="another"), r"otherData\.format is 'another', not 'ddp"),
+        (lambda trace: _told(trace, format="another"), r"otherData: format is 'another', not 'ddp"),
         (lambda trace: _told(trace, format="\x1b[2J"), r"format is '\\x1b\[2J', not 'ddp"),
         (lambda trace: _told(trace, rank=True), "rank is true; it must be a whole number"),
         (lambda trace: _told(trace, rank=-1), "rank is -1"),

@@ -300,34 +300,29 @@ class _RollCall:
         words: Mapping[int, str] | None,
         presences: Mapping[int, Presence],
         unknown: tuple[int, ...] = (),
-        compiling: tuple[int, ...] = (),
     ) -> None:
         self.problem, self.told = "no answer" if words is None else "", ""
-        self.known = {
-            rank: Card(rank, f"node{rank}", str(rank), 100 + rank, "", rank, has_store=False)
-            for rank in range(4)
-            if rank not in unknown
-        }
-        self.own = self.known[0]
         told = {rank: text.partition(" ") for rank, text in (words or {}).items()}
-        self._cards = {
-            rank: card._replace(
+        self.own, *self._cards = (
+            Card(
+                *(rank, f"node{rank}", str(rank), 100 + rank, "", rank),
+                has_store=False,
                 word=told.get(rank, ("", "", ""))[0],
                 text=told.get(rank, ("", "", ""))[2],
-                doing="compiles" if rank in compiling else "",
             )
-            for rank, card in self.known.items()
-        }
+            for rank in range(4)
+            if rank not in unknown
+        )
         self._presences = presences
 
     def tell(self, word: str, text: str = "") -> None:
         self.told = text
 
-    def hear(self) -> dict[int, Card]:
-        return {} if self.problem else self._cards
+    def hear(self) -> list[Card]:
+        return self._cards
 
-    def presence_of(self, ranks: list[int]) -> Mapping[int, Presence]:
-        return {rank: self._presences.get(rank, Presence.HERE) for rank in ranks}
+    def ask(self, cards: list[Card]) -> Mapping[int, Presence]:
+        return {card.rank: self._presences.get(card.rank, Presence.HERE) for card in cards}
 
 
 def _judge(
@@ -385,7 +380,7 @@ def test_a_store_that_is_gone_while_all_are_there(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_compiles_is_named_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears it when it is done, and says the same."""
     monkeypatch.setattr(faults, "_SETTLE_S", 0.05)
-    roll_call: Any = _RollCall({1: "lost"}, {}, compiling=(2,))
+    roll_call: Any = _RollCall({1: "lost", 2: "compiles"}, {})
     finding = faults._find_fault(roll_call)
     assert finding.ranks == (2,)
     assert finding.text.startswith("rank 2 (host node2, pid 102) compiled for longer than the")
@@ -554,6 +549,9 @@ def test_a_hook_that_another_library_wrapped_is_called_once(
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: printed.append(error))
     monkeypatch.setattr(faults, "_here", faults._Here())
+    monkeypatch.setattr(
+        faults, "_explain_uncaught", functools.cache(faults._explain_uncaught.__wrapped__)
+    )
     monkeypatch.setattr(faults, "RollCall", mock.Mock())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     faults.introduce()

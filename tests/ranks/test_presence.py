@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.ranks import presence
+from ddpopt.ranks import faults, presence
 from ddpopt.ranks.presence import Card, Presence, RollCall, find_presence, introduce
 from tests.support.hanging import LIMIT_S, hanging_store
 
@@ -158,15 +158,20 @@ def roll_call(one_rank: None) -> Iterator[RollCall]:
     made.close()
 
 
+def _heard_of_own(roll_call: RollCall) -> tuple[str, str]:
+    """Return the word and the text that the store has of this rank."""
+    roll_call.hear()
+    card = roll_call.known[roll_call.own.rank]
+    return card.word, card.text
+
+
 def test_the_last_word_of_a_rank_counts(roll_call: RollCall) -> None:
-    """And none that it withdrew; what it does is told beside it."""
+    """And none that it withdrew."""
     roll_call.tell("first", "x")
-    roll_call.note("compiles")
     roll_call.tell("second", "y" * 1000)
-    card = roll_call.hear()[0]
-    assert (card.word, card.text, card.doing) == ("second", "y" * 500, "compiles")
+    assert _heard_of_own(roll_call) == ("second", "y" * 500)
     roll_call.tell("")
-    assert roll_call.hear()[0].word == ""
+    assert _heard_of_own(roll_call) == ("", "")
 
 
 def test_words_of_a_process_before_are_not_heard(roll_call: RollCall) -> None:
@@ -175,9 +180,9 @@ def test_words_of_a_process_before_are_not_heard(roll_call: RollCall) -> None:
     assert dist.group.WORLD is not None
     again = RollCall(dist.group.WORLD)
     try:
-        assert not any(card.word for card in again.hear().values())
+        assert _heard_of_own(again) == ("", "")
         again.tell("raised", "of now")
-        assert again.hear()[0].text == "of now"
+        assert _heard_of_own(again) == ("raised", "of now")
     finally:
         again.close()
 
@@ -201,18 +206,39 @@ def test_its_thread_ends_when_all_ranks_are_known(roll_call: RollCall) -> None:
 def test_a_store_that_hangs_is_given_up(
     roll_call: RollCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until there is another word to tell: compiling would be held up each time."""
+    """Until there is another word to tell; compiling would be held up each time."""
     monkeypatch.setattr(presence, "_STORE_S", 0.05)
+    here = faults._Here()
+    here.roll_call = roll_call
+    monkeypatch.setattr(faults, "_here", here)
     with hanging_store() as store:
         for _ in range(3):
-            roll_call.note("compiles")
+            with faults.compiling():
+                pass
         assert store.num_calls == 1
         roll_call.tell("raised", "x")
-        assert roll_call.hear() == {}
+        assert roll_call.hear() == []
         assert store.num_calls == 2
         assert roll_call.problem == "no answer within 0.05 s"
     roll_call.tell("raised", "y")
-    assert roll_call.hear()[0].text == "y"
+    assert _heard_of_own(roll_call) == ("raised", "y")
+
+
+def test_compiling_is_told_and_withdrawn_but_hides_no_error(
+    roll_call: RollCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that was told before, nor one that another thread told meanwhile."""
+    here = faults._Here()
+    here.roll_call = roll_call
+    monkeypatch.setattr(faults, "_here", here)
+    with faults.compiling():
+        assert _heard_of_own(roll_call)[0] == "compiles"
+    assert _heard_of_own(roll_call)[0] == ""
+    with faults.compiling():
+        roll_call.tell("lost a connection")
+    with faults.compiling():
+        assert _heard_of_own(roll_call)[0] == "lost a connection"
+    assert _heard_of_own(roll_call)[0] == "lost a connection"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -270,7 +296,6 @@ def test_a_rank_that_ended_before_it_was_asked_is_known_on_its_machine(one_rank:
         _torch.store_of(dist.group.WORLD).set(f"{presence._KEY}/1", json.dumps(gone))
         made = RollCall(dist.group.WORLD)
     try:
-        made.hear()
-        assert made.presence_of([1]) == {1: Presence.ENDED}
+        assert made.ask(made.hear()) == {1: Presence.ENDED}
     finally:
         made.close()

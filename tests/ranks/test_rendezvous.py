@@ -133,7 +133,7 @@ def _appoint(size: int, limit_s: float, num_here: int | None = None) -> list[App
 def test_ranks_that_all_come_go_on() -> None:
     """The last one to come says so."""
     appointments = _appoint(3, LIMIT_S)
-    assert _on_ranks(3, lambda group: appointments[group.rank].keep("")) == [""] * 3
+    assert _on_ranks(3, lambda group: appointments[group.rank].keep(None)) == ["None"] * 3
     assert _threads() == 0
 
 
@@ -141,14 +141,14 @@ def test_a_rank_that_is_not_announced_is_not_waited_for() -> None:
     """All hear the same."""
     first, second = _appoint(4, LIMIT_S, num_here=2)
     with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
-        assert first.keep("") == second.keep("") == "ranks 2, 3 did not look"
+        assert first.keep(None) == second.keep(None) == "ranks 2, 3 did not look"
 
 
 def test_one_that_cannot_go_on_answers_for_all() -> None:
     """The first of them, and nobody waits."""
     first, second, third = _appoint(3, LIMIT_S)
     with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
-        told = [second.keep("it cannot"), first.keep("nor can I"), third.keep("")]
+        told = [second.keep("it cannot"), first.keep("nor can I"), third.keep(None)]
     assert told == ["on rank 1: it cannot"] * 3
 
 
@@ -156,10 +156,10 @@ def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
     """Who comes after it does not wait again."""
     first, *others = _appoint(4, limit_s=0.4)
     with mock.patch.object(rendezvous.time, "sleep", side_effect=time.sleep) as sleep:
-        assert first.keep("") == "ranks 1, 2, 3 did not come within 0 s"
+        assert first.keep(None) == "ranks 1, 2, 3 did not come within 0 s"
         assert sleep.call_count <= 0.4 / rendezvous._POLL_S + 1
         sleep.reset_mock()
-        assert {each.keep("") for each in others} == {"ranks 1, 2, 3 did not come within 0 s"}
+        assert {each.keep(None) for each in others} == {"ranks 1, 2, 3 did not come within 0 s"}
         sleep.assert_not_called()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import threading
 import time
 from typing import Any
@@ -40,10 +38,7 @@ def test_what_is_put_on_a_board_is_there() -> None:
     assert board.get("note", "other") == ["x", ""]
     assert [board.count("number") for _ in range(2)] == [1, 2]
     assert [board.put_first("answer", text) for text in ("yes", "no", "")] == ["yes"] * 3
-    board.close()
-    again = _board()
-    assert again.words() == ["here"]
-    again.close()
+    assert _board().words() == ["here"]
     assert not _threads()
 
 
@@ -54,21 +49,12 @@ def test_no_two_boards_have_a_key() -> None:
     assert len(set(keys)) == 3
 
 
-def _hold(holders: list[Board], store: Any) -> int:
-    return len(holders)
-
-
 @pytest.mark.usefixtures("one_rank")
-def test_a_board_that_is_dropped_ends_its_thread() -> None:
-    """Also if what it was asked last refers to it."""
-    holders = [_board()]
-    asked = functools.partial(_hold, holders)
-    assert holders[0]._ask(asked) == 1
-    del holders, asked
-    gc.collect()
-    end_s = time.monotonic() + LIMIT_S
-    while _threads() and time.monotonic() < end_s:
-        time.sleep(0.01)
+def test_the_connection_is_the_boards_own() -> None:
+    """So that the group's store ends with its group, and other calls do not wait for it."""
+    board = _board()
+    assert board._ask(id) != id(_torch.store_of(_group()))
+    assert board._ask(id) == board._ask(id)
     assert not _threads()
 
 
@@ -82,7 +68,6 @@ def test_a_store_that_does_not_answer_is_asked_once() -> None:
             with pytest.raises(PeerError, match=r"^testing: .* gone \(no answer within 0\.05 s\)"):
                 board.words()
             board.limit_s = LIMIT_S
-        board.close()
         assert time.monotonic() - began_s < LIMIT_S
         assert store.num_calls == 1
 
@@ -117,6 +102,4 @@ def test_a_store_without_a_second_connection_is_called_itself(
 ) -> None:
     """As stores that are written in Python."""
     monkeypatch.setattr(_torch, "store_of", lambda _: _Only())
-    board = _board()
-    assert board.get("y", "x") == ["", "TEST/BOARD/X"]
-    board.close()
+    assert _board().get("y", "x") == ["", "TEST/BOARD/X"]

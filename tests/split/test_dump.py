@@ -188,7 +188,8 @@ def test_the_environments_rank_leads_to_no_other_folder(
     monkeypatch.setenv("RANK", rank)
     gm = fx.symbolic_trace(torch.nn.ReLU())
     with config.patch(dump_dir=str(tmp_path / "dumps")):
-        dump.dump_plan(gm, SplitPlan(graph="0/0", inner="eager", num_nodes=1, split="forward"))
+        plan = SplitPlan(graph="0/0", inner="eager", num_nodes=1, split="forward")
+        dump.write(gm, plan, [])
     (process,) = (tmp_path / "dumps").iterdir()
     assert re.fullmatch(r"rank\d{1,60}-pid\d+", process.name)
     assert list(process.glob("*/plan.json"))
@@ -219,7 +220,7 @@ def test_off_nothing_is_formatted_or_written(
         raise AssertionError("formatted while dumps are off")
 
     monkeypatch.chdir(tmp_path)
-    for name in ("to_dot", "call_nodes", "find_parameters", "_Folder"):
+    for name in ("to_dot", "find_parameters", "_folder_of"):
         monkeypatch.setattr(dump, name, refuse)
     _train("")
     assert not list(tmp_path.iterdir())

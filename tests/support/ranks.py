@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ddpopt.algorithms import Handle
+from ddpopt.errors import PeerError
 from tests.support.haste import hurry
 
 TIMEOUT_S = 600  # that a machine is busy is no failure
@@ -110,6 +113,19 @@ class OwnRanks(Protocol):
     """What the fixture `own_ranks` is."""
 
     def __call__(self, num_ranks: int = 2) -> Ranks: ...
+
+
+def lose_rank_1(rank: int, handle: Handle, step: Callable[[], object]) -> str:
+    """Kill rank 1 before its third step, and return what that raises on the others."""
+    try:
+        for index in range(4):
+            if (rank, index) == (1, 2):  # in the second forward DDP itself communicates, once
+                os.kill(os.getpid(), signal.SIGKILL)
+            step()
+    except PeerError as error:
+        handle.detach(average=False)
+        return str(error)
+    return "nothing"
 
 
 def _work(

@@ -24,6 +24,7 @@ from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt.split import state as records
 from tests.support.models import WIDTH, assert_equal_states, batches, train
+from tests.support.registration import uninstall
 
 
 class Use(NamedTuple):
@@ -113,7 +114,7 @@ def _train_without(
     expected: dict[str, torch.Tensor],
 ) -> Trained:
     torch._dynamo.reset()
-    ddpopt.backend.uninstall()
+    uninstall()
     error = difference = ""
     with _warnings() as said, looking_up(use) as asked:
         ddpopt.backend.install()
@@ -129,7 +130,7 @@ def _train_without(
         except Exception:
             error = traceback.format_exc()
     plans = records.of(ddp).plans
-    ddpopt.backend.uninstall()
+    uninstall()
     ddpopt.backend.install()
     return Trained(
         missing=use,

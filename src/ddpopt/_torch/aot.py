@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -13,48 +14,34 @@ from torch import fx
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.graphs import fake_mode_of
-
-
-class SectionTrace:
-    """What AOTAutograd left behind while it compiled a section."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    @property
-    def has_run_aot(self) -> bool:
-        """Whether AOTAutograd compiled something, so that the first call returns fake tensors."""
-        return self._context is not None and names.FW_METADATA.of(self._context) is not None
+from ddpopt._torch.names import ModuleName
+from ddpopt._torch.runtime import do_without
+from ddpopt.errors import TorchDriftError
 
 
 @contextlib.contextmanager
-def section_tracing() -> Iterator[SectionTrace]:
+def section_tracing() -> Iterator[Callable[[], bool]]:
     """Give the section compiled in this block a TracingContext of its own.
 
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
     whatever is compiled of that graph later: with one for all sections it would find the last
-    one's metadata. Guards and fake mode stay shared. The first call of what AOTAutograd compiled,
-    made inside this block, returns fake tensors with the strides that Inductor chose.
+    one's metadata. Guards and fake mode stay shared. Yields what tells whether AOTAutograd compiled
+    something: its first call, made inside this block, returns fake tensors with the strides that
+    Inductor chose.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
-        yield SectionTrace(None)
+        yield lambda: False
         return
     context = copy.copy(outer)
-    for row in (
-        names.FW_METADATA,
-        names.AOT_GRAPH_NAME,
-        names.PARAMS_FLAT,
-        names.PARAMS_UNWRAPPED,
-        names.PARAMS_INDEX,
-        names.OUTPUT_STRIDES,
-    ):
+    parameters = (names.PARAMS_FLAT, names.PARAMS_UNWRAPPED, names.PARAMS_INDEX)
+    for row in (names.FW_METADATA, names.AOT_GRAPH_NAME, names.OUTPUT_STRIDES, *parameters):
         row.set(context, None)
     names.FAKIFY_FIRST_CALL.set(context, True)
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
     try:
         with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():
-            yield SectionTrace(context)
+            yield lambda: names.FW_METADATA.of(context) is not None
     finally:
         names.FAKIFY_FIRST_CALL.set(context, False)
         _forget_donated(context)
@@ -66,8 +53,7 @@ def _forget_donated(context: Any) -> None:
         names.DONATED_IDXS.set(metadata, [])  # AOTAutograd's spelling of "none"
 
 
-@contextlib.contextmanager
-def _no_donated_buffers() -> Iterator[None]:
+def _no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     """Compile backward now, and so that it leaves saved tensors as they are.
 
     Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
@@ -75,38 +61,63 @@ def _no_donated_buffers() -> Iterator[None]:
     (torch 2.11 to 2.13): a backward with retain_graph could get one that overwrites what the next
     backward needs. AOTAutograd's own cache avoids that; a section's first call bypasses it.
     """
-    tag = f"{names.CACHE_KEY_TAG.get()} ddpopt: no donated buffers"
-    with names.settings(
+    tag = _tag_of(names.CACHE_KEY_TAG.get())
+    return names.settings(
         {names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True, names.CACHE_KEY_TAG: tag}
-    ):
-        yield
+    )
 
 
-# A backward graph compiled so far: (graph, inputs, which of the whole graph's inputs each is,
-# None for others) -> a callable that takes a list and empties it.
+def _tag_of(tag: str) -> str:
+    return f"{tag} ddpopt: no donated buffers"
+
+
+# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> a callable
+# that takes a list and empties it
 CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Callable[..., Any]]
-CutBackward = Callable[[fx.GraphModule, list[Any], CompileSection], Callable[..., Any]]
-# (graph, inputs, edit the forward graph, cut the backward graph) -> compiled forward
-AOTCompilerFn = Callable[
-    [fx.GraphModule, list[Any], Callable[[fx.GraphModule], None], CutBackward], Callable[..., Any]
-]
+
+
+class Cutting(Protocol):
+    """What cuts the backward of one graph.
+
+    `key` tells it from all that would cut the same graph otherwise, in any process; None where the
+    result is to be taken from no cache.
+    """
+
+    key: str | None
+
+    def edit_forward(self, forward: fx.GraphModule) -> None:
+        """Change the forward before it is compiled."""
+
+    def compile(
+        self, backward: fx.GraphModule, inputs: list[Any], compile_section: CompileSection
+    ) -> tuple[Sequence[Any], Any]:
+        """Return the compiled sections, and data to run them by, which can be pickled."""
+
+    def run(self, sections: Sequence[Any], data: Any) -> Callable[[list[Any]], Any]:
+        """Return what AOTAutograd is to run, of what `compile` returned here or elsewhere."""
+
+
+# (graph, inputs, what cuts its backward) -> compiled forward
+AOTCompilerFn = Callable[[fx.GraphModule, list[Any], Cutting], Callable[..., Any]]
 
 
 def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     """Return what compiles as `inductor` does, which `inductor()` made, with a cut backward."""
 
-    def compile_graph(
-        gm: fx.GraphModule,
-        inputs: list[Any],
-        edit_forward: Callable[[fx.GraphModule], None],
-        cut_backward: CutBackward,
-    ) -> Callable[..., Any]:
+    def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         compile_fx_inner = names.COMPILE_FX_INNER.get()
+        cached = None if cutting.key is None else _cached()
+        tag = names.CACHE_KEY_TAG.get()
+
+        def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
+            # Inductor's own cache need not know how the graph that this is a part of was cut.
+            with names.settings({names.CACHE_KEY_TAG: _tag_of(tag)}):
+                return compile_fx_inner(graph, values, **options)
 
         def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
             if not options.get("is_backward", False):
-                edit_forward(graph)
-                return compile_fx_inner(graph, graph_inputs, **options)
+                cutting.edit_forward(graph)
+                return compile_inner(graph, graph_inputs, **options)
             static = set(options.pop("static_input_idxs", ()))
 
             def compile_section(
@@ -117,55 +128,75 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 # Inductor keeps the strides of these; the next section counts on them.
                 output.meta["user_visible_output_idxs"] = list(range(len(values)))
                 kept = [i for i, origin in enumerate(origins) if origin in static]
-                return compile_fx_inner(section, section_inputs, static_input_idxs=kept, **options)
+                return compile_inner(section, section_inputs, static_input_idxs=kept, **options)
 
-            return cut_backward(graph, list(graph_inputs), compile_section)
+            sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
+            if cached is not None and cached.is_storable(sections):
+                return cached.CutBackward(sections, data)
+            names.BUNDLED_AUTOGRAD_CACHE.replace(False)  # without which nothing is stored
+            return cutting.run(sections, data)
 
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)
-        with _cut_backward_settings():
-            compiled: Callable[..., Any] = compile_fx(
-                gm, inputs, inner_compile=inner_compile, config_patches=patches
-            )
-        return compiled
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_cut_backward_settings(cutting.key if cached else None))
+            if cached is not None:
+                stack.enter_context(cached.running_by(cutting.run))
+            return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
 
 
-def aot_eager(
-    gm: fx.GraphModule,
-    inputs: list[Any],
-    edit_forward: Callable[[fx.GraphModule], None],
-    cut_backward: CutBackward,
-) -> Callable[..., Any]:
+def _cached() -> Any:
+    """Return the module `cached`, None where this release has no such cache."""
+    if not names.OUTPUT_CODE.is_expected:
+        return None
+    try:
+        names.OUTPUT_CODE.get()
+        names.OUTPUT_LOADABLE.get()
+        return importlib.import_module("ddpopt._torch.cached")  # which loads Inductor
+    except TorchDriftError as error:
+        do_without(str(error), names.Need.CACHE)
+        return None
+
+
+def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
     """Compile as the backend of this name does, with a cut backward."""
     boxed_nop = names.BOXED_NOP.get()
 
     def compile_forward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
-        edit_forward(graph)
+        cutting.edit_forward(graph)
         return boxed_nop(graph, graph_inputs)
 
     def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
-        return cut_backward(
-            graph, list(graph_inputs), lambda section, values, _: boxed_nop(section, values)
+        return cutting.run(
+            *cutting.compile(
+                graph, list(graph_inputs), lambda section, values, _: boxed_nop(section, values)
+            )
         )
 
-    with _cut_backward_settings():
+    with _cut_backward_settings(None):
         return lookup_backend("aot_eager")(
             gm, inputs, fw_compiler=compile_forward, bw_compiler=compile_backward
         )
 
 
 @contextlib.contextmanager
-def _cut_backward_settings() -> Iterator[None]:
-    """Compile backward before the first forward, which needs its gates, and each time.
+def _cut_backward_settings(key: str | None) -> Iterator[None]:
+    """Compile backward before the first forward, which needs its gates.
 
-    On a hit AOTAutograd's own cache would return a backward that nobody cut. The caches of what
-    the sections are compiled to stay on.
+    With a key AOTAutograd looks into its cache, for a backward that was cut by that key, and stores
+    the whole result in one entry. Without, the caches of what sections are compiled to stay on.
     """
-    off = dict.fromkeys(
-        (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE), False
-    )
-    with _no_donated_buffers(), names.settings(off):
+    tag = names.CACHE_KEY_TAG.get()
+    if key is None:
+        caches = (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE)
+        settings: dict[ModuleName, Any] = dict.fromkeys(caches, False)
+    else:
+        settings = {
+            names.BUNDLED_AUTOGRAD_CACHE: True,
+            names.CACHE_KEY_TAG: f"{_tag_of(tag)}; {key}",
+        }
+    with _no_donated_buffers(), names.settings(settings):
         yield
     tracing = names.TRACING_CONTEXT.get().try_get()
     if tracing is not None:
@@ -183,13 +214,10 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
 
     Inductor may have chosen other strides in the forward for what it saved than were traced.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if all(
-        _has_strides_of(n.meta.get("val"), v) for n, v in zip(placeholders, inputs, strict=True)
-    ):
-        return
-    propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
-    propagation.propagate_dont_convert_inputs(*inputs)
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    if not all(map(_has_strides_of, values, inputs)):
+        propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
+        propagation.propagate_dont_convert_inputs(*inputs)
 
 
 def _has_strides_of(value: object, other: object) -> bool:
@@ -205,11 +233,10 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     value is no gradient, or AOTAutograd does not tell.
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
-    found: list[int | None] = []
-    for description in outputs_described(backward):
-        is_plain = isinstance(description, gradient) and isinstance(description.grad_of, plain)
-        found.append(description.grad_of.idx if is_plain else None)
-    return found
+    return [
+        text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
+        for text in outputs_described(backward)
+    ]
 
 
 def outputs_described(gm: fx.GraphModule) -> list[Any]:
@@ -242,13 +269,12 @@ def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
     Raises:
         RuntimeError: an option is unknown or has the wrong type, or the mode is unknown.
     """
-    wrapper: CompilerFn = names.INDUCTOR.get()(mode, dict(options), None)
-    return wrapper
+    return names.INDUCTOR.get()(mode, dict(options), None)
 
 
 def inductor_options() -> list[str]:
     """Return the names of Inductor's options."""
-    return list(names.INDUCTOR_OPTIONS.get()())
+    return names.INDUCTOR_OPTIONS.get()()
 
 
 def has_cuda_graphs(inductor: CompilerFn) -> bool:

@@ -39,10 +39,8 @@ def copy_compiled(
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
     same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
     """
-    contexts = {
-        id(context): context_apart(context) if is_apart else context
-        for context in compiled_parts(model)
-    }
+    parts = compiled_parts(model)
+    contexts = {id(part): context_apart(part) if is_apart else part for part in parts}
     ddp = unwrap_compiled(model)
     assert isinstance(ddp, DistributedDataParallel)
     twin: DistributedDataParallel = object.__new__(type(ddp))
@@ -69,8 +67,8 @@ def _copy_ddp(
     names.MODULES.set(twin, {"module": module})
     names.COMM_HOOKS.set(twin, [])
     names.HAS_REBUILT_BUCKETS.set(twin, False)
-    names.SYNCS_GRADIENTS.set(twin, True)
-    names.SYNCS_BUFFERS.set(twin, True)
+    for row in (names.SYNCS_GRADIENTS, names.SYNCS_BUFFERS):
+        row.set(twin, True)
     for row in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
         row.set(twin, None)
     ignored = names.IGNORED_PARAMETERS.of(ddp)
@@ -92,7 +90,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
     """Return what `torch.compile` was given; if that is a method of an original, its copy's."""
-    original: Callable[..., Any] = names.ORIG_CALLABLE.of(function)
+    original = names.ORIG_CALLABLE.of(function)
     if not inspect.ismethod(original):
         return original
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
@@ -125,8 +123,8 @@ def replica(
         )
         buffers = names.BUFFERS.of(copied)
         buffers.update({n: tensors.get(b, b) for n, b in buffers.items() if b is not None})
-        parameters = names.PARAMETERS.of(original)
-        own = {name: None if p is None else tensors[p] for name, p in parameters.items()}
+        parameters = names.PARAMETERS.of(original).items()
+        own = {name: None if p is None else tensors[p] for name, p in parameters}
         for name, tensor in own.items():
             if tensor is not None:
                 setattr(copied, name, tensor)  # RNNs list their weights anew when one is set
@@ -134,16 +132,14 @@ def replica(
         for row in _HOOKS:
             if found := row.of(original):
                 row.set(copied, type(found)((key, hooks[id(h)]) for key, h in found.items()))
-    made: torch.nn.Module = copies[module]
-    return made
+    return copies[module]
 
 
 def compiling_replicas(num_devices: int) -> contextlib.AbstractContextManager[None]:
     """Compile, in a block, what is to run on that many devices at the same time.
 
     A function may be compiled as often on each device as it may on one. Hooks that come or go are
-    noticed. Backward is compiled with its forward: autograd has a thread for each device, and they
-    would compile at the same time.
+    noticed. Backward is compiled with its forward, not by autograd's threads at the same time.
     """
     return names.settings(
         {

@@ -22,8 +22,7 @@ from ddpopt.reducer import Parameter
 
 def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP module whose forward is running."""
-    ddp = names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
-    return ddp if isinstance(ddp, DistributedDataParallel) else None
+    return names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
 
 
 # ---- Buckets -----------------------------------------------------------------------------------
@@ -42,13 +41,11 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     log decides, a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.of(ddp), names.REDUCER.of(ddp)
-    if not follows_arrival_order(ddp):
+    if not follows_arrival_order(ddp) or (has_rebuilt and reducer in _seen_before_rebuild):
         return False
     if not has_rebuilt:
         _seen_before_rebuild.add(reducer)
         return True
-    if reducer in _seen_before_rebuild:
-        return False
     try:
         return not _log_of(ddp).get("has_rebuilt_buckets")
     except TorchDriftError:
@@ -70,19 +67,16 @@ def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...]
 
 
 def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
-    """Return what DDP's log has of the module's present Reducer."""
-    log: Mapping[str, Any] = names.GET_LOGGING_DATA.of(ddp)()
-    return log
+    """Return what DDP logged of the module's present Reducer."""
+    return names.GET_LOGGING_DATA.of(ddp)()
 
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
     """Return the limits in bytes by which this module's Reducer closes buckets."""
-    caps = tuple(names.CAPS_BYTES.of(ddp))
-    if not caps:
-        cap = int(names.CAP_BYTES.of(ddp))
-        first = int(names.FIRST_CAP_BYTES.get())
-        caps = (first, cap) if names.CAP_IS_DEFAULT.of(ddp) and first < cap else (cap,)
-    return caps
+    if caps := tuple(names.CAPS_BYTES.of(ddp)):
+        return caps
+    first, cap = int(names.FIRST_CAP_BYTES.get()), int(names.CAP_BYTES.of(ddp))
+    return (first, cap) if names.CAP_IS_DEFAULT.of(ddp) and first < cap else (cap,)
 
 
 # ---- Parameters --------------------------------------------------------------------------------
@@ -105,17 +99,16 @@ def _describe(
     ddp: DistributedDataParallel, wanted: frozenset[torch.Tensor]
 ) -> dict[torch.Tensor, Parameter]:
     found: dict[torch.Tensor, Parameter] = {}
-    for module_name, module in ddp.module.named_modules():
-        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        for leaf_name, parameter in module.named_parameters(recurse=False):
-            if parameter not in wanted or parameter in found:
-                continue
+    for name, parameter in ddp.module.named_parameters():
+        if parameter in wanted:
+            owner = ddp.module.get_submodule(name.rpartition(".")[0])
+            is_embedding = isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag)
             found[parameter] = Parameter(
                 index=len(found),
-                name=f"{module_name}.{leaf_name}" if module_name else leaf_name,
-                num_bytes=parameter.numel() * parameter.element_size(),
+                name=name,
+                num_bytes=parameter.nbytes,
                 group=f"{parameter.dtype} on {parameter.device}",
-                is_sparse=is_embedding and bool(module.sparse),
+                is_sparse=is_embedding and bool(owner.sparse),
             )
     return found
 
@@ -158,10 +151,7 @@ def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def accumulate_node(parameter: torch.Tensor) -> Any:
-    """Return the autograd node that accumulates a parameter's gradient.
-
-    It lives as long as somebody holds it, or a graph that uses the parameter.
-    """
+    """Return the autograd node that accumulates a gradient; it lives while somebody holds it."""
     with requiring_grad([parameter]):
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None
@@ -188,7 +178,7 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
-    return bool(_registered_hooks(ddp)) or _builtin_hook(ddp) is not None
+    return bool(_log_of(ddp).get("comm_hook"))
 
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
@@ -216,11 +206,7 @@ def _builtin_hook(ddp: DistributedDataParallel) -> Any:
 
 
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
-    """Find out, before a step depends on it, whether buckets can be changed while training.
-
-    Raises:
-        TorchDriftError: a name that is needed for it has moved.
-    """
+    """Raise TorchDriftError now if a name has moved that changing buckets in a step needs."""
     for row in names.TABLE:
         if row.need is names.Need.REBUCKET and row.is_expected:
             if isinstance(row, names.ModuleName):
@@ -236,9 +222,8 @@ def replace_reducer(
 ) -> None:
     """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
 
-    It is made as DDP's constructor makes it, with the same options and comm hooks. Like any Reducer
-    it rebuilds its buckets after its first iteration, by the limits `caps_bytes`, one for each
-    bucket.
+    It has the same options and comm hooks. Like any Reducer it rebuilds its buckets after its first
+    iteration, by the limits `caps_bytes`, one for each bucket.
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
@@ -253,12 +238,11 @@ def replace_reducer(
     assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
     with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
         make_reducer(ddp, list(reduced), list(reduced.values()))
+    names.COMM_HOOKS.set(ddp, [])
     for hook, state in hooks:
-        names.SET_HOOK_NAME.of(names.LOGGER.of(ddp))(hook.__qualname__)
-        names.REGISTER_HOOK.get()(names.REDUCER.of(ddp), state, hook)
+        ddp.register_comm_hook(state, hook)
     if own_hook is not None:
-        names.SET_HOOK_NAME.of(names.LOGGER.of(ddp))(str(own_hook))
-        names.REGISTER_BUILTIN_HOOK.get()(names.REDUCER.of(ddp), own_hook)
+        names.REGISTER_BUILTIN_HOOK.of(ddp)(own_hook)
 
 
 def _drop_reducer(ddp: DistributedDataParallel) -> None:
@@ -315,13 +299,13 @@ def watch_ddp_forward(
     def report(ddp: DistributedDataParallel, callback: Any) -> None:
         after(ddp, innermost_backend(callback) if callable(callback) else None)
 
-    uncompiled_report, uncompiled_before = disable(report), disable(before)
+    begin, end = disable(before), disable(report)
 
     def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
-        uncompiled_before(self)
+        begin(self)
         with original(self):
             yield
-        uncompiled_report(self, current_callback())  # asked here: `disable` takes it away
+        end(self, current_callback())  # asked here: `disable` takes it away
 
     # Dynamo is to skip this frame, as it does the original's, but not the module's below. It skips
     # generators that are marked, and contextlib; classes of ours it would compile at each call.
@@ -329,13 +313,6 @@ def watch_ddp_forward(
     watched: Any = functools.wraps(original)(context)
     watched.ddpopt_replaces = original
     names.INSIDE_DDP_FORWARD.set(DistributedDataParallel, watched)
-
-
-def unwatch_ddp_forward() -> None:
-    """Restore DDP's own context."""
-    current = names.INSIDE_DDP_FORWARD.of(DistributedDataParallel)
-    original = getattr(current, "ddpopt_replaces", current)
-    names.INSIDE_DDP_FORWARD.set(DistributedDataParallel, original)
 
 
 def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -28,7 +28,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     While a DDP forward is active, Dynamo looks `DDPOptimizer` up in its module for each frame,
     constructs it around the backend and uses its `compile_fn`. There is no other place to step
     in, so the class is replaced by a subclass; for other backends that is the original.
-    Idempotent; `give_back` undoes it.
+    Idempotent.
     """
     original = names.DDP_OPTIMIZER.get()
     if hasattr(original, "ddpopt_replaces"):
@@ -43,13 +43,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
     members = {**copied, "__new__": construct, "ddpopt_replaces": original}
     replacement = type(original.__name__, (original,), members)
-    names.DDP_OPTIMIZER.set(replacement)
-
-
-def give_back() -> None:
-    """Restore Dynamo's own `DDPOptimizer`; nothing happens where it is in place."""
-    current = names.DDP_OPTIMIZER.get()
-    names.DDP_OPTIMIZER.set(getattr(current, "ddpopt_replaces", current))
+    names.DDP_OPTIMIZER.replace(replacement)
 
 
 def innermost_backend(backend: Any) -> Any:
@@ -66,21 +60,13 @@ def innermost_backend(backend: Any) -> Any:
 
 
 def lookup_backend(name: str) -> CompilerFn:
-    """Return a registered backend by its name.
-
-    Raises:
-        torch._dynamo.exc.InvalidBackend: there is none of that name.
-    """
-    backend: CompilerFn = names.LOOKUP_BACKEND.get()(name)
-    return backend
+    """Return a registered backend; raises `torch._dynamo.exc.InvalidBackend` if there is none."""
+    return names.LOOKUP_BACKEND.get()(name)
 
 
 def optimize_ddp_mode() -> str:
-    """Return `torch._dynamo.config.optimize_ddp` with its booleans spelled out.
-
-    `ddp_optimizer` (True), `no_optimization` (False), or one of the `python_reducer` modes.
-    """
-    return str(names.GET_OPTIMIZE_DDP_MODE.get()())
+    """Return Dynamo's `optimize_ddp`, spelled out: `no_optimization` is False."""
+    return names.GET_OPTIMIZE_DDP_MODE.get()()
 
 
 def is_compiled_autograd_on() -> bool:
@@ -91,21 +77,16 @@ def is_compiled_autograd_on() -> bool:
 def suppresses_errors() -> bool:
     """Whether Dynamo is to run eagerly what a backend fails to compile."""
     try:
-        return bool(names.SUPPRESS_ERRORS.get())
+        return names.SUPPRESS_ERRORS.get()
     except TorchDriftError:
         return False  # an exception is being handled, and must not be hidden by another
 
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """Return the exceptions by which a compiler talks to Dynamo; they must pass unchanged."""
+    rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
     try:
-        return (
-            names.SKIP_FRAME.get(),
-            names.RESTART_ANALYSIS.get(),
-            names.RESTART_FOR_FLOATS.get(),
-            names.UNSUPPORTED.get(),
-            *names.ALLOWED_FALLBACKS.get(),
-        )
+        return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
     except TorchDriftError as error:  # the caller handles another, which this must not hide
         do_without(str(error), names.Need.ERRORS)
         return ()
@@ -114,10 +95,7 @@ def control_flow_exceptions() -> tuple[type[BaseException], ...]:
 def dynamo_settings(
     *, optimize_ddp: bool, recompile_limit: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in a block.
-
-    Models of one class count together, whichever backends they are compiled with.
-    """
+    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in a block."""
     return names.settings(
         {names.OPTIMIZE_DDP: optimize_ddp, names.RECOMPILE_LIMIT: recompile_limit}
     )
@@ -137,13 +115,12 @@ def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `torch.compiler.disable`, which has no types: Dynamo leaves the function alone."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
-    return bool(names.TRACE_RULES_CHECK.get()(function))
+    return names.TRACE_RULES_CHECK.get()(function)
 
 
 # ---- When it is compiled anew ------------------------------------------------------------------
@@ -205,7 +182,7 @@ def checkpointed_region() -> object | None:
         found = cell.cell_contents
         found = found() if isinstance(found, weakref.ref) else found
         if isinstance(found, frame_class):
-            return found  # type: ignore[no-any-return]
+            return found
     return None
 
 
@@ -215,8 +192,7 @@ def checkpointed_region() -> object | None:
 def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` wrapped, or the module itself."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
-    original: torch.nn.Module = names.ORIG_MOD.of(module) if is_wrapper else module
-    return original
+    return names.ORIG_MOD.of(module) if is_wrapper else module
 
 
 def is_whole_forward(path: tuple[str, ...]) -> bool:
@@ -233,8 +209,8 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 def compiled_parts(model: torch.nn.Module) -> list[Any]:
     """Return what compiles each part of a model that `torch.compile` was called for, once each.
 
-    Parts are modules that it wrapped, modules that it compiled in place (`Module.compile` keeps a
-    compiled function), and other functions that are attributes of modules.
+    Parts are modules that it wrapped, and functions that are attributes of modules, where
+    `Module.compile` keeps one too.
     """
     optimized = names.OPTIMIZED_MODULE.get()
     contexts = []
@@ -248,11 +224,9 @@ def compiled_parts(model: torch.nn.Module) -> list[Any]:
 
 def compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
     """Return a module's own attributes that are what `torch.compile` made of functions."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and names.GET_COMPILER_CONFIG.is_in(value)
-    }
+    own = vars(module).items()
+    is_compiled = names.GET_COMPILER_CONFIG.is_in
+    return {n: value for n, value in own if inspect.isfunction(value) and is_compiled(value)}
 
 
 def context_of(function: Callable[..., Any]) -> Any:
@@ -276,9 +250,8 @@ def compile_options(context: Any) -> dict[str, Any]:
 
 def context_apart(context: Any) -> Any:
     """Return what compiles as `context` does, with code that nothing else shares."""
-    backend = functools.partial(compiler_of(context))  # backends are told apart by identity
     return names.OPTIMIZE.get()(
-        backend=backend,
+        backend=functools.partial(compiler_of(context)),  # they are told apart by identity
         nopython=names.FULLGRAPH.of(context),
         dynamic=names.DYNAMIC.of(context),
     )
@@ -298,11 +271,11 @@ def calling_model(ddp: torch.nn.Module) -> torch.nn.Module | None:
     for frame in frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, optimized) and unwrap_compiled(owner) is ddp:
-            return owner  # type: ignore[no-any-return]
+            return owner
     return None
 
 
-def frames() -> Iterator[Any]:
+def frames() -> Iterator[types.FrameType]:
     """Return the frames of this thread, from this one outwards."""
     frame = inspect.currentframe()
     while frame is not None:

@@ -22,16 +22,13 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
     for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
         if row.is_in(source):
             row.mark(target, row.of(source))
-    sources = {
-        node.name: names.DYNAMO_SOURCE.find(node)
-        for node in source.graph.find_nodes(op="placeholder")
-    }
+    given = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
     for node in target.graph.find_nodes(op="placeholder"):
-        names.DYNAMO_SOURCE.mark(node, sources.get(node.name))
+        names.DYNAMO_SOURCE.mark(node, names.DYNAMO_SOURCE.find(given.get(node.name)))
 
 
 def mark_as_new(placeholder: fx.Node) -> None:
-    """Tell AOTAutograd that Dynamo knows no source of this placeholder."""
+    """Tell AOTAutograd that Dynamo knows no source of a placeholder."""
     names.DYNAMO_SOURCE.mark(placeholder, None)
 
 
@@ -50,7 +47,6 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 
 
 RUNNING_AVERAGES = ("running_mean", "running_var")
-_writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 
 def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
@@ -62,19 +58,18 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
     if isinstance(target, names.OVERLOAD.get()):
         overloads = [target]
     else:
-        packet_type = names.PACKET.get()
-        packet: Any = target
-        if not isinstance(target, packet_type):
-            packet = getattr(torch.ops.aten, name, None)
-        is_packet = isinstance(packet, packet_type)
+        kind = names.PACKET.get()
+        packet: Any = target if isinstance(target, kind) else getattr(torch.ops.aten, name, None)
+        is_packet = isinstance(packet, kind)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
-    found: set[tuple[int | None, str]] = set()
     for overload in overloads:
-        schema = names.SCHEMA.of(overload)
+        schema = names.SCHEMA.of(overload)  # looked up each time, and some cannot be hashed
         if overload not in _writes:
             _writes[overload] = _find_writes(schema)
-        found.update(_writes[overload])
-    return found
+    return {place for overload in overloads for place in _writes[overload]}
+
+
+_writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
@@ -94,19 +89,19 @@ def is_higher_order(target: object) -> bool:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identify a tensor's memory, so that aliases compare equal; None where it has no storage."""
     try:
-        return int(names.STORAGE_DATA.of(tensor.untyped_storage()))
+        return names.STORAGE_DATA.of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other storage-less layouts
 
 
 def is_of_functorch(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what vmap, grad or jvp work on: it does not say what requires grad."""
-    return bool(names.IS_OF_FUNCTORCH.get()(tensor))
+    return names.IS_OF_FUNCTORCH.get()(tensor)
 
 
 def is_subclass(value: object) -> bool:
     """Whether AOTAutograd takes a tensor apart into others, as it does a DTensor."""
-    return bool(names.IS_SUBCLASS.get()(value))
+    return names.IS_SUBCLASS.get()(value)
 
 
 def fake_mode_of(inputs: object) -> Any:
@@ -129,18 +124,9 @@ def own_memory(fake: torch.Tensor) -> torch.Tensor:
 
 def free_symbols(value: object) -> frozenset[Any]:
     """Return the symbols of a symbolic shape or number."""
-    if not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-        return frozenset()
-    if isinstance(value, torch.Tensor) and not _has_symbolic_shape(value):
-        return frozenset()
-    return frozenset(names.FREE_SYMBOLS.get()(value))
-
-
-def _has_symbolic_shape(tensor: torch.Tensor) -> bool:
-    numbers: tuple[object, ...] = tuple(tensor.shape)
-    if tensor.layout is torch.strided:
-        numbers += (*tensor.stride(), tensor.storage_offset())
-    return any(isinstance(number, torch.SymInt) for number in numbers)
+    if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return frozenset(names.FREE_SYMBOLS.get()(value))
+    return frozenset()
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -148,15 +134,13 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     node = names.SYM_NODE.of(size)
-    return int(names.HINT.of(node)) if names.HAS_HINT.of(node)() else 1
+    return names.HINT.of(node) if names.HAS_HINT.of(node)() else 1
 
 
 def constant_of(value: object) -> int | None:
     """Return the number that a symbolic integer is known to equal, None where it may vary."""
-    if not isinstance(value, torch.SymInt):
-        return None
-    constant: int | None = names.MAYBE_AS_INT.of(names.SYM_NODE.of(value))()
-    return constant
+    is_symbolic = isinstance(value, torch.SymInt)
+    return names.MAYBE_AS_INT.of(names.SYM_NODE.of(value))() if is_symbolic else None
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddpopt._torch import names
 from ddpopt.errors import TorchDriftError
@@ -16,7 +17,7 @@ from ddpopt.errors import TorchDriftError
 
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return bool(names.TASK_ID.get()() != -1)
+    return names.TASK_ID.get()() != -1
 
 
 def autograd_node() -> Any:
@@ -36,25 +37,22 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:
     """Return what has autograd call a function at the end of the backward that is running."""
-    engine = names.EXECUTION_ENGINE.of(names.VARIABLE.get())
-    queue: Callable[[Callable[[], None]], None] = names.QUEUE_CALLBACK.of(engine)
-    return queue
+    return names.QUEUE_CALLBACK.of(names.EXECUTION_ENGINE.of(torch.autograd.Variable))
 
 
 def is_autocast_on() -> bool:
     """Whether autocast is on for any device."""
-    return bool(names.IS_AUTOCAST_ON.get()())
+    return names.IS_AUTOCAST_ON.get()()
 
 
 def no_autocast() -> contextlib.AbstractContextManager[None]:
     """Return a context in which autocast is off for all devices."""
-    context: contextlib.AbstractContextManager[None] = names.DISABLE_AUTOCAST.get()()
-    return context
+    return names.DISABLE_AUTOCAST.get()()
 
 
 def is_profiling() -> bool:
     """Whether torch's profiler is on."""
-    return bool(names.PROFILER_ENABLED.get()())
+    return names.PROFILER_ENABLED.get()()
 
 
 @contextlib.contextmanager
@@ -86,30 +84,27 @@ def naming_groups(name: str) -> contextlib.AbstractContextManager[None]:
     return names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
 
 
-def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the time after which a collective on `group` fails, a `datetime.timedelta`."""
     return names.GROUP_TIMEOUT.of(names.GROUP_BACKEND.of(group)(device).options)
 
 
-def num_collectives(group: torch.distributed.ProcessGroup) -> int:
-    """Return how many collectives `group` has launched, which is the same on all ranks.
-
-    Raises:
-        RuntimeError: its backend does not count them.
-    """
-    return int(names.SEQUENCE_NUMBER.of(group)())
+def num_collectives(group: dist.ProcessGroup) -> int:
+    """Return how many collectives `group` has launched; RuntimeError if it does not count them."""
+    return names.SEQUENCE_NUMBER.of(group)()
 
 
-def store_of(group: torch.distributed.ProcessGroup) -> Any:
+def store_of(group: dist.ProcessGroup) -> Any:
     """Return the store by which the ranks of a group found each other."""
     return names.GROUP_STORE.get()(group)
 
 
 def place_of_store(store: Any) -> tuple[str, int] | None:
     """Return the host and port at which a store is reached, None if not by the network."""
-    while isinstance(store, names.PREFIX_STORE.get()):
+    public: Any = dist  # which has them, but does not say so to type checkers
+    while isinstance(store, public.PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, names.TCP_STORE.get()) else None
+    return (store.host, store.port) if isinstance(store, public.TCPStore) else None
 
 
 # TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
@@ -123,14 +118,13 @@ def do_without(missing: str, need: names.Need) -> None:
     logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, need.value)
 
 
-def artifact_logger(module: str, artifact: str) -> logging.Logger:
-    """Return the logger that `TORCH_LOGS=<artifact>` turns on, or a silent one where it moved."""
+def graph_logger() -> logging.Logger:
+    """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one where it moved."""
     try:
-        logger: logging.Logger = names.ARTIFACT_LOGGER.get()(module, artifact)
+        return names.ARTIFACT_LOGGER.get()(LOG_NAME, "ddp_graphs")
     except TorchDriftError as error:
         do_without(str(error), names.Need.LOGS)
-        return logging.getLogger(f"{module}.{artifact}")
-    return logger
+        return logging.getLogger(f"{LOG_NAME}.ddp_graphs")
 
 
 def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
@@ -139,5 +133,5 @@ def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], 
         trace = names.TRACE_STRUCTURED.get()
     except TorchDriftError as error:
         do_without(str(error), names.Need.TRACE)
-        return
-    trace(name, lambda: metadata, payload_fn=payload)
+    else:
+        trace(name, lambda: metadata, payload_fn=payload)

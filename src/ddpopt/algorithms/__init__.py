@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ddpopt.algorithms._runtime.handle import Handle
-from ddpopt.algorithms.api import Algorithm, attach
+from ddpopt.algorithms._runtime.handle import Algorithm, Handle
+from ddpopt.algorithms.api import attach
 from ddpopt.algorithms.async_average import AsyncModelAverage, AsyncModelAverageHandle
 from ddpopt.algorithms.byte_grad import ByteGrad
 from ddpopt.algorithms.decentralized import Decentralized

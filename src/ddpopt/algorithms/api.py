@@ -1,81 +1,50 @@
-"""`attach`, and the base classes of what it attaches: `Algorithm` and `HierarchicalAlgorithm`.
+"""`attach`, and `HierarchicalAlgorithm`: settings are checked, and equal on all ranks.
 
-Here settings are checked, and made equal on all ranks. What an algorithm does in a step is for its
-handle, in `_runtime/handle.py`.
+What an algorithm does in a step is for its handle, in `_runtime/handle.py`.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime import comm_hook
-from ddpopt.algorithms._runtime.handle import Handle, Training, find_problem
+from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training, agree_on, check_free
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.agreement import Fact, Word, agree
+from ddpopt.ranks.agreement import Fact
 from ddpopt.ranks.faults import communicating
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 
-HandleT = TypeVar("HandleT", bound=Handle)
-
-
-class Algorithm(abc.ABC, Generic[HandleT]):
-    """What ranks communicate and when; a frozen dataclass that checks its values when made."""
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """Its class's name, as in logs and states."""
-        return type(self).__name__
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its values, as plain data."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]  # subclasses are dataclasses
-
-    def ranks_per_node(self, num_ranks: int) -> int:
-        """Return how many ranks average before their node communicates; 1 if it does not matter."""
-        return 1
-
-    @abc.abstractmethod
-    def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank, without communicating.
-
-        Raises:
-            AttachError, OptionError, TypeError, NotImplementedError: the reason.
-        """
-
-    @abc.abstractmethod
-    def make_handle(self, training: Training) -> HandleT:
-        """Put this to work; weights and optimizers are equal on all ranks. Collective."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalAlgorithm(Algorithm[HandleT]):
-    """As `Algorithm`; see [Note: hierarchical] in `algorithms/_runtime/groups.py`."""
+    """As `Algorithm`, by nodes if asked; flags must be bool, and counts at least 1.
+
+    Attributes:
+        hierarchical: See [Note: hierarchical] in `algorithms/_runtime/groups.py`.
+        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+    """
 
     hierarchical: bool = True
     local_world_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_boolean("hierarchical", self.hierarchical, TypeError)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                check_boolean(field.name, value, TypeError)
+            elif isinstance(field.default, int):
+                check_count(field.name, value, 1)
         if self.local_world_size is not None:
             check_count("local_world_size", self.local_world_size, 1)
-
-    def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank."""
-        self.ranks_per_node(training.group.size())
 
     def ranks_per_node(self, num_ranks: int) -> int:
         """Return how many ranks average before their node communicates; 1 if not hierarchical.
@@ -118,23 +87,16 @@ def attach(
 ) -> HandleT:
     """Have `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
 
-    Weights, optimizer states and learning rates are checked and made equal to rank 0's first.
-    Attach between two steps, after loading what all ranks share and before loading what each rank
-    keeps for itself.
+    Weights and optimizer states are made equal to rank 0's first. Attach between two steps, after
+    loading what all ranks share and before loading what each rank keeps for itself.
 
     Args:
-        ddp_model: A DistributedDataParallel module, compiled (by `torch.compile`) or not, without
-            a comm hook.
+        ddp_model: A DistributedDataParallel module without a comm hook, compiled or not.
         optimizer: The optimizer of its parameters, or all of them.
         algorithm: One of this package's.
 
-    Returns:
-        The handle: `detach`, `paused`, `average`, `state_dict`, `load_state_dict`, and what the
-        algorithm adds.
-
     Raises:
-        TypeError: `ddp_model`, `optimizer` or `algorithm` is something else, or parameters have a
-            dtype that cannot be averaged.
+        TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
         NotImplementedError: a parameter has sparse gradients.
         OptionError: the algorithm's values, the optimizer or DDP's options do not fit.
         AttachError: there is no process group, DDP has a comm hook or an algorithm, or ranks
@@ -149,25 +111,21 @@ def attach(
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     parameters = _torch.trainable_parameters(ddp)
     training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
-    problem = find_problem(_check, training, algorithm)
-    word = Word([] if problem else _facts(training, algorithm), problem)
     remedy = "build model, optimizer and algorithm alike on all ranks"
-    agree(ddp, word, AttachError, remedy)
+    agree_on(ddp, lambda: _check(training, algorithm), remedy)
     with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
-    handle = algorithm.make_handle(training)
-    comm_hook.occupy(ddp, handle)
-    return handle
+    return algorithm.handle_type(training, algorithm)
 
 
-def _check(training: Training, algorithm: Any) -> None:
-    """Raise the reason if `algorithm` cannot be attached on this rank; nothing is communicated."""
+def _check(training: Training, algorithm: Any) -> list[Fact]:
+    """Return what has to be equal on all ranks; raise why `algorithm` cannot be attached here."""
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
             f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
             "Decentralized()"
         )
-    comm_hook.check_free(training.ddp)
+    check_free(training.ddp)
     mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
     if mode is not None:
         raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
@@ -190,11 +148,12 @@ def _check(training: Training, algorithm: Any) -> None:
                 f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it, "
                 "or use a real floating point type"
             )
+    algorithm.ranks_per_node(training.group.size())
     algorithm.check(training)
+    return _facts(training, algorithm)
 
 
 def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
-    """List what has to be equal on all ranks."""
     facts = [Fact("the algorithm", repr(algorithm))]
     facts += [
         Fact(f"parameter {p.name}", f"{t.dtype} {list(t.shape)} on {t.device.type}")
@@ -232,9 +191,7 @@ def _start_equal(training: Training) -> None:
     for optimizer in training.optimizers:
         tensors += [tensor for tensor, _ in _state_of(optimizer)]
     for tensor in tensors:
-        sent = tensor.detach()
-        if sent.device.type == "cpu" and training.device.type != "cpu":
-            sent = sent.to(training.device)  # Adam counts steps on the CPU; NCCL sends GPU tensors
-        sent = sent.contiguous()
+        # Adam counts steps on the CPU, and NCCL sends GPU tensors.
+        sent = tensor.detach().to(training.device).contiguous()
         dist.broadcast(sent, group=training.group, group_src=0)
         tensor.copy_(sent)

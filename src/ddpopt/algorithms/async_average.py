@@ -15,40 +15,159 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop, Peers, Turns
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.groups import make_agreement_group
-from ddpopt.algorithms._runtime.handle import Handle, Training
-from ddpopt.algorithms.api import Algorithm, check_count
+from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop
+from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
+from ddpopt.algorithms.api import check_count
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact
 from ddpopt.ranks.faults import communicating
 
 
+class AsyncModelAverageHandle(Handle):
+    """As `Handle`, with `abort` and `resume`.
+
+    Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
+    Stop them (`paused`, `abort`) to evaluate, and to load or save weights. A round that failed is
+    raised as PeerError by the next step's forward and by the methods that stop the rounds.
+    Ranks need not make equally many steps, but each has to make at least two: in its second
+    forward, DDP itself waits for all ranks, once.
+    """
+
+    algorithm: AsyncModelAverage
+
+    def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
+        super().__init__(training, algorithm)
+        self._loop = AveragingLoop(self, algorithm.sync_interval_ms / 1000)
+        self._is_aborted = False
+        self._has_turn = False  # training has it, whatever its thread
+
+    def abort(self) -> None:
+        """Make no more rounds: no weight changes by communication after this. Collective.
+
+        Ranks may call this after different numbers of steps: the early ones keep making rounds
+        until all have called it. Afterwards each rank trains by itself.
+
+        Raises:
+            PeerError: a round failed, or a rank did not call this within the group's timeout.
+        """
+        self.settle()
+        self._is_aborted = True
+        self.begin_pause()
+
+    def resume(self) -> None:
+        """Make rounds again after `abort`, from the next step on that is not paused. Collective."""
+        self.check_attached()
+        self._is_aborted = False
+        if not self._num_pauses:
+            with self._communicating():
+                self._loop.allow()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Handle.load_state_dict`; ranks may have made different numbers of steps."""
+        with self.paused():
+            super().load_state_dict(state)
+
+    def detach(self, *, average: bool = True) -> None:
+        """As `Handle.detach`."""
+        if not self._is_attached:
+            return
+        if average:
+            try:
+                self.abort()  # or rounds would begin again after the last average
+            except Exception:
+                super().detach(average=False)
+                raise
+        super().detach(average=average)
+        if average:
+            dist.destroy_process_group(self._loop.agreement)
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Average a bucket in the warm-up; later gradients stay as they are."""
+        if 0 < self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
+            return allreduce_hook(self.training.group, bucket)
+        return super().reduce(bucket)
+
+    def on_forward(self) -> None:
+        """As `Handle.on_forward`; the weights are had from here on, see [Note: turns]."""
+        if torch.is_grad_enabled() and not self._num_pauses:
+            if _torch.is_in_join(self.training.ddp):
+                raise AttachError(
+                    "AsyncModelAverage cannot work in DDP's join() context, in which ranks wait "
+                    "for each other (and go on to do so after it); leave it out, since ranks may "
+                    "make different numbers of steps"
+                )
+            self.before_update()
+        super().on_forward()
+
+    def begin_step(self) -> None:
+        """Begin with the rounds after the warm-up."""
+        if self.num_steps > self.algorithm.warmup_steps:
+            with self._communicating():
+                self._loop.run()
+        self.before_update()  # settling a step whose update was skipped gave the weights away
+
+    def before_update(self) -> None:
+        """Have the weights, also if no forward came before."""
+        self._has_turn = self._has_turn or self._loop.turns.take()
+
+    def after_update(self) -> None:
+        """Let a round change the weights."""
+        if self._has_turn:
+            self._has_turn = False
+            self._loop.turns.give()
+
+    def begin_pause(self) -> None:
+        """Stop the rounds."""
+        self.after_update()  # a forward without an update has the weights; a round may want them
+        with self._communicating():
+            self._loop.stop()
+
+    def end_pause(self) -> None:
+        """Let rounds go on, unless aborted."""
+        if not self._is_aborted:
+            self._loop.allow()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.close()
+        self.after_update()
+
+    def check_state(self, state: dict[str, Any]) -> list[Fact]:
+        """As `Handle.check_state`; only the steps of the warm-up have to be equal."""
+        super().check_state(state)
+        num_steps = min(state["num_steps"], self.algorithm.warmup_steps)
+        return [Fact("steps of the warm-up", str(num_steps))]
+
+    def _communicating(self) -> contextlib.AbstractContextManager[None]:
+        return communicating(f"averaging weights in the background of step {self.num_steps}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncModelAverage(Algorithm["AsyncModelAverageHandle"]):
+class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     Round after round the thread copies its rank's weights x_i to t_i, sums the copies of all n
-    ranks, and adds the difference: x_i <- x_i + sum_j(t_j) / n - t_i. What training changed
-    meanwhile is kept, so that mean_i(x_i) changes by the ranks' own updates alone. No rank waits
-    for another one's step, and ranks may make different numbers of steps.
+    ranks, and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training
+    changed meanwhile. No rank waits for another one's step.
 
     Attributes:
         sync_interval_ms: Milliseconds from the end of a round to the next one's start.
-        warmup_steps: Steps at the start, of equal number on all ranks, in which gradients are
-            averaged instead, as DDP does.
-
-    Raises:
-        OptionError: a value is out of its range.
-        TypeError: a value has another type.
+        warmup_steps: Steps at the start in which gradients are averaged instead, as DDP does.
     """
 
+    handle_type = AsyncModelAverageHandle
     sync_interval_ms: float = 500
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check_interval(self.sync_interval_ms)
+        value = self.sync_interval_ms
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(
+                f"sync_interval_ms is {value!r}, a {type(value).__name__}; give a number of "
+                "milliseconds"
+            )
+        if not 0 < value < math.inf:
+            raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")
         check_count("warmup_steps", self.warmup_steps, 0)
 
     def check(self, training: Training) -> None:
@@ -68,155 +187,3 @@ class AsyncModelAverage(Algorithm["AsyncModelAverageHandle"]):
                 "AsyncModelAverage lets ranks make different numbers of steps, and this DDP "
                 f"module makes them wait for each other: it has {reason}"
             )
-
-    def make_handle(self, training: Training) -> AsyncModelAverageHandle:
-        """Put this to work on a model."""
-        return AsyncModelAverageHandle(training, self)
-
-
-class AsyncModelAverageHandle(Handle):
-    """As `Handle`, with `abort` and `resume`.
-
-    Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
-    A round that failed is raised as PeerError by the next step's forward and by the methods that
-    stop the rounds. Stop them (`paused`, `abort`) to evaluate, and to load or save weights.
-    Ranks need not make equally many steps, but each has to make at least two: in its second
-    forward, DDP itself waits for all ranks, once.
-    """
-
-    def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
-        super().__init__(training, algorithm)
-        self._warmup_steps = algorithm.warmup_steps
-        self._is_aborted = False
-        self._turns = Turns(training.device)
-        self._has_turn = False  # training has it, whatever its thread
-        timeout = _torch.group_timeout(training.group, training.device)
-        self._agreement = make_agreement_group(training.group, training.device)
-        peers = Peers(
-            agreement=self._agreement,
-            data=self.groups.everyone,
-            device=training.device,
-            timeout_s=timeout.total_seconds(),
-        )
-        self._loop = AveragingLoop(self, self._turns, peers, algorithm.sync_interval_ms / 1000)
-
-    # ---- what users do -----------------------------------------------------------------------
-
-    def abort(self) -> None:
-        """Make no more rounds: no weight changes by communication after this. Collective.
-
-        Ranks may call this after different numbers of steps: the early ones keep making rounds
-        until all have called it. A step that is open ends here. Afterwards each rank trains by
-        itself. Does nothing when called again.
-
-        Raises:
-            PeerError: a round failed, or a rank did not call this within the group's timeout.
-        """
-        self.check_attached()
-        self.settle()
-        self._is_aborted = True
-        self.begin_pause()
-
-    def resume(self) -> None:
-        """Make rounds again after `abort`, from the next step on. Collective.
-
-        In a `paused` block, from the next step after it on; in the warm-up, when that has ended.
-        Does nothing when called again.
-
-        Raises:
-            PeerError: a round failed.
-        """
-        self.check_attached()
-        self._is_aborted = False
-        if not self.is_paused:
-            with self._communicating():
-                self._loop.allow()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Handle.load_state_dict`; ranks may have made different numbers of steps."""
-        with self.paused():
-            super().load_state_dict(state)
-
-    def detach(self, *, average: bool = True) -> None:
-        """As `Handle.detach`."""
-        if average and self._is_attached:
-            try:
-                self.abort()  # or rounds would begin again after the last average
-            except Exception:
-                super().detach(average=False)
-                raise
-        super().detach(average=average)
-
-    # ---- what an algorithm does --------------------------------------------------------------
-
-    def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Average a bucket in the warm-up; later gradients stay as they are."""
-        if 0 < self.num_steps <= self._warmup_steps and not self.is_paused:
-            return allreduce_hook(self.training.group, bucket)
-        return super().reduce(bucket)
-
-    def before_forward(self) -> None:
-        """Have the weights from here on; see [Note: turns]."""
-        if _torch.is_in_join(self.training.ddp):
-            raise AttachError(
-                "AsyncModelAverage cannot work in DDP's join() context, in which ranks wait for "
-                "each other (and go on to do so after it); leave it out, since ranks may "
-                "make different numbers of steps"
-            )
-        self.before_update()
-
-    def begin_step(self) -> None:
-        """Begin with the rounds after the warm-up."""
-        if self.num_steps > self._warmup_steps:
-            with self._communicating():
-                self._loop.run()
-        self.before_update()  # settling a step whose update was skipped gave the weights away
-
-    def before_update(self) -> None:
-        """Have the weights, also if no forward came before."""
-        self._has_turn = self._has_turn or self._turns.take()
-
-    def after_update(self) -> None:
-        """Let a round change the weights."""
-        if self._has_turn:
-            self._has_turn = False
-            self._turns.give()
-
-    def begin_pause(self) -> None:
-        """Stop the rounds."""
-        self.after_update()  # a forward without an update has the weights; a round may want them
-        with self._communicating():
-            self._loop.stop()
-
-    def end_pause(self) -> None:
-        """Let rounds go on, unless aborted."""
-        if not self._is_aborted:
-            self._loop.allow()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._loop.end()
-        self._loop.join()
-        self.after_update()
-
-    def end_groups(self) -> None:
-        """Destroy the process groups, once no rank communicates on them any more."""
-        super().end_groups()
-        dist.destroy_process_group(self._agreement)
-
-    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
-        """Only the steps of the warm-up have to be equal."""
-        return [Fact("steps of the warm-up", str(min(state["num_steps"], self._warmup_steps)))]
-
-    def _communicating(self) -> contextlib.AbstractContextManager[None]:
-        return communicating(f"averaging weights in the background of step {self.num_steps}")
-
-
-def _check_interval(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"sync_interval_ms is {value!r}, a {type(value).__name__}; give a number of "
-            "milliseconds"
-        )
-    if not 0 < value < math.inf:
-        raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")

@@ -15,67 +15,14 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.groups import swap
 from ddpopt.algorithms._runtime.handle import Handle, Training
-from ddpopt.algorithms._runtime.quantization import (
-    RANGE_BYTES,
-    Compressed,
-    are_finite,
-    compress,
-    decompress,
-    pack,
-    unpack,
-)
+from ddpopt.algorithms._runtime.quantization import are_finite, compress, decompress
 from ddpopt.algorithms._runtime.weights import FlatWeights
-from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
+from ddpopt.algorithms.api import HierarchicalAlgorithm
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
+from ddpopt.ranks.agreement import Fact
 from ddpopt.ranks.faults import communicating
 
 BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowPrecisionDecentralized(HierarchicalAlgorithm["LowPrecisionDecentralizedHandle"]):
-    """Each rank mixes its weights with its two neighbours', sent in one byte a weight.
-
-    Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
-    W. After the optimizer has made W into x, it sends both neighbours the codes of
-    z = x + L/3 + R/3 - 5/3 W, that is the mean of L, W and R plus its own update, less W. All add
-    what the codes stand for, dec(z): the rank itself to W, which becomes its weights, and its
-    neighbours to their replicas. So replicas stay bitwise equal to the W that they copy. With two
-    ranks, both replicas copy the other one. Three more copies of the weights are kept.
-
-    Attributes:
-        hierarchical: Average within each node first, then mix between nodes; see
-            [Note: hierarchical] in `algorithms/_runtime/groups.py`.
-        communication_interval: Steps from one exchange to the next; the first step has one.
-        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
-
-    Raises:
-        OptionError: a value is out of its range.
-        TypeError: a value has another type.
-    """
-
-    communication_interval: int = 1
-
-    def __post_init__(self) -> None:
-        HierarchicalAlgorithm.__post_init__(self)
-        check_count("communication_interval", self.communication_interval, 1)
-
-    def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank."""
-        groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
-        optimized = {parameter for group in groups for parameter in group["params"]}
-        for parameter, described in training.parameters.items():
-            if parameter not in optimized:
-                raise AttachError(
-                    f"{described.name} is trainable and in none of the optimizers given to attach, "
-                    "so that its updates would not be seen; give all optimizers, or freeze it "
-                    "before DDP is made"
-                )
-        HierarchicalAlgorithm.check(self, training)
-
-    def make_handle(self, training: Training) -> LowPrecisionDecentralizedHandle:
-        """Put this to work on a model."""
-        return LowPrecisionDecentralizedHandle(training, self)
 
 
 class Replicas(NamedTuple):
@@ -93,33 +40,32 @@ class LowPrecisionDecentralizedHandle(Handle):
         replicas: W, L and R; None on ranks that are not their node's leader.
     """
 
+    algorithm: LowPrecisionDecentralized
+
     def __init__(self, training: Training, algorithm: LowPrecisionDecentralized) -> None:
         super().__init__(training, algorithm)
         self.weights = FlatWeights(training.parameters, BUCKET_BYTES)
         self.replicas: Replicas | None = None
         if self.groups.leaders is not None:  # all ranks have equal weights now
             self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
-        self._interval = algorithm.communication_interval
 
     def end_step(self) -> None:
         """Mix the weights with the neighbours', if it is this step's turn."""
-        if (self.num_steps - 1) % self._interval:
+        if (self.num_steps - 1) % self.algorithm.communication_interval:
             return
         flat = self.weights.copy()
-        is_changed = _torch.trainable_parameters(self.training.ddp).keys() != (
-            self.training.parameters.keys()
-        )
         with communicating(f"exchanging compressed weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.average_node(values)
             differences = [] if self.replicas is None else _differences(flat, self.replicas)
-            bad_ranks, work = self._ask_for_problems(differences, is_changed)
+            bad_ranks, work = self._ask_for_problems(differences)
             told = self._tell_neighbours(differences)
             work.wait()
         self._raise_problem(*bad_ranks.tolist())
         if self.replicas is not None:
             for replica, messages in zip(self.replicas, told, strict=True):
-                _add(replica, messages)
+                for values, message in zip(replica, messages, strict=True):
+                    values.add_(decompress(message.view(1, -1)).view(-1))
             flat = self.replicas.own
         with communicating(f"telling each node its weights in step {self.num_steps}"):
             for values in flat:
@@ -131,12 +77,8 @@ class LowPrecisionDecentralizedHandle(Handle):
         """Tell the neighbours the weights as they are, uncompressed. Collective.
 
         After weights were changed by anything but the optimizer, such as `load_state_dict` of the
-        model without that of this handle. Call it between two steps.
-
-        Raises:
-            PeerError: a rank did not take part.
+        model without that of this handle.
         """
-        self.check_attached()
         self.settle()
         if self.groups.leaders is None:
             return
@@ -150,18 +92,26 @@ class LowPrecisionDecentralizedHandle(Handle):
         super().average()
         self.resync()
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the replicas, and whose they are."""
+    def state_dict(self) -> dict[str, Any]:
+        """As `Handle.state_dict`, with the replicas, and whose they are."""
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
-        return {"place": self._place, "replicas": copies}
+        return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
 
-    def check_own_state(self, state: dict[str, Any]) -> None:
-        """Raise OptionError if these are not replicas of this rank's."""
-        if tuple(state.get("place", ())) != self._place:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Handle.load_state_dict`, with the replicas. Collective."""
+        super().load_state_dict(state)
+        for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
+            for values, copied in zip(replica, saved, strict=True):
+                values.copy_(copied)
+
+    def check_state(self, state: dict[str, Any]) -> list[Fact]:
+        """As `Handle.check_state`; replicas have to be this rank's."""
+        facts, place = super().check_state(state), self.groups.place
+        if tuple(state.get("place", ())) != place:
             raise OptionError(
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
-                f"the ring, and this rank has {self._place}; load weights and call resync instead"
+                f"the ring, and this rank has {place}; load weights and call resync instead"
             )
         found, expected = _shapes(state.get("replicas")), _shapes(self.replicas)
         if found != expected:
@@ -169,47 +119,34 @@ class LowPrecisionDecentralizedHandle(Handle):
                 f"the state's replicas have shapes {found}, and this model's have {expected}; "
                 "load the state of this model"
             )
+        return facts
 
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take over the replicas."""
-        for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
-            for values, copied in zip(replica, saved, strict=True):
-                values.copy_(copied)
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.groups.index, self.groups.num_leaders
-
-    def _tell_neighbours(self, differences: Sequence[Compressed]) -> list[list[Compressed]]:
+    def _tell_neighbours(self, differences: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Return what this rank, its left and its right neighbour have to add, by bucket."""
         if not differences:
             return []
-        message = torch.cat([pack(difference).view(-1) for difference in differences])
-        sizes = [RANGE_BYTES + difference.codes.numel() for difference in differences]
-        messages = (message, *self._swap(message))
-        return [[unpack(row.view(1, -1)) for row in torch.split(m, sizes)] for m in messages]
+        sizes = [difference.numel() for difference in differences]
+        message = torch.cat([difference.view(-1) for difference in differences])
+        return [torch.split(told, sizes) for told in (message, *self._swap(message))]
 
     def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the left and the right neighbour's `values`, and send them this rank's."""
-        index, num_leaders = self._place
-        if self.groups.leaders is None or num_leaders == 1:
+        leaders = self.groups.leaders
+        if leaders is None or leaders.size() == 1:
             return values.clone(), values.clone()
-        neighbours = list(dict.fromkeys(ring_neighbours(index, num_leaders)))  # of two ranks, one
-        received = swap(values, neighbours, self.groups.leaders)
+        neighbours = list(dict.fromkeys(ring_neighbours(*self.groups.place)))  # of two ranks, one
+        received = swap(values, neighbours, leaders)
         return received[0], received[-1].clone() if len(received) == 1 else received[-1]
 
-    def _ask_for_problems(
-        self, differences: Sequence[Compressed], is_changed: bool
-    ) -> tuple[torch.Tensor, Any]:
-        """Begin to find the ranks that must not go on; return the arguments of `_raise_problem`.
-
-        They are right when the work that is returned beside them is done.
-        """
-        fine = torch.tensor(True, device=self.training.device)
+    def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """Return the arguments of `_raise_problem`, right when the work beside them is done."""
+        training = self.training
+        is_same = _torch.trainable_parameters(training.ddp).keys() == training.parameters.keys()
+        is_finite = torch.tensor(True, device=training.device)
         for difference in differences:
-            fine &= are_finite(difference.ranges)
-        known = torch.stack([fine, torch.tensor(not is_changed, device=fine.device)])
-        ranks = torch.where(known, 0, dist.get_rank(self.training.group) + 1)
+            is_finite &= are_finite(difference)
+        known = torch.stack([is_finite, torch.tensor(is_same, device=training.device)])
+        ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
         work = dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self.groups.everyone, async_op=True)
         return ranks, work
 
@@ -228,8 +165,39 @@ class LowPrecisionDecentralizedHandle(Handle):
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedHandle]):
+    """Each rank mixes its weights with its two neighbours', sent in one byte a weight.
+
+    Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
+    W. After the optimizer has made W into x, it sends both neighbours the codes of
+    z = x + L/3 + R/3 - 5/3 W. All add what the codes stand for: the rank itself to W, which becomes
+    its weights, and its neighbours to their replicas, which stay bitwise equal to the W that they
+    copy. With two ranks, both replicas copy the other one.
+
+    Attributes:
+        hierarchical: Average within each node first, then mix between nodes.
+        communication_interval: Steps from one exchange to the next; the first step has one.
+    """
+
+    handle_type = LowPrecisionDecentralizedHandle
+    communication_interval: int = 1
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there on this rank."""
+        groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
+        optimized = {parameter for group in groups for parameter in group["params"]}
+        for parameter, described in training.parameters.items():
+            if parameter not in optimized:
+                raise AttachError(
+                    f"{described.name} is trainable and in none of the optimizers given to attach, "
+                    "so that its updates would not be seen; give all optimizers, or freeze it "
+                    "before DDP is made"
+                )
+
+
 @torch.no_grad()
-def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[Compressed]:
+def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
     """Return the codes of z for each bucket: [1, num_elements]; see LowPrecisionDecentralized."""
     codes = []
     for x, own, left, right in zip(flat, *replicas, strict=True):
@@ -238,12 +206,6 @@ def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[Compr
         z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(own, alpha=5 / 3)
         codes.append(compress(z.view(1, -1)))
     return codes
-
-
-@torch.no_grad()
-def _add(replica: Sequence[torch.Tensor], differences: Sequence[Compressed]) -> None:
-    for values, difference in zip(replica, differences, strict=True):
-        values.add_(decompress(difference).view(-1))
 
 
 def _shapes(replicas: Any) -> Any:

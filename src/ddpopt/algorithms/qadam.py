@@ -1,9 +1,7 @@
 """`QAdam`: Adam whose momenta are averaged in one byte an element, after a warm-up.
 
 Source: QAdam as in Bagua (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
-2102.02888). Unlike in Bagua, the gradient of the last step of the warm-up is used, the bias
-correction of the variance ends with it, weight decay does not, each group has its own betas, and
-updates are bounded as Adam's are.
+2102.02888). docs/algorithms.md says what is done otherwise than in Bagua.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.adam import adam
 
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.handle import Training
+from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture, Training
+from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
-from ddpopt.algorithms.byte_grad import ByteGradHandle
+from ddpopt.algorithms.byte_grad import average_in_8_bits
 from ddpopt.errors import OptionError
 
 
@@ -32,22 +30,19 @@ class QAdamOptimizer(torch.optim.Optimizer):
     p <- p - lr m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^W) + eps),
     where the factor of lr is clamped to the bound that Adam's paper gives for it (Kingma & Ba,
     section 2.1): 1, or (1 - b1) / sqrt(1 - b2) if that is more.
-    With `QAdam` attached, m is averaged over all ranks and is in `p.grad` after backward, where
-    clipping and logging see it in place of the gradient: call `zero_grad` before each backward
-    but those that accumulate under `no_sync`.
+    With `QAdam` attached, `p.grad` is m, averaged over all ranks, from backward to `zero_grad`.
 
     Args:
-        params: Parameters or groups of them, as for other optimizers.
-        lr: Learning rate.
+        params, lr, betas, eps, weight_decay: As `torch.optim.Adam` has them.
         warmup_steps: Updates, at least 1, until the variance is known well enough.
-        betas: How much of momentum and variance is kept from update to update.
-        eps: Added to the denominator.
-        weight_decay: L2 penalty: this times the parameter is added to its gradient.
 
     Raises:
         OptionError: a value is out of its range.
         TypeError: `warmup_steps` is no int.
     """
+
+    # Asks GradScaler to leave the scale to this optimizer, so that `step` sees that it is used.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -64,18 +59,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 raise OptionError(f"{name} is {value}; the least is 0")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
-        self._start()
+        self._with_momentum: set[torch.Tensor] = set()  # those whose `grad` is their momentum
         rates = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas}
         super().__init__(params, {**rates, "eps": eps, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._start()
-
-    def _start(self) -> None:
-        self._with_momentum: set[torch.Tensor] = set()  # those whose `grad` is their momentum
-        # Asks GradScaler to leave the scale to this optimizer, so that `step` sees that it is used.
-        self._step_supports_amp_scaling = True
+        self._with_momentum = set()
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter's warm-up is over, so that its variance is fixed."""
@@ -86,9 +76,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def turn_into_momentum(
         self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        """Replace the gradient of a warm parameter by its next momentum, in place.
-
-        The next `step` takes `parameter.grad` as momentum.
+        """Replace a warm parameter's gradient by its next momentum, for the next `step` to use.
 
         Raises:
             OptionError: the gradient was added to a momentum.
@@ -99,8 +87,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 "ddp.no_sync(), and call zero_grad() of the optimizer where step() is left out"
             )
         self._with_momentum.add(parameter)
-        new = _decayed(gradient, parameter, group)
-        torch.lerp(self.state[parameter]["exp_avg"], new, 1 - group["betas"][0], out=gradient)
+        gradient.copy_(self._next_momentum(gradient, parameter, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
@@ -126,8 +113,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                self._start_state(parameter)
             warm = [p for p in parameters if self.is_warm(p, group)]
             self._update_by_adam([p for p in parameters if not self.is_warm(p, group)], group)
             for parameter in warm:
@@ -135,27 +120,21 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
         return loss
 
-    def _start_state(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise NotImplementedError(
-                "QAdam takes no sparse gradients; make the embedding with sparse=False"
-            )
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+    def _next_momentum(
+        self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        decayed = gradient.add(parameter, alpha=group["weight_decay"])
+        momentum: torch.Tensor = self.state[parameter]["exp_avg"]
+        return momentum.lerp(decayed, 1 - group["betas"][0])
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        momentum = state["exp_avg"]
+        state, momentum = self.state[parameter], parameter.grad
+        assert momentum is not None
+        if parameter not in self._with_momentum:
+            momentum = self._next_momentum(momentum, parameter, group)
+        state["exp_avg"].copy_(momentum)
         state["step"] += 1
-        if parameter in self._with_momentum:
-            momentum.copy_(gradient)
-        else:
-            momentum.lerp_(_decayed(gradient, parameter, group), 1 - beta1)
         correction1 = 1 - beta1 ** state["step"].item()
         correction2 = 1 - beta2 ** group["warmup_steps"]
         denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
@@ -165,52 +144,82 @@ class QAdamOptimizer(torch.optim.Optimizer):
         parameter.sub_(update, alpha=group["lr"])
 
     def _update_by_adam(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Make torch's own update."""
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise NotImplementedError(
+                    "QAdam takes no sparse gradients; make the embedding with sparse=False"
+                )
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
         states = [self.state[parameter] for parameter in parameters]
-        if not states:
-            return
-        adam(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        beta1, beta2 = group["betas"]
+        if states:
+            adam(
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                maximize=False,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+            )
 
 
-def _decayed(
-    gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
-) -> torch.Tensor:
-    decay = group["weight_decay"]
-    return gradient.add(parameter, alpha=decay) if decay else gradient
+class QAdamHandle(BackgroundHandle):
+    """As `BackgroundHandle`."""
+
+    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Average a bucket's gradients in the warm-up, momenta after it."""
+        warm = []
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            optimizer, group = self._owners.get(parameter, (None, {}))
+            if optimizer is not None and optimizer.is_warm(parameter, group):
+                warm.append((optimizer, gradient, parameter, group))
+        if not warm:
+            self.num_communications += 1
+            return allreduce_hook(self.training.group, bucket)
+
+        def average_momenta(values: torch.Tensor) -> None:
+            for optimizer, *arguments in warm:
+                optimizer.turn_into_momentum(*arguments)
+            average_in_8_bits(values, self.groups, self.num_steps)
+
+        return self.run_behind_backward(bucket, average_momenta)
+
+    def begin_step(self) -> None:
+        """Look up which optimizer has which parameter."""
+        self._owners = {
+            parameter: (optimizer, group)
+            for optimizer in self.training.optimizers
+            if isinstance(optimizer, QAdamOptimizer)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
+class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     """Gradients are averaged until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     In the warm-up gradients are averaged as DDP does. Then each rank computes its next momentum
-    from its own gradient, bucket by bucket behind backward, and momenta are averaged as `ByteGrad`
-    averages gradients. They change more slowly, so that less is lost by rounding; Adam's variance,
-    which would suffer, stays as it is.
+    from its own gradient, behind backward, and momenta are averaged as `ByteGrad` averages
+    gradients. They change more slowly, so that less is lost by rounding.
 
     Attributes:
-        hierarchical: After the warm-up, average within each node first, uncompressed, and
-            compress between nodes; see [Note: hierarchical] in `algorithms/_runtime/groups.py`.
-        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
-
-    Raises:
-        OptionError: a value is out of its range.
-        TypeError: a value has another type.
+        hierarchical: After the warm-up, average within each node first, uncompressed.
     """
+
+    handle_type = QAdamHandle
 
     def check(self, training: Training) -> None:
         """Raise the reason if this cannot be attached there on this rank."""
@@ -226,43 +235,3 @@ class QAdam(HierarchicalAlgorithm["QAdamHandle"]):
                 "used keeps an old gradient, which would be taken as its momentum; use all "
                 "parameters in each step, or ByteGrad"
             )
-        HierarchicalAlgorithm.check(self, training)
-
-    def make_handle(self, training: Training) -> QAdamHandle:
-        """Put this to work on a model."""
-        return QAdamHandle(training, self)
-
-
-class QAdamHandle(ByteGradHandle):
-    """As `ByteGradHandle`."""
-
-    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
-
-    def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Average a bucket's gradients in the warm-up, momenta after it."""
-        warm = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            optimizer, group = self._owners.get(parameter, (None, {}))
-            if optimizer is not None and optimizer.is_warm(parameter, group):
-                warm.append((optimizer, gradient, parameter, group))
-        if not warm:
-            self.num_communications += 1
-            return allreduce_hook(self.training.group, bucket)
-        values = bucket.buffer()
-
-        def average_momenta() -> None:
-            for optimizer, *arguments in warm:
-                optimizer.turn_into_momentum(*arguments)
-            self.reduce_in_8_bits(values)
-
-        return self.run_behind_backward(bucket, average_momenta)
-
-    def begin_step(self) -> None:
-        """Look up which optimizer has which parameter."""
-        self._owners = {
-            parameter: (optimizer, group)
-            for optimizer in self.training.optimizers
-            if isinstance(optimizer, QAdamOptimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }

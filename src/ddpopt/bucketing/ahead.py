@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpopt.bucketing.batch import LossFn, call_model, find_loss
 from ddpopt.bucketing.costs import AllreduceCost, Network
-from ddpopt.bucketing.device import Device
-from ddpopt.bucketing.estimate import call_model, estimate, find_loss, scale
+from ddpopt.bucketing.device import Device, now
+from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.bucketing.plan import BucketPlan, plan_buckets
 from ddpopt.errors import PlanError
 
@@ -31,15 +31,13 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     world_size: int | None = None,
     backend: str | Callable[..., Any] | None = "inductor",
     device: Device | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: LossFn | None = None,
 ) -> BucketPlan:
     """Return the best buckets for a model, a batch and a network; apply them by `ddp_kwargs()`.
 
-    The order in which gradients become ready, and the part of backward that each has to wait for,
-    are estimated from the graph (see `estimate`). The times of forward and backward are measured
-    with the model as `torch.compile` makes it; gradients, buffers and the random number state are
-    then as before. On several ranks make the plan on one and broadcast `to_json()`: measured times
-    differ.
+    The part of backward that each gradient has to wait for is estimated (see `estimate`); the times
+    of forward and backward are measured, after which gradients, buffers and the random number state
+    are as before. On several ranks make the plan on one and broadcast `to_json()`: times differ.
 
     Args:
         model: What DDP is to wrap, compiled or not, on its device, in the mode to be trained in.
@@ -71,34 +69,29 @@ def _measure(
     model: nn.Module,
     example_inputs: Any,
     backend: str | Callable[..., Any] | None,
-    loss: Callable[[Any], torch.Tensor] | None,
+    loss: LossFn | None,
 ) -> tuple[float, float]:
     """Return the median times of forward and backward, without the first step, which compiles."""
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    devices = {parameter.device for parameter in gradients if parameter.device.type != "cpu"}
+    devices = {parameter.device for parameter in gradients}
+    indices = [device.index for device in devices if device.type != "cpu"]
     times: list[tuple[float, float]] = []
     try:
-        with torch.random.fork_rng(devices=[d.index for d in devices]):
+        with torch.random.fork_rng(devices=indices):
             for _ in range(_NUM_STEPS + 1):
                 model.zero_grad(set_to_none=True)
-                start_s = _now(devices)
-                value = (loss or find_loss)(call_model(compiled, example_inputs))
-                middle_s = _now(devices)
+                start_s = max(map(now, devices))
+                value = find_loss(call_model(compiled, example_inputs), loss)
+                middle_s = max(map(now, devices))
                 value.backward()  # type: ignore[no-untyped-call]  # as torch has it
-                times.append((middle_s - start_s, _now(devices) - middle_s))
+                times.append((middle_s - start_s, max(map(now, devices)) - middle_s))
     finally:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)
-    forward_s, backward_s = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    forward_s, backward_s = map(statistics.median, zip(*times[1:], strict=True))
     return forward_s, backward_s
-
-
-def _now(devices: set[torch.device]) -> float:
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()

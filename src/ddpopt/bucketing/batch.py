@@ -1,12 +1,17 @@
-"""What a model is called with, and a loss of what it returns, where the user gives neither."""
+"""What a model is called with, and the loss of what it returns, whether a user gives it or not."""
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+
+from ddpopt.errors import DDPOptError, PlanError
+
+LossFn = Callable[[Any], torch.Tensor]
 
 
 class Batch(NamedTuple):
@@ -25,46 +30,71 @@ def as_batch(batch: Any) -> Batch:
     return Batch(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
 
-def find_loss(output: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-    """Return the output's `loss` (attribute or key), if that is a scalar with a gradient.
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """Return the output for arguments as `as_batch` takes them."""
+    args, kwargs = as_batch(batch)
+    return model(*args, **kwargs)
 
-    Otherwise return the sum of what `of` makes of each floating point tensor with a gradient; None
-    if there is no such tensor.
+
+def find_loss(
+    output: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    of: LossFn = torch.sum,
+    error: type[DDPOptError] = PlanError,
+) -> torch.Tensor:
+    """Return the loss of a model's output: a scalar with a gradient.
+
+    Without `loss_fn` it is the output's own `loss` (an attribute or a key), or else the sum of what
+    `of` makes of each floating point tensor in the output that has a gradient.
+
+    Raises:
+        error: there is no such tensor, or `loss_fn` makes no such scalar.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss: Any
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        scalar: torch.Tensor = loss
-        return scalar
-    found = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
+        return loss
+    if loss_fn is not None:
+        raise error(
+            f"the loss is {_describe(loss)}; it must be a tensor of one element that depends on a "
+            "parameter"
+        )
+    found = [of(t) for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
     if not found:
-        return None
-    total = of(found[0])
-    for tensor in found[1:]:
-        total = total + of(tensor)
-    return total
+        raise error(
+            f"the model's output ({_describe(output)}) has no floating point tensor that depends "
+            "on a parameter; give a loss function, which makes a scalar of the output"
+        )
+    return functools.reduce(torch.add, found)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested sequences, mappings and objects with attributes, each once."""
+    left = [value]
     seen: dict[int, Any] = {}  # objects may refer to each other
-
-    def walk(item: Any) -> Iterator[torch.Tensor]:
+    while left:
+        item = left.pop(0)
         if id(item) in seen:
-            return
+            continue
         seen[id(item)] = item
-        parts: Iterable[Any] = ()
         if isinstance(item, torch.Tensor):
             yield item
         elif isinstance(item, Mapping):
-            parts = item.values()
+            left[:0] = item.values()
         elif isinstance(item, list | tuple):
-            parts = item
+            left[:0] = item
         elif hasattr(item, "__dict__") and not isinstance(item, _WITHOUT_VALUES):
-            parts = vars(item).values()
-        for part in parts:
-            yield from walk(part)
-
-    return walk(value)
+            left[:0] = vars(item).values()
 
 
 # Their attributes are code, or state that is no output.

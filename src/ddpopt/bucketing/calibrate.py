@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpopt.bucketing.costs import AllreduceCost, fit_cost
+from ddpopt.bucketing.device import now
 from ddpopt.errors import PlanError
 
 _MIB = 1024 * 1024
@@ -31,11 +32,9 @@ def calibrate(
     """Measure the cost of an allreduce on `group`, the default group if None.
 
     A collective call: every rank of the group must make it, at a time when nothing else
-    communicates, and all get the same result. Times are the slowest rank's; sizes are chosen so
-    that it takes one to two seconds, up to four on slow networks. `device` is that of the
-    gradients: by default the GPU where the group's backend needs one. How far computation and
-    allreduces slow each other down is measured with products of matrices beside one large
-    allreduce and beside many small ones.
+    communicates, and all get the same result, of the slowest rank's times. It takes one to two
+    seconds, up to four on slow networks. `device` is that of the gradients: by default the GPU
+    where the group's backend needs one.
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
@@ -43,7 +42,10 @@ def calibrate(
     num_ranks = dist.get_world_size(group)
     if num_ranks < 2:
         raise PlanError("a process group of one rank communicates nothing; there is no cost")
-    bench = _Bench(group, torch.device(device) if device else _device_of(group))
+    if device is None:
+        is_nccl = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
+    bench = _Bench(group, torch.device(device))
     bench.seconds(1024)  # connects, and fills caches
     probe_s = statistics.median(bench.seconds(_MIB) for _ in range(_NUM_ROUNDS))
     largest = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
@@ -51,22 +53,18 @@ def calibrate(
     # All of a bucket's size: tiny ones mostly measure how the system schedules threads.
     sizes = [largest // 2**k for k in range(_NUM_SIZES)]
     times = [statistics.median(bench.seconds(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
-    beside = [bench.beside(largest) for _ in range(_NUM_ROUNDS)]
-    launches = [bench.launch() for _ in range(_NUM_ROUNDS)]
+    lost, taken_s = zip(*(bench.beside(largest) for _ in range(_NUM_ROUNDS)), strict=True)
+    launch_s = statistics.median(bench.launch() for _ in range(_NUM_ROUNDS))
     fitted = fit_cost(sizes, times)
     return dataclasses.replace(
         fitted,
-        startup_s=max(fitted.startup_s, _LEAST_STARTUP_S["cpu" if bench.is_cpu else "other"]),
-        interference=statistics.median(lost for lost, _ in beside),
-        contention=max(1.0, statistics.median(taken_s for _, taken_s in beside) / times[0]),
-        launch_s=max(0.0, statistics.median(launches)),
+        startup_s=max(
+            fitted.startup_s, _LEAST_STARTUP_S["cpu" if bench.device.type == "cpu" else "other"]
+        ),
+        interference=statistics.median(lost),
+        contention=max(1.0, statistics.median(taken_s) / times[0]),
+        launch_s=max(0.0, launch_s),
     )
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 class _Bench:
@@ -74,52 +72,46 @@ class _Bench:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
-        self._device = device
-        self.is_cpu = device.type == "cpu"
+        self.device = device
         self._matrix = torch.ones(_SIDE, _SIDE, device=device)
         self._product = torch.empty_like(self._matrix)
 
     def seconds(self, num_bytes: int) -> float:
         """Return how long the slowest rank's allreduce takes."""
-        values = torch.ones(num_bytes // 4, device=self._device)
+        values = torch.ones(num_bytes // 4, device=self.device)
         start_s = self._meet()
         dist.all_reduce(values, group=self._group)
-        self._synchronize()
-        return self._slowest(time.perf_counter() - start_s)
+        return self._slowest(now(self.device) - start_s)
 
     def beside(self, num_bytes: int) -> tuple[float, float]:
         """Compute while an allreduce runs.
 
         Return the part of its speed that computation loses, and how long the allreduce takes.
         """
-        values = torch.ones(num_bytes // 4, device=self._device)
+        values = torch.ones(num_bytes // 4, device=self.device)
         self._meet()
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
         beside, beside_s = self._multiply(lambda: not work.is_completed())
         work.wait()
-        self._meet()
-        stop_s = time.perf_counter() + beside_s
+        stop_s = self._meet() + beside_s
         alone, alone_s = self._multiply(lambda: time.perf_counter() < stop_s)
         lost = 1 - (beside / beside_s) / (alone / alone_s)
         return min(max(self._slowest(lost), 0.0), 0.95), self._slowest(beside_s)
 
     def launch(self) -> float:
         """Return how much longer computation takes for each small allreduce beside it."""
-        values = [torch.ones(_SMALL_BYTES // 4, device=self._device) for _ in range(_NUM_LAUNCHES)]
-        self._meet()
+        values = [torch.ones(_SMALL_BYTES // 4, device=self.device) for _ in range(_NUM_LAUNCHES)]
         _, busy_s = self._beside_all(values, count=0)
         _, one_s = self._beside_all([], count=1)
         count = math.ceil(2 * self._slowest(busy_s) / self._slowest(one_s))  # outlasts them
-        self._meet()
         beside_s, _ = self._beside_all(values, count)
-        self._meet()
         alone_s, _ = self._beside_all([], count)
         return self._slowest(beside_s - alone_s) / _NUM_LAUNCHES
 
     def _beside_all(self, values: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
         """Launch an allreduce of each value and multiply; return when both were done."""
-        start_s = time.perf_counter()
+        start_s = self._meet()
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
         left = iter(range(count))
         self._multiply(lambda: next(left, None) is not None)
@@ -127,28 +119,24 @@ class _Bench:
         for work in works:
             assert work is not None
             work.wait()
-        self._synchronize()
-        return multiplied_s, time.perf_counter() - start_s
+        return multiplied_s, now(self.device) - start_s
 
     def _multiply(self, is_on: Callable[[], bool]) -> tuple[int, float]:
-        start_s = time.perf_counter()
+        """Multiply while `is_on`, once at least; return how often, and how long it took."""
+        start_s = stop_s = time.perf_counter()
         count = 0
         while is_on() or not count:
             torch.mm(self._matrix, self._matrix, out=self._product)
-            self._synchronize()
+            stop_s = now(self.device)
             count += 1
-        return count, time.perf_counter() - start_s
+        return count, stop_s - start_s
 
     def _meet(self) -> float:
-        self._synchronize()
+        now(self.device)
         dist.barrier(group=self._group)
         return time.perf_counter()
 
-    def _synchronize(self) -> None:
-        if not self.is_cpu:
-            torch.accelerator.synchronize(self._device)
-
     def _slowest(self, value: float) -> float:
-        slowest = torch.tensor([value], dtype=torch.float64, device=self._device)
+        slowest = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return float(slowest.item())

@@ -41,15 +41,11 @@ class CallCost(NamedTuple):
 
 
 def call_costs(graph: fx.Graph, device: Device) -> dict[str, CallCost]:
-    """Return what each call costs, by its node's name, in the order of the graph.
-
-    Args:
-        graph: Of calls of aten operations with fake or meta tensors in `meta["val"]`, as `make_fx`
-            and AOTAutograd make it; shapes must be static.
-        device: Its rates.
+    """Return what each aten operation costs, by its node's name, in the order of the graph.
 
     Raises:
-        PlanError: a value has no `meta["val"]`, or a symbolic shape.
+        PlanError: a value has no `meta["val"]`, as make_fx and AOTAutograd make it, or a symbolic
+            shape.
     """
     values = _Values(graph)
     # By the operation's name: other overloads, and the same operation elsewhere, cost the same.
@@ -57,13 +53,14 @@ def call_costs(graph: fx.Graph, device: Device) -> dict[str, CallCost]:
     formulas = {getattr(target, "__name__", ""): formula for target, formula in registry.items()}
     costs = {}
     for node in call_nodes(graph):
-        costs[node.name] = CallCost(0, 0, 0.0)
+        flops = moved_bytes = 0
+        seconds = 0.0
         if not _is_free(node):
             flops, moved_bytes = _count_flops(node, formulas), values.moved_bytes(node)
             dtype = next((tensor.dtype for tensor in _tensors(node)), None)
-            launch_s = 0.0 if values.is_fused(node) else device.launch_s
-            seconds = device.seconds(flops, moved_bytes, dtype) + launch_s
-            costs[node.name] = CallCost(flops, moved_bytes, seconds)
+            seconds = device.seconds(flops, moved_bytes, dtype)
+            seconds += 0.0 if values.is_fused(node) else device.launch_s
+        costs[node.name] = CallCost(flops, moved_bytes, seconds)
     return costs
 
 
@@ -77,10 +74,8 @@ class _Values:
         for node in graph.nodes:
             if node.op != "output":
                 self.owner[node] = owner = self._find_owner(node)
-                num_bytes = _num_bytes(node)
-                self.size[node] = (
-                    min(num_bytes, self.size[owner]) if owner in self.size else num_bytes
-                )
+                size = _num_bytes(node)
+                self.size[node] = min(size, self.size.get(owner, size))
             if not _is_free(node):
                 for source in node.all_input_nodes:
                     self._readers.setdefault(self.owner[source], set()).add(node)

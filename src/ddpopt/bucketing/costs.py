@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 _BEYOND = 1e18  # no number is so large: what is computed from them has to stay finite
+_PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +36,19 @@ class Gradient:
     def __post_init__(self) -> None:
         _check(self, "num_bytes", at_least=1)
         _check(self, "ready_s")
-        _check_text(self, "group")
+        _check_printable(self, "group")
 
 
-def by_group(gradients: Iterable[Gradient]) -> dict[str, list[Gradient]]:
-    """Return the gradients that one allreduce each can carry, groups in order of appearance."""
-    groups: dict[str, list[Gradient]] = {}
-    for gradient in gradients:
-        groups.setdefault(gradient.group, []).append(gradient)
-    return groups
+class Allreduce(NamedTuple):
+    """Gradients that are reduced together, once the gradient at the place `last` is ready."""
+
+    gradients: list[Gradient]
+    last: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its gradients."""
+        return sum(gradient.num_bytes for gradient in self.gradients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +73,8 @@ class Profile:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        for name in ("backward_s", "forward_s", "between_s", "cut_s", "after_s"):
-            _check(self, name)
-        _check_text(self, "source")
+        _check(self, *_PROFILE_TIMES)
+        _check_printable(self, "source")
         ready = [gradient.ready_s for gradient in self.gradients]
         if not ready:
             raise PlanError("a profile has no gradients; the model has no parameter to reduce")
@@ -86,10 +90,18 @@ class Profile:
         """Size of all gradients."""
         return sum(gradient.num_bytes for gradient in self.gradients)
 
-    def split(self, sizes: Sequence[int]) -> list[tuple[Gradient, ...]]:
-        """Return the gradients of each bucket; the k-th holds the next `sizes[k]`."""
-        ends = itertools.accumulate(sizes, initial=0)
-        return [self.gradients[start:stop] for start, stop in itertools.pairwise(ends)]
+    def allreduces(self, sizes: Sequence[int]) -> list[Allreduce]:
+        """Return the allreduces of buckets, of which the k-th holds the next `sizes[k]` gradients.
+
+        There is one for each group of a bucket, in the order in which groups appear.
+        """
+        found: list[Allreduce] = []
+        for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+            groups: dict[str, list[Gradient]] = {}
+            for gradient in self.gradients[start:stop]:
+                groups.setdefault(gradient.group, []).append(gradient)
+            found += [Allreduce(members, stop - 1) for members in groups.values()]
+        return found
 
     def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
         """Return the profile with these times of its gradients, and further changes."""
@@ -97,15 +109,19 @@ class Profile:
         gradients = tuple(dataclasses.replace(gradient, ready_s=t) for gradient, t in pairs)
         return dataclasses.replace(self, gradients=gradients, **changes)
 
+    def slowed(self, factor: float) -> Profile:
+        """Return the profile of a computation that takes `factor` times as long."""
+        times = {name: getattr(self, name) * factor for name in _PROFILE_TIMES}
+        return self.with_ready_times([g.ready_s * factor for g in self.gradients], **times)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllreduceCost:
     """An allreduce of n bytes takes `startup_s + n * s_per_byte`.
 
-    While bytes move, computation loses the part `interference` of its speed: on a CPU the
-    reduction needs the same cores, on a GPU some of the multiprocessors. While computation runs,
-    bytes take `contention` times as long. And each allreduce, of whatever size, keeps computation
-    up by `launch_s`.
+    While bytes move, computation loses the part `interference` of its speed; while computation
+    runs, bytes take `contention` times as long; and each allreduce, of whatever size, keeps
+    computation up by `launch_s`.
 
     Raises:
         PlanError: a number is negative or not finite, `interference` is not below 1, or
@@ -119,8 +135,7 @@ class AllreduceCost:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("startup_s", "s_per_byte", "launch_s"):
-            _check(self, name)
+        _check(self, "startup_s", "s_per_byte", "launch_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
 
@@ -157,8 +172,7 @@ class Network:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "launch_s", "node_latency_s"):
-            _check(self, name)
+        _check(self, "latency_s", "launch_s", "node_latency_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
         _check(self, "ranks_per_node", at_least=1)
@@ -179,7 +193,7 @@ class Network:
             raise PlanError(f"world_size is {world_size}; a ring needs 2 ranks or more")
         if not cost.s_per_byte > 0:
             raise PlanError("s_per_byte is 0, from which no bandwidth follows")
-        steps = 2 * (world_size - 1)
+        steps = _steps_of_ring(world_size)
         return cls(
             latency_s=cost.startup_s / steps,
             bytes_per_s=steps / world_size / cost.s_per_byte,
@@ -191,12 +205,9 @@ class Network:
     def allreduce(self, world_size: int) -> AllreduceCost:
         """Return what an allreduce over `world_size` ranks costs.
 
-        A ring takes 2 (N - 1) steps of 1 / N of the bytes each (Patarasuk and Yuan, "Bandwidth
-        optimal all-reduce algorithms for clusters of workstations", 2009). A tree, as a pipelined
-        pair of trees (Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast,
-        reduction and scan", 2009), costs 2 ceil(log2 N) steps of latency, and all bytes go up and
-        down once. The hierarchical form scatters within nodes, goes round the nodes in a ring, and
-        gathers within nodes.
+        Formulas and their sources are in docs/simulation.md: a ring (Patarasuk and Yuan, 2009), a
+        pipelined pair of trees (Sanders, Speck and Traff, 2009), or a ring around the nodes between
+        a scatter and a gather within them.
 
         Raises:
             PlanError: `world_size` is below 1.
@@ -205,26 +216,23 @@ class Network:
             raise PlanError(f"world_size is {world_size}; it must be 1 or more")
         inside = min(self.ranks_per_node, world_size)
         nodes = math.ceil(world_size / self.ranks_per_node)
-        ring = _ring(world_size)
-        if world_size == 1:
-            latency, per_byte = 0.0, 0.0
-        elif nodes == 1:
-            latency, per_byte = ring.steps * self.node_latency_s, ring.part / self.node_bytes_per_s
+        slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
+        steps = _steps_of_ring(world_size)
+        if nodes == 1:
+            latency = steps * self.node_latency_s
+            per_byte = steps / world_size / self.node_bytes_per_s
         elif self.algorithm == "hierarchical":
-            within, between = _ring(inside), _ring(nodes)
-            latency = within.steps * self.node_latency_s + between.steps * self.latency_s
-            per_byte = within.part / self.node_bytes_per_s + between.part / self.bytes_per_s
+            within, between = _steps_of_ring(inside), _steps_of_ring(nodes)
+            latency = within * self.node_latency_s + between * self.latency_s
+            per_byte = within / inside / self.node_bytes_per_s + between / nodes / self.bytes_per_s
+        elif self.algorithm == "ring":
+            between = math.ceil(steps / inside)  # of the messages in a row
+            latency = between * self.latency_s + (steps - between) * self.node_latency_s
+            per_byte = steps / world_size / slowest
         else:
-            slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
-            if self.algorithm == "ring":
-                between_nodes = math.ceil(ring.steps / inside)  # of the messages in a row
-                within_nodes = ring.steps - between_nodes
-                latency = between_nodes * self.latency_s + within_nodes * self.node_latency_s
-                per_byte = ring.part / slowest
-            else:
-                depth = math.ceil(math.log2(nodes))
-                within_s = math.ceil(math.log2(inside)) * self.node_latency_s
-                latency, per_byte = 2 * (depth * self.latency_s + within_s), 2 / slowest
+            within_s = math.ceil(math.log2(inside)) * self.node_latency_s
+            latency = 2 * (math.ceil(math.log2(nodes)) * self.latency_s + within_s)
+            per_byte = 2 / slowest
         return AllreduceCost(
             startup_s=latency,
             s_per_byte=per_byte,
@@ -234,28 +242,22 @@ class Network:
         )
 
 
-class _Ring(NamedTuple):
-    """Messages that follow one another, and how often all bytes pass a link."""
-
-    steps: int
-    part: float
+def _steps_of_ring(num_ranks: int) -> int:
+    """Return how many messages follow one another; each carries 1 / `num_ranks` of all bytes."""
+    return 2 * (num_ranks - 1)
 
 
-def _ring(num_ranks: int) -> _Ring:
-    steps = 2 * (num_ranks - 1)
-    return _Ring(steps, steps / num_ranks)
+def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int | float) or not at_least <= value < below:
+            raise PlanError(
+                f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
+                f"below {below:g}"
+            )
 
 
-def _check(owner: Any, name: str, at_least: float = 0, below: float = _BEYOND) -> None:
-    value = getattr(owner, name)
-    if not isinstance(value, int | float) or not at_least <= value < below:
-        raise PlanError(
-            f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
-            f"below {below:g}"
-        )
-
-
-def _check_text(owner: Any, name: str) -> None:
+def _check_printable(owner: Any, name: str) -> None:
     value = getattr(owner, name)
     if not value.isprintable():
         what = f"{type(owner).__name__}.{name} is {show(value)}"

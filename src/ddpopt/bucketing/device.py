@@ -43,14 +43,12 @@ class Device:
             raise PlanError(f"Device.launch_s is {self.launch_s!r}; it must be 0 or more, finite")
 
     def seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | None = None) -> float:
-        """Return how long a call takes, without its launch.
+        """Return how long a call takes, without its launch: what arithmetic takes, or memory.
 
-        By the roofline model: what limits it is either arithmetic or memory (Williams, Waterman
-        and Patterson, "Roofline: an insightful visual performance model for multicore
-        architectures", 2009).
+        This is the roofline model (Williams, Waterman and Patterson, 2009).
         """
-        slowest = min(self.flops_per_s.values())
-        rate = self.flops_per_s.get(dtype, slowest) if dtype is not None else slowest
+        rates = self.flops_per_s
+        rate = min(rates.values()) if dtype is None or dtype not in rates else rates[dtype]
         return max(flops / rate, moved_bytes / self.bytes_per_s)
 
 
@@ -90,13 +88,17 @@ def measure_device(
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    synchronize = torch.get_device_module(device).synchronize
-    times: list[float] = []
     run()  # the first one allocates, and loads kernels
-    synchronize()
+    times: list[float] = []
     while len(times) < 3 or sum(times) < _MEASURE_S:
-        start_s = time.perf_counter()
+        start_s = now(device)
         run()
-        synchronize()
-        times.append(time.perf_counter() - start_s)
+        times.append(now(device) - start_s)
     return statistics.median(times)
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, once a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

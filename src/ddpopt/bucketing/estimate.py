@@ -7,8 +7,8 @@ calls cost. What was measured comes from elsewhere; `scale` brings the two toget
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,8 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from ddpopt import _torch
-from ddpopt.bucketing import batch as batches
-from ddpopt.bucketing.batch import Batch, as_batch
+from ddpopt.bucketing.batch import Batch, LossFn, as_batch, call_model, find_loss
 from ddpopt.bucketing.call_costs import call_costs
 from ddpopt.bucketing.costs import Gradient, Profile
 from ddpopt.bucketing.device import Device, measure_device
@@ -27,25 +26,12 @@ from ddpopt.errors import PlanError
 _MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class JointGraph(NamedTuple):
-    """Forward and backward in one graph, and the names of the nodes that it returns.
-
-    `gradients` are by the parameter's name, None for one that is not used; `parameters` are fake
-    tensors on the device that was traced for.
-    """
-
-    graph: fx.Graph
-    loss: str
-    gradients: Mapping[str, str | None]
-    parameters: Mapping[str, torch.Tensor]
-
-
 def estimate(
     model: nn.Module,
     example_inputs: Any,
     *,
     device: Device | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: LossFn | None = None,
 ) -> Profile:
     """Return the profile of one iteration as a device of these rates would run it.
 
@@ -68,35 +54,43 @@ def estimate(
         PlanError: the model has no parameter that requires grad, it cannot be traced, the loss is
             no scalar that depends on a parameter, or a gradient is sparse.
     """
-    joint = trace_joint(model, example_inputs, loss)
-    if device is None:
-        values = [node.meta.get("val") for node in joint.graph.nodes]
-        used = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-        first = next(iter(joint.parameters.values()))
-        device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
-    costs = call_costs(joint.graph, device)
-    ends_s = dict(zip(costs, itertools.accumulate(c.seconds for c in costs.values()), strict=True))
-    forward_s = ends_s.get(joint.loss, 0.0)
-    backward_s = max(ends_s.values(), default=0.0) - forward_s
-    place = {node: index for index, node in enumerate(costs)} | {None: len(costs)}
-    # One that is no call is an input handed through, and there at once. A gradient that does not
-    # depend on the loss's arithmetic may stand before it in the graph.
-    ordered = sorted(joint.gradients.items(), key=lambda item: place.get(item[1], -1))
-    gradients = []
-    for name, node in ordered:
-        parameter = joint.parameters[name]
-        after_s = ends_s.get(node, 0.0) - forward_s if node is not None else backward_s
-        gradients.append(
-            Gradient(
-                name=name,
-                num_bytes=parameter.numel() * parameter.element_size(),
-                ready_s=max(after_s, 0.0),
-                group=f"{parameter.dtype} on {parameter.device}",
+    graph, trained = _trace(model, example_inputs, loss)
+    returned: Any = graph.output_node().args[0]
+    made_loss, *made = returned
+    for name, node in zip(trained, made, strict=True):
+        if node is not None and node.meta["val"].layout is not torch.strided:
+            raise PlanError(
+                f"the gradient of {name} is sparse, which DDP reduces in a bucket of its own; use "
+                "a dense one (sparse=False)"
             )
+    if device is None:
+        values = [node.meta.get("val") for node in graph.nodes]
+        used = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        first = next(iter(trained.values()))
+        device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
+    costs = call_costs(graph, device)
+    # By place in the graph: 0 is there at once, as an input that is handed through; the last one is
+    # the end of backward. A gradient may stand before the loss, if it does not depend on its value.
+    ends_s = [0.0, *itertools.accumulate(cost.seconds for cost in costs.values())]
+    ends_s.append(ends_s[-1])
+    places = {name: place for place, name in enumerate(costs, 1)}
+    forward_s = ends_s[places.get(made_loss.name, 0)]
+    ready = {
+        name: len(costs) + 1 if node is None else places.get(node.name, 0)
+        for name, node in zip(trained, made, strict=True)
+    }
+    gradients = tuple(
+        Gradient(
+            name=name,
+            num_bytes=trained[name].numel() * trained[name].element_size(),
+            ready_s=max(ends_s[ready[name]] - forward_s, 0.0),
+            group=f"{trained[name].dtype} on {trained[name].device}",
         )
+        for name in sorted(ready, key=ready.__getitem__)
+    )
     return Profile(
-        gradients=tuple(gradients),
-        backward_s=backward_s,
+        gradients=gradients,
+        backward_s=ends_s[-1] - forward_s,
         forward_s=forward_s,
         source="estimated",
     )
@@ -119,26 +113,30 @@ def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
     )
 
 
-def trace_joint(
-    model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.Tensor] | None = None
-) -> JointGraph:
-    """Trace forward and backward into one graph of aten operations; arguments as for `estimate`.
+def _trace(
+    model: nn.Module, example_inputs: Any, loss: LossFn | None
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """Trace forward and backward into one graph of aten operations.
 
-    Raises:
-        PlanError: as `estimate`.
+    It returns the loss and the gradients of the parameters, which are given as fake tensors on the
+    device that was traced for; None in place of the gradient of one that is not used.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not trained:
         what = "requires grad; unfreeze one" if parameters else "exists; there is nothing to reduce"
         raise PlanError(f"no parameter of {type(model).__name__} {what}")
-    args, kwargs = _arguments(example_inputs)
-    inputs = (parameters, dict(model.named_buffers()), args, kwargs)
+    if not isinstance(example_inputs, torch.Tensor | Mapping | tuple | list):
+        raise PlanError(
+            f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
+            "positional arguments or a dict of keyword arguments"
+        )
+    inputs = (parameters, dict(model.named_buffers()), *as_batch(example_inputs))
 
     def trace(parameters: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
         state = {f"model.{name}": value for name, value in {**parameters, **buffers}.items()}
         wanted = [parameters[name] for name in trained]
-        return functional_call(_Step(model, loss or find_loss), state, (wanted, args, kwargs))
+        return functional_call(_Step(model, loss), state, (wanted, Batch(args, kwargs)))
 
     try:
         if any(parameter.is_meta for parameter in parameters.values()):
@@ -154,69 +152,21 @@ def trace_joint(
             "inputs must fit its forward, whose course must not depend on values (torch.where "
             "instead of if) and whose constant tensors must be buffers; or else measure its profile"
         ) from error
-    returned: Any = graph.output_node().args[0]
-    made_loss, *gradients = returned
-    return JointGraph(
-        graph=graph,
-        loss=made_loss.name,
-        gradients=dict(zip(trained, map(_name_of_gradient, trained, gradients), strict=True)),
-        parameters={name: inputs[0][name] for name in trained},
-    )
+    return graph, {name: inputs[0][name] for name in trained}
 
 
 class _Step(nn.Module):
     """Forward and backward as one module, since checkpointed parts of forward run in both."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: LossFn | None) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
 
-    def forward(
-        self, wanted: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[torch.Tensor | None]:
+    def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
         """Return the loss, and its gradients by what is wanted."""
-        value = _check_loss(self._loss(self.model(*args, **kwargs)))
+        value = find_loss(call_model(self.model, batch), self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
-
-
-def call_model(model: Callable[..., Any], example_inputs: Any) -> Any:
-    """Return the output for inputs as `estimate` takes them."""
-    args, kwargs = _arguments(example_inputs)
-    return model(*args, **kwargs)
-
-
-def find_loss(output: Any) -> torch.Tensor:
-    """Return an output's `loss` (attribute or key), or else the sum of its floating tensors.
-
-    Raises:
-        PlanError: it has neither.
-    """
-    loss = batches.find_loss(output, torch.sum)
-    if loss is None:
-        raise PlanError(
-            f"the model's output ({type(output).__name__}) has no floating point tensor that "
-            "depends on a parameter; give loss, which makes a scalar of the output"
-        )
-    return loss
-
-
-def _check_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise PlanError(
-            f"the loss ({shape}) must be a tensor of one element that depends on a parameter"
-        )
-    return loss
-
-
-def _arguments(example_inputs: Any) -> Batch:
-    if not isinstance(example_inputs, torch.Tensor | Mapping | tuple | list):
-        raise PlanError(
-            f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
-            "positional arguments or a dict of keyword arguments"
-        )
-    return as_batch(example_inputs)
 
 
 def _to_fake(values: Any, device: torch.device | str) -> Any:
@@ -225,28 +175,15 @@ def _to_fake(values: Any, device: torch.device | str) -> Any:
     On the meta device itself operations would be traced that no device runs so: attention, for
     one, comes apart there.
     """
-    tensors: list[torch.Tensor] = []
-    map_aggregate(values, lambda v: tensors.append(v) if isinstance(v, torch.Tensor) else None)
+    mode = _torch.fake_mode_of(())
 
-    def make() -> list[torch.Tensor]:
-        return [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors
-        ]
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with mode:
+            made = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+        return made.requires_grad_(value.requires_grad)
 
-    nodes: Any = make_fx(make, tracing_mode="fake")().graph.output_node().args[0]
-    fakes = iter(
-        node.meta["val"].requires_grad_(tensor.requires_grad)
-        for node, tensor in zip(nodes, tensors, strict=True)
-    )
-    return map_aggregate(values, lambda v: next(fakes) if isinstance(v, torch.Tensor) else v)
-
-
-def _name_of_gradient(parameter: str, node: fx.Node | None) -> str | None:
-    if node is None:
-        return None
-    if node.meta["val"].layout is not torch.strided:
-        raise PlanError(
-            f"the gradient of {parameter} is sparse, which DDP reduces in a bucket of its own; use "
-            "a dense one (sparse=False)"
-        )
-    return node.name
+    return map_aggregate(values, fake)

@@ -37,11 +37,11 @@ _REAL_GAIN = 1e-9  # seconds; less is rounding
 def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     """Return how many gradients each bucket holds, in the order of the profile.
 
-    The buckets are optimal (see [Note: merging]) where computation and allreduces do not slow each
-    other down. Where they do, candidates are the optimal buckets for the times at which gradients
-    are ready under the plan before, and those of uniform caps. Of all that are predicted to be
-    within half a per cent of the best, the one whose largest bucket is smallest is taken: it
-    depends least on predictions, and was the fastest when measured.
+    They are optimal (see [Note: merging]) where computation and allreduces do not slow each other
+    down. Where they do, candidates are the optimal buckets for the times at which gradients are
+    ready under the plan before, and those of uniform caps. Of all that are predicted to be about as
+    good as the best, that whose largest bucket is smallest depends least on predictions, and was
+    the fastest when measured.
     """
     if not cost.interference and cost.contention == 1:
         return merge(profile, [gradient.ready_s for gradient in profile.gradients], cost)
@@ -59,8 +59,7 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     enough_s = min(backward_s.values()) * _AS_GOOD
 
     def largest_bytes(sizes: Sequence[int]) -> int:
-        buckets = profile.split(sizes)
-        return max(sum(gradient.num_bytes for gradient in members) for members in buckets)
+        return max(allreduce.num_bytes for allreduce in profile.allreduces(sizes))
 
     good = [sizes for sizes in candidates if backward_s[sizes] <= enough_s]
     return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt import _files
-from ddpopt._text import format_bytes, format_ms, printable, shorten, table
-from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
+from ddpopt._text import format_ms, printable, shorten
+from ddpopt.bucketing.costs import AllreduceCost, Profile
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
 from ddpopt.errors import PlanError
@@ -71,12 +71,11 @@ class BucketPlan:
         """The buckets in the order of their launch."""
         return tuple(
             PlannedBucket(
-                parameters=tuple(gradient.name for gradient in gradients),
-                num_bytes=sum(gradient.num_bytes for gradient in gradients),
-                group=group,
+                parameters=tuple(gradient.name for gradient in allreduce.gradients),
+                num_bytes=allreduce.num_bytes,
+                group=allreduce.gradients[0].group,
             )
-            for members in self.profile.split(self.sizes)
-            for group, gradients in by_group(members).items()
+            for allreduce in self.profile.allreduces(self.sizes)
         )
 
     @property
@@ -96,8 +95,8 @@ class BucketPlan:
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return arguments for DistributedDataParallel by which it forms these buckets.
 
-        `bucket_cap_mb_list` where all gradients are of one dtype and device. Else the list would
-        count for each group by itself, and the best single `bucket_cap_mb` is given instead.
+        `bucket_cap_mb_list`, or the best `bucket_cap_mb` where gradients are of several dtypes or
+        devices: the list would count for each of them by itself.
         """
         if len({gradient.group for gradient in self.profile.gradients}) == 1:
             return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}
@@ -105,8 +104,8 @@ class BucketPlan:
             uniform_buckets(self.profile),
             key=lambda sizes: predict(self.profile, sizes, self.cost).backward_s,
         )
-        gradients = self.profile.gradients[: best[0]]
-        return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in gradients) / _MIB}
+        first = self.profile.gradients[: best[0]]
+        return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in first) / _MIB}
 
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""
@@ -164,29 +163,17 @@ class BucketPlan:
         return plan
 
     def __str__(self) -> str:
-        timeline = self.timeline()
-        rows = [
-            (
-                f"{index}",
-                format_bytes(bucket.num_bytes),
-                *map(format_ms, (times.ready_s, times.launched_s, times.finished_s)),
-                shorten(bucket.parameters),
-            )
-            for index, (bucket, times) in enumerate(
-                zip(self.buckets, timeline.buckets, strict=True)
-            )
-        ]
-        header = ("bucket", "size", "ready ms", "launch", "finish", "parameters")
-        default = self.timeline_of_caps()
+        timeline, default = self.timeline(), self.timeline_of_caps()
+        names = (shorten(bucket.parameters) for bucket in self.buckets)
         return "\n".join(
             [
-                f"{len(rows)} buckets for {self.world_size} ranks ({self.profile.source} times): "
-                f"backward {format_ms(timeline.backward_s)} ms, of it computation "
+                f"{len(self.buckets)} buckets for {self.world_size} ranks ({self.profile.source} "
+                f"times): backward {format_ms(timeline.backward_s)} ms, of it computation "
                 f"{format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
                 "",
-                *table(header, rows),
+                *timeline.bucket_table("parameters", names),
             ]
         )
 

@@ -11,15 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
 from ddpopt._events import Observer, Turn, ignore, observe
-from ddpopt._text import printable
+from ddpopt._text import shorten
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact, Word
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
-
-_NAMES_SHOWN = 3
 
 _applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state.new_table()
 
@@ -42,7 +40,6 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
     agree(ddp, plan)
     apply(ddp, plan)
     state.of(ddp).take_new_limits()
-    state.of(ddp).forget_code()
     _forbid_backward(ddp)
 
 
@@ -73,18 +70,17 @@ def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     obstacle = find_obstacle(ddp)
     if obstacle:
         return obstacle
-    own = {p.name: p for p in _torch.reducer_parameters(ddp).values()}
-    planned = {gradient.name: gradient for gradient in plan.profile.gradients}
+    own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
+    planned = {gradient.name: gradient.num_bytes for gradient in plan.profile.gradients}
+    remedy = "plan for this very model"
     for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
         if names:
-            shown = ", ".join(map(printable, sorted(names)[:_NAMES_SHOWN]))
-            return f"{len(names)} parameters are not {where} ({shown}); plan for this very model"
-    for name, parameter in own.items():
-        if planned[name].num_bytes != parameter.num_bytes:
-            return (
-                f"the gradient of {name} has {parameter.num_bytes} bytes, and "
-                f"{planned[name].num_bytes} in the plan; plan for this very model"
-            )
+            shown = shorten(sorted(names))
+            return f"{len(names)} parameters are not {where} ({shown}); {remedy}"
+    for name, size in own.items():
+        if planned[name] != size:
+            sizes = f"{size} bytes, and {planned[name]} in the plan"
+            return f"the gradient of {name} has {sizes}; {remedy}"
     return ""
 
 
@@ -119,21 +115,20 @@ def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
     return _applied.get(ddp)
 
 
-# A new Reducer does not know of forwards from before, and would leave their gradients as they are
-# on each rank.
-_guards: weakref.WeakKeyDictionary[DistributedDataParallel, Sequence[RemovableHandle]] = (
-    weakref.WeakKeyDictionary()
-)
+_guards: weakref.WeakKeyDictionary[DistributedDataParallel, Sequence[RemovableHandle]]
+_guards = weakref.WeakKeyDictionary()
 
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:
+    """Have backward raise until the next forward: a new Reducer does not know of those before."""
+
     def refuse(_gradient: torch.Tensor) -> None:
         raise PlanError(
             "this backward belongs to a forward from before ddpopt.rebucket, whose gradients "
             "would not be reduced; call rebucket between a step and the next forward"
         )
 
-    allow_backward(ddp)
+    _allow_backward(ddp)
     reduced = _torch.reducer_parameters(ddp)
     with _torch.requiring_grad(reduced):
         handles = [
@@ -141,18 +136,17 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
             for parameter in reduced
         ]
     # Where nothing was compiled yet, nobody else tells that a forward has begun.
-    begin = _torch.uncompiled(lambda module, _inputs: allow_backward(module))
+    begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
     _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
     observe(ddp, Turn.REBUCKET, _Permission())
 
 
 class _Permission(Observer):
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        allow_backward(ddp)
+        _allow_backward(ddp)
 
 
-def allow_backward(ddp: DistributedDataParallel) -> None:
-    """Allow again what `rebucket` forbade: a forward has begun."""
+def _allow_backward(ddp: DistributedDataParallel) -> None:
     for handle in _guards.pop(ddp, ()):
         handle.remove()
     ignore(ddp, Turn.REBUCKET)

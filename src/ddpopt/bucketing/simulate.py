@@ -6,6 +6,7 @@ Pure and deterministic, stragglers included. Plans are made in plan.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -13,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpopt._text import format_bytes, format_ms, table
+from ddpopt._text import format_ms, table
 from ddpopt.bucketing.costs import AllreduceCost, Network
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
@@ -32,10 +33,7 @@ class Stragglers:
     """Ranks that compute more slowly than the profile says, at random.
 
     Each rank takes 1 + X times as long for an iteration's computation, with X independent and
-    exponential of mean `mean_delay`. Exponential delays on top of a fixed time are the usual model
-    of stragglers (Lee, Lam, Pedarsani, Papailiopoulos and Ramchandran, "Speeding up distributed
-    machine learning using codes", 2018), and the largest of N has a closed form. Its mean is
-    `mean_delay` times 1 + 1/2 + ... + 1/N.
+    exponential of mean `mean_delay`; docs/simulation.md has the reasons and the sources.
 
     Raises:
         PlanError: `mean_delay` is negative or not finite.
@@ -52,8 +50,7 @@ class Stragglers:
         """Return how many times as long the slowest of `world_size` ranks takes.
 
         One draw whatever `world_size`, by the inverse of the maximum's distribution function,
-        (1 - exp(-x / mean))^N (Devroye, "Non-uniform random variate generation", 1986). With one
-        seed it grows with `world_size`.
+        (1 - exp(-x / mean))^N. With one seed it grows with `world_size`.
         """
         uniform = max(random.Random(self.seed).random(), 2.0**-53)  # 0 has no logarithm
         return 1 - self.mean_delay * math.log(-math.expm1(math.log(uniform) / world_size))
@@ -82,48 +79,40 @@ class Simulation:
 
     def to_json(self) -> str:
         """Return all numbers as JSON text, with those that follow from others; in seconds."""
-        timeline = dataclasses.asdict(self.timeline)
-        names = ("num_bytes", "ready_s", "launched_s", "finished_s")
-        timeline["buckets"] = [dict(zip(names, b, strict=True)) for b in self.timeline.buckets]
-        for name in ("iteration_s", "exposed_s", "bound_s"):
-            timeline[name] = getattr(self.timeline, name)
-        content = {
-            **dataclasses.asdict(self),
+        content = dataclasses.asdict(self) | {
+            "timeline": self.timeline.to_dict(),
             "efficiency": self.efficiency,
-            "timeline": timeline,
         }
         return json.dumps(content, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
         timeline = self.timeline
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
-        lines = [
-            f"{self.world_size} ranks: iteration {format_ms(timeline.iteration_s)} ms, "
-            f"efficiency {self.efficiency:.1%}{slowest}",
-            f"  computation {format_ms(timeline.alone_s)} ms, communication "
-            f"{format_ms(timeline.communication_s)}, exposed {format_ms(timeline.exposed_s)}, "
-            f"bound {format_ms(timeline.bound_s)}",
-            f"  an allreduce takes {self.cost.startup_s * 1e3:.3f} ms and "
-            f"{self.cost.s_per_mib * 1e3:.3f} ms per MiB",
-            f"  {self.basis}",
-            "",
-        ]
-        header = ("bucket", "size", "ready ms", "launch", "finish", "- waits, = runs")
-        rows = [self._row(index, bucket) for index, bucket in enumerate(timeline.buckets)]
-        num_hidden = len(rows) - 2 * _ROWS_AT_EACH_END
-        if num_hidden > 1:
-            gap = ("...", "", "", "", "", f"{num_hidden} more")
-            rows = [*rows[:_ROWS_AT_EACH_END], gap, *rows[-_ROWS_AT_EACH_END:]]
-        return "\n".join([*lines, *table(header, rows)])
+        rows = timeline.bucket_table("- waits, = runs", map(self._bar, timeline.buckets))
+        middle = slice(1 + _ROWS_AT_EACH_END, -_ROWS_AT_EACH_END)
+        if len(rows[middle]) > 1:
+            rows[middle] = [f"  ... {len(rows[middle])} more"]
+        return "\n".join(
+            [
+                f"{self.world_size} ranks: iteration {format_ms(timeline.iteration_s)} ms, "
+                f"efficiency {self.efficiency:.1%}{slowest}",
+                f"  computation {format_ms(timeline.alone_s)} ms, communication "
+                f"{format_ms(timeline.communication_s)}, exposed {format_ms(timeline.exposed_s)}, "
+                f"bound {format_ms(timeline.bound_s)}",
+                f"  an allreduce takes {self.cost.startup_s * 1e3:.3f} ms and "
+                f"{self.cost.s_per_mib * 1e3:.3f} ms per MiB",
+                f"  {self.basis}",
+                "",
+                *rows,
+            ]
+        )
 
-    def _row(self, index: int, bucket: BucketTimes) -> tuple[str, ...]:
-        times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
+    def _bar(self, bucket: BucketTimes) -> str:
         whole_s = self.timeline.backward_s or 1.0
+        times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
         # The part first: the width over a tiny time would be infinite.
         ready, launched, finished = (math.floor(_BAR_WIDTH * (time / whole_s)) for time in times)
-        runs = max(1, finished - launched)
-        bar = " " * ready + "-" * (launched - ready) + "=" * runs
-        return (f"{index}", format_bytes(bucket.num_bytes), *map(format_ms, times), bar)
+        return " " * ready + "-" * (launched - ready) + "=" * max(1, finished - launched)
 
 
 def simulate(
@@ -146,18 +135,12 @@ def simulate(
         raise PlanError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
     cost, origin = _cost(plan, world_size, network)
     slowdown = stragglers.slowdown(world_size) if stragglers else 1.0
-    profile = plan.profile
-    if stragglers:
-        names = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
-        times = {name: getattr(profile, name) * slowdown for name in names}
-        ready_s = [gradient.ready_s * slowdown for gradient in profile.gradients]
-        profile = profile.with_ready_times(ready_s, **times)
     return Simulation(
         world_size=world_size,
         cost=cost,
-        timeline=predict(profile, plan.sizes, cost),
+        timeline=predict(plan.profile.slowed(slowdown), plan.sizes, cost),
         slowdown=slowdown,
-        basis=f"computation: {profile.source}; allreduce: {origin}",
+        basis=f"computation: {plan.profile.source}; allreduce: {origin}",
     )
 
 
@@ -174,10 +157,7 @@ def _cost(
     return implied.allreduce(world_size), f"ring, extrapolated from {plan.world_size} ranks"
 
 
-# ---- many clusters ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """Efficiencies on one cluster: of the saved plan, DDP's default buckets, a plan made for it.
 
@@ -215,25 +195,14 @@ def sweep(
     """
     default = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, DDP_DEFAULT_CAPS))
     cells = []
-    for world_size in world_sizes:
-        for bytes_per_s in bandwidths:
-            links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
-            replanned = plan_buckets(plan.profile, links.allreduce(world_size), world_size)
-            plans = {"saved": plan, "default": default, "replanned": replanned}
-            efficiencies = {
-                name: simulate(
-                    each, world_size=world_size, network=links, stragglers=stragglers
-                ).efficiency
-                for name, each in plans.items()
-            }
-            cells.append(
-                Cell(
-                    world_size=world_size,
-                    bytes_per_s=bytes_per_s,
-                    num_buckets=len(replanned.buckets),
-                    **efficiencies,
-                )
-            )
+    for world_size, bytes_per_s in itertools.product(world_sizes, bandwidths):
+        links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
+        replanned = plan_buckets(plan.profile, links.allreduce(world_size), world_size)
+        saved, own, best = (
+            simulate(each, world_size=world_size, network=links, stragglers=stragglers).efficiency
+            for each in (plan, default, replanned)
+        )
+        cells.append(Cell(world_size, bytes_per_s, saved, own, best, len(replanned.buckets)))
     return cells
 
 
@@ -245,8 +214,7 @@ def render(cells: Sequence[Cell]) -> str:
             f"{cell.world_size}",
             format_bandwidth(cell.bytes_per_s),
             *(f"{efficiency:.1%}" for efficiency in (cell.saved, cell.default, cell.replanned)),
-            f"{cell.num_buckets}",
-            cell.best,
+            *(f"{cell.num_buckets}", cell.best),
         )
         for cell in cells
     ]

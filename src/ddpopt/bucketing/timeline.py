@@ -7,16 +7,18 @@ after another, in the buckets' order, while computation goes on. Each may slow t
 from __future__ import annotations
 
 import bisect
-import itertools
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-from ddpopt.bucketing.costs import AllreduceCost, Profile, by_group
+from ddpopt._text import format_bytes, format_ms, table
+from ddpopt.bucketing.costs import AllreduceCost, Profile
 
 
-class BucketTimes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BucketTimes:
     """The times of one bucket, in seconds after backward began."""
 
     num_bytes: int
@@ -57,6 +59,24 @@ class Timeline:
         """What no plan can beat: the larger of computation and communication."""
         return max(self.alone_s, self.communication_s)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all times by their names, those that follow from others too."""
+        followed = ("iteration_s", "exposed_s", "bound_s")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in followed}
+
+    def bucket_table(self, title: str, texts: Iterable[str]) -> list[str]:
+        """Return a table of the buckets, with a last column of this title and these texts."""
+        rows = [
+            (
+                f"{index}",
+                format_bytes(bucket.num_bytes),
+                *map(format_ms, (bucket.ready_s, bucket.launched_s, bucket.finished_s)),
+                text,
+            )
+            for index, (bucket, text) in enumerate(zip(self.buckets, texts, strict=True))
+        ]
+        return table(("bucket", "size", "ready ms", "launch", "finish", title), rows)
+
 
 def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> Timeline:
     """Return the timeline of an iteration with these buckets.
@@ -64,74 +84,46 @@ def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) 
     `bucket_sizes` tells how many gradients, in the profile's order, each bucket holds; where
     gradients of several groups meet in one, each group is an allreduce of its own.
     """
-    allreduces = _allreduces(profile, bucket_sizes)
-    run = _run(profile, bucket_sizes, allreduces, cost)
-    buckets = tuple(
-        BucketTimes(allreduce.num_bytes, run.ready_s[allreduce.last], *times)
-        for allreduce, times in zip(allreduces, run.allreduces, strict=True)
-    )
+    reached, buckets = _run(profile, bucket_sizes, cost)
     around_s = profile.forward_s + profile.between_s
     return Timeline(
         forward_s=profile.forward_s,
-        computed_s=run.computed_s,
-        backward_s=max(run.computed_s, buckets[-1].finished_s) + profile.after_s,
+        computed_s=reached[-1],
+        backward_s=max(reached[-1], buckets[-1].finished_s) + profile.after_s,
         between_s=profile.between_s,
         alone_s=around_s + profile.backward_s,
         communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in buckets),
-        buckets=buckets,
+        buckets=tuple(buckets),
     )
 
 
-def ready_times(
-    profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
-) -> tuple[float, ...]:
+def ready_times(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
     """Return when each gradient is ready while allreduces of these buckets run beside."""
-    return _run(profile, bucket_sizes, _allreduces(profile, bucket_sizes), cost).ready_s
-
-
-class _Allreduce(NamedTuple):
-    """An allreduce; it waits for the gradient at the place `last`."""
-
-    num_bytes: int
-    last: int
-
-
-def _allreduces(profile: Profile, bucket_sizes: Sequence[int]) -> list[_Allreduce]:
-    ends = itertools.accumulate(bucket_sizes)
-    return [
-        _Allreduce(sum(gradient.num_bytes for gradient in gradients), stop - 1)
-        for members, stop in zip(profile.split(bucket_sizes), ends, strict=True)
-        for gradients in by_group(members).values()
-    ]
-
-
-class _Run(NamedTuple):
-    ready_s: tuple[float, ...]
-    computed_s: float
-    allreduces: list[tuple[float, float]]  # launched, finished
+    return _run(profile, bucket_sizes, cost)[0][:-1]
 
 
 def _run(
-    profile: Profile,
-    bucket_sizes: Sequence[int],
-    queue: Sequence[_Allreduce],
-    cost: AllreduceCost,
-) -> _Run:
-    """Follow computation and communication side by side, from event to event."""
+    profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
+) -> tuple[list[float], list[BucketTimes]]:
+    """Follow computation and communication side by side, from event to event.
+
+    Return when each gradient is ready and, last, when computation ends; and the buckets.
+    """
+    queue = profile.allreduces(bucket_sizes)
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
     # Each gradient, and the end of backward, as the computation that is done by then.
     cut_s = profile.cut_s + cost.launch_s
     goals = [g.ready_s + k * cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
     goals.append(profile.backward_s + cuts[-1] * cut_s)
-    now_s = done_s = 0.0
-    launched_s: float | None = None
+    now_s = done_s = launched_s = 0.0
     phases: list[float] = []  # what is left of an allreduce: its transfer, its start-up
     reached: list[float] = []
-    finished: list[tuple[float, float]] = []
+    finished: list[BucketTimes] = []
     while len(reached) < len(goals) or len(finished) < len(queue):
-        waiting = queue[len(finished)] if len(finished) < len(queue) else None
-        if launched_s is None and waiting is not None and len(reached) > waiting.last:
-            launched_s, phases = now_s, [cost.s_per_byte * waiting.num_bytes, cost.startup_s]
+        is_idle = not phases and len(finished) < len(queue)
+        if is_idle and len(reached) > queue[len(finished)].last:
+            launched_s = now_s
+            phases = [cost.s_per_byte * queue[len(finished)].num_bytes, cost.startup_s]
         is_computing = len(reached) < len(goals)
         is_moving = len(phases) == 1
         speed = 1 - cost.interference if is_moving else 1.0
@@ -149,27 +141,27 @@ def _run(
             done_s += step_s * speed
         if reduce_s <= compute_s:
             phases.pop()
-        if launched_s is not None and not phases:
-            finished.append((launched_s, now_s))
-            launched_s = None
-    return _Run(tuple(reached[:-1]), reached[-1], finished)
+            if not phases:
+                done = queue[len(finished)]
+                finished.append(BucketTimes(done.num_bytes, reached[done.last], launched_s, now_s))
+    return reached, finished
 
 
-def undisturbed(
-    ready_s: Sequence[float], bucket_bytes: Sequence[tuple[int, int]], cost: AllreduceCost
-) -> list[float]:
+def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
     """Return measured times of gradients as they would be if no allreduce had run meanwhile.
 
-    `bucket_bytes` are the buckets of the measured run: for each the place of its last gradient,
-    and its bytes. The inverse of what `predict` does.
+    `profile` has the measured times, and `bucket_sizes` are the buckets of the measured run. The
+    inverse of `ready_times`.
     """
-    end_s = ready_s[-1]
-    ends = [last for last, _ in bucket_bytes]
+    ready_s = [gradient.ready_s for gradient in profile.gradients]
+    queue = profile.allreduces(bucket_sizes)
+    ends = [allreduce.last for allreduce in queue]
     busy: list[tuple[float, float]] = []
-    for last, num_bytes in bucket_bytes:
-        moving_s = max(ready_s[last], busy[-1][1] if busy else 0.0) + cost.startup_s
-        left_s = cost.s_per_byte * num_bytes
-        beside_s = min(left_s, max(0.0, end_s - moving_s) / cost.contention)
+    for allreduce in queue:
+        free_s = busy[-1][1] if busy else 0.0
+        moving_s = max(ready_s[allreduce.last], free_s) + cost.startup_s
+        left_s = cost.s_per_byte * allreduce.num_bytes
+        beside_s = min(left_s, max(0.0, ready_s[-1] - moving_s) / cost.contention)
         busy.append((moving_s, moving_s + beside_s * cost.contention + left_s - beside_s))
     result: list[float] = []
     lost_s = 0.0  # by the allreduces that were over

@@ -2,30 +2,30 @@
 
 [Note: tuning]
 With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs that are cut more
-finely. In some of them each rank notes when its gradients arrive. Steps are counted by their
-backwards, in which gradients are reduced: these are the same on all ranks, whatever forwards one of
-them runs besides. Before the forward that follows one and the same backward, ranks meet by the
-process group's store, with a time limit: a rank that does not come, or cannot go on, makes all
-ranks stay. From there on they are at the same place, and use collectives: measure the network,
-gather the times, rank 0 plans and broadcasts, each says whether the plan fits it, and all apply it,
-or none does.
+finely, and each rank notes when its gradients arrive. Steps are counted by backwards that reduce
+gradients: these are the same on all ranks, whatever forwards one of them runs besides. Before the
+forward that follows one and the same backward, ranks meet by the process group's store, with a time
+limit: a rank that does not come, or cannot go on, makes all ranks stay. From there on they are at
+the same place, and use collectives: measure the network, gather the times, rank 0 plans and
+broadcasts, each says whether the plan fits it, and all apply it, or none does.
 
-No rank waits where the answer is known already. Each announces itself one step ahead, so it is
-known which will not come, and a rank that cannot go on says so at once. A search is named after the
-backward in which it began, so ranks whose searches began in different ones do not wait either.
+No rank waits where the answer is known already. Each announces itself one step ahead, and one that
+cannot go on says so at once. A search is named after the backward in which it began, so ranks whose
+searches began in different ones do not wait either.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ _LEAST_GAIN = 0.03  # of an iteration
 _DECIDED_AFTER = _FIRST_MEASURED + _NUM_MEASURED - 1  # backwards
 _MEETING_S = 30.0  # that ranks wait for each other, at most
 _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
+_TITLE = "looking for better buckets"
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
@@ -57,25 +58,27 @@ _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.We
 _in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
 
-def start(ddp: DistributedDataParallel, split: str) -> None:
-    """Look for better buckets of `ddp`, unless that was done before."""
+def start(ddp: DistributedDataParallel, *, is_trial: bool) -> None:
+    """Look for better buckets of `ddp`, unless that was done before.
+
+    `is_trial` says that the forward is cut, where sections cost time if they are not needed;
+    sections of a backward hardly cost any.
+    """
     if ddp in _in_use:
         return
     if ddp not in _tuners:
         _tuners[ddp] = _Tuner(ddp)
         observe(ddp, Turn.TUNER, _tuners[ddp])
-        _tuners[ddp].check()
     tuner = _in_use[ddp] = _tuners[ddp]
-    # Forward sections cost time where they are not needed, backward sections hardly any.
     if not tuner.is_done:
-        state.of(ddp).begin_search(is_trial=split == "forward")
+        state.of(ddp).begin_search(is_trial=is_trial)
 
 
-def restart(ddp: DistributedDataParallel, split: str) -> None:
+def restart(ddp: DistributedDataParallel) -> None:
     """Look for better buckets once more, on all ranks in the same step."""
     _tuners.pop(ddp, None)
     _in_use.pop(ddp, None)
-    start(ddp, split)
+    start(ddp, is_trial=False)
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
@@ -96,44 +99,6 @@ def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
         _in_use[copy] = tuner
 
 
-@dataclass(slots=True)
-class _Step:
-    """What was noted of one step; see `_Stopwatch` for times."""
-
-    began: float
-    forward_ended: float = 0.0
-    backward_ended: float = 0.0
-    num_forwards: int = 1
-    ended: float = 0.0
-    ready: dict[int, float] = field(default_factory=dict)  # by parameter index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
-
-    `problem` says why there are none.
-    """
-
-    problem: str = ""
-    arrival: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    ready_s: tuple[float, ...] = ()
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    between_s: float = 0.0
-
-
-def _key_of(ddp: DistributedDataParallel) -> str:
-    """Return a key that the search for one DDP module has on all ranks, and no other search.
-
-    It tells in which backward it is asked for, by how many collectives came before.
-    """
-    parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
-    digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-    return f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
-
-
 class _Tuner(Observer):
     """See [Note: tuning]."""
 
@@ -141,30 +106,25 @@ class _Tuner(Observer):
         self.is_done = False
         self.outcome = "not decided yet"
         self.best: BucketPlan | None = None
-        self._ddp = weakref.ref(ddp)  # the record that holds this must not hold its module
         self._stopwatch: _Stopwatch | None = None
-        self._key = ""
         self._appointment: Appointment | None = None
         self._limit_s = _MEETING_S
-
-    def check(self) -> None:
-        """Stay where it is clear from the start that nothing can be changed or won."""
-        ddp = self._ddp()
-        assert ddp is not None
-        try:
+        group = ddp.process_group
+        log: Callable[..., object] = _logs.info
+        try:  # whether it is clear from the start that nothing can be changed or won
             _torch.check_names_for_tuning(ddp)
-            device = next(iter(_torch.reducer_parameters(ddp))).device
-            timeout_s = _torch.group_timeout(ddp.process_group, device).total_seconds()
-            _torch.num_collectives(ddp.process_group)
-        except (TorchDriftError, RuntimeError) as error:  # or a backend that does not count them
+            timeout_s = _torch.group_timeout(group, _device_of(ddp)).total_seconds()
+            self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
+            _torch.num_collectives(group)
+            if dist.get_world_size(group) < 2:
+                self.stay("one rank communicates nothing")
+        except TorchDriftError as error:
             self.stay(str(error))
-            log = _logs.warning if isinstance(error, TorchDriftError) else _logs.info
+            log = _logs.warning
+        except RuntimeError as error:  # its backend does not count collectives
+            self.stay(str(error))
+        if self.is_done:
             log("%s", self.outcome)
-            return
-        self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
-        if dist.get_world_size(ddp.process_group) < 2:
-            self.stay("one rank communicates nothing")
-            _logs.info("%s", self.outcome)
 
     def stay(self, reason: str) -> None:
         """Decide for DDP's own buckets."""
@@ -180,87 +140,101 @@ class _Tuner(Observer):
             return
         stopwatch = self._begin_step(ddp)
         if stopwatch.num_backwards == _DECIDED_AFTER - 1 and self._appointment is None:
+            absence = "did not look for them in the same steps"
             try:
                 self._appointment = Appointment(
-                    ddp.process_group,
-                    "looking for better buckets",
-                    self._key,
-                    self._limit_s,
-                    absence="did not look for them in the same steps",
+                    ddp.process_group, _TITLE, stopwatch.key, self._limit_s, absence=absence
                 )
             except PeerError as error:
                 self.stay(str(error))
                 stopwatch.remove()
-                _end_search(ddp)
+                state.of(ddp).end_search()
         if stopwatch.num_backwards == _DECIDED_AFTER:
             self._finish(ddp, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         """Note the time."""
-        if self.is_done:
-            return
-        if self._stopwatch is None:
-            self._begin_step(ddp)  # this was made in the forward that ends here
-        if self._stopwatch is not None:
-            self._stopwatch.end_forward()
+        if not self.is_done:
+            # This may have been made in the forward that ends here.
+            (self._stopwatch or self._begin_step(ddp)).end_forward()
 
     def _begin_step(self, ddp: DistributedDataParallel) -> _Stopwatch:
         if self._stopwatch is None:
-            self._stopwatch = _Stopwatch(ddp, self._note_key)
+            self._stopwatch = _Stopwatch(ddp)
         self._stopwatch.begin_step()
         return self._stopwatch
-
-    def _note_key(self) -> None:
-        ddp = self._ddp()
-        assert ddp is not None
-        self._key = _key_of(ddp)
 
     def _finish(self, ddp: DistributedDataParallel, stopwatch: _Stopwatch) -> None:
         assert self._appointment is not None
         stopwatch.remove()
         self._stopwatch = None
         self.is_done = True
-        rules = state.of(ddp).rules
-        _end_search(ddp)
+        state.of(ddp).end_search()
         problem = self._appointment.keep(_find_obstacle(ddp))
+        self._appointment = None  # it has a connection to the store
         if problem:
             self.stay(problem)
         else:
             self.outcome, self.best = _decide(ddp, stopwatch.measured())
-        if state.of(ddp).rules != rules:
-            state.of(ddp).forget_code()
         _logs.info("%s", self.outcome)
 
 
-def _end_search(ddp: DistributedDataParallel) -> None:
-    """Have graphs be cut by buckets again; those that were cut for the search are compiled anew."""
-    known = state.of(ddp)
-    if known.is_trial:
-        known.forget_code()
-    known.end_search()
+def _device_of(ddp: DistributedDataParallel) -> torch.device:
+    return next(iter(_torch.reducer_parameters(ddp))).device
 
 
 # ---- measuring --------------------------------------------------------------------------------
 
 
+_Moment = Any  # in seconds, or an event on a device's stream
+
+
+@dataclass(slots=True)
+class _Step:
+    """What was noted of one step."""
+
+    began: _Moment
+    forward_ended: _Moment = None
+    backward_ended: _Moment = None
+    num_forwards: int = 1
+    ended: _Moment = None
+    ready: dict[int, _Moment] = field(default_factory=dict)  # by parameter index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
+
+    `ready_s` is in the order of `buckets`, which are by parameter index. `problem` says why there
+    are none.
+    """
+
+    problem: str = ""
+    buckets: tuple[tuple[int, ...], ...] = ()
+    ready_s: tuple[float, ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    between_s: float = 0.0
+
+
 class _Stopwatch:
     """Notes when gradients arrive, by hooks on autograd's nodes that accumulate them.
 
-    `at_first` is called at the end of the first backward.
+    `key` is set by the first backward: this search has it on all ranks, and no other search.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, at_first: Callable[[], None]) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._at_first = at_first
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.key = ""
+        self._ddp = weakref.ref(ddp)  # the tuner that holds this must not hold its module
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
-        self._device = next(iter(parameters)).device
+        self._device = _device_of(ddp)
         self._steps: list[_Step] = []
-        self._events: list[torch.Event] = []
         self._hooks = []
         for tensor, parameter in parameters.items():
-            node = _torch.accumulate_node(tensor)
-            self._hooks.append((node, node.register_prehook(self._note_arrival(parameter.index))))
+            node = _torch.accumulate_node(tensor)  # it lives as long as we hold it
+            note = functools.partial(self._note_arrival, parameter.index)
+            self._hooks.append((node, node.register_prehook(note)))
 
     @property
     def num_backwards(self) -> int:
@@ -300,7 +274,7 @@ class _Stopwatch:
         buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp)
         if not buckets:
             return _Measured(problem="DDP did not tell its buckets")
-        arrival = tuple(itertools.chain.from_iterable(buckets))
+        arrival = list(itertools.chain.from_iterable(buckets))
         complete = [
             step
             for step in self._steps[_FIRST_MEASURED - 1 :]
@@ -311,53 +285,50 @@ class _Stopwatch:
                 problem="too few steps of one forward and one backward that used all parameters "
                 "could be measured"
             )
-        seconds = self._seconds
-        median = statistics.median
+
+        def median_s(starts: Iterable[_Moment], stops: Iterable[_Moment]) -> float:
+            return statistics.median(map(_seconds, starts, stops))
+
+        forward_ended = [step.forward_ended for step in complete]
+        backward_ended = [step.backward_ended for step in complete]
         return _Measured(
-            arrival=arrival,
-            sizes=tuple(len(bucket) for bucket in buckets),
-            ready_s=tuple(
-                median(seconds(step.forward_ended, step.ready[index]) for step in complete)
-                for index in arrival
-            ),
-            forward_s=median(seconds(step.began, step.forward_ended) for step in complete),
-            backward_s=median(
-                seconds(step.forward_ended, step.backward_ended) for step in complete
-            ),
-            between_s=median(seconds(step.backward_ended, step.ended) for step in complete),
+            buckets=tuple(map(tuple, buckets)),
+            ready_s=tuple(median_s(forward_ended, [s.ready[k] for s in complete]) for k in arrival),
+            forward_s=median_s([step.began for step in complete], forward_ended),
+            backward_s=median_s(forward_ended, backward_ended),
+            between_s=median_s(backward_ended, [step.ended for step in complete]),
         )
 
-    def _note_arrival(self, index: int):  # type: ignore[no-untyped-def]  # hooks have no one type
-        def note(_gradients: object) -> None:
-            if not self._steps or self._steps[-1].backward_ended:
-                return  # it is the backward of a step that does not communicate
-            ready = self._steps[-1].ready
-            if not ready:
-                _torch.at_end_of_backward(self._end_backward)
-            ready[index] = self._now()
-
-        return note
+    def _note_arrival(self, index: int, _gradients: object) -> None:
+        if not self._steps or self._steps[-1].backward_ended:
+            return  # it is the backward of a step that does not communicate
+        ready = self._steps[-1].ready
+        if not ready:
+            _torch.at_end_of_backward(self._end_backward)
+        ready[index] = self._now()
 
     def _end_backward(self) -> None:
         self._steps[-1].backward_ended = self._now()
-        if len(self._steps) == 1:
-            self._at_first()
+        ddp = self._ddp()
+        if not self.key and ddp is not None:
+            parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
+            digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
+            # How many collectives came before tells in which backward a search is asked for.
+            self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
-    def _now(self) -> float:
-        """Return the time in seconds, or the number of an event on the device's stream plus 1."""
+    def _now(self) -> _Moment:
         if self._device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
-        self._events.append(event)
-        return float(len(self._events))
+        return event
 
-    def _seconds(self, start: float, stop: float) -> float:
-        if self._device.type == "cpu":
-            return stop - start
-        first, last = self._events[int(start) - 1], self._events[int(stop) - 1]
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
+
+def _seconds(start: _Moment, stop: _Moment) -> float:
+    if not isinstance(stop, torch.Event):
+        return float(stop - start)
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
 
 # ---- deciding ---------------------------------------------------------------------------------
@@ -388,13 +359,12 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     A collective call. Returns what was decided and why, and the best plan that was found.
     """
     group = ddp.process_group
-    device = next(iter(_torch.reducer_parameters(ddp))).device
-    cost = calibrate(group, device)
-    gathered = gather(ddp, measured, "looking for better buckets")
+    cost = calibrate(group, _device_of(ddp))
+    gathered = gather(ddp, measured, _TITLE)
     decision: list[_Decision] = [_Decision("planning raised an error")]
     if dist.get_rank(group) == 0:
         try:
-            decision = [choose(ddp, gathered, cost)]
+            decision = [_choose(ddp, gathered, cost)]
         except Exception as error:  # the others wait for a word
             decision = [_Decision(f"planning raised {error!r}")]
     dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
@@ -413,22 +383,23 @@ def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, Buc
     return f"buckets change: {reason}", plan
 
 
-def choose(
+def _choose(
     ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
 ) -> _Decision:
     """Decide from what all ranks measured."""
     for rank, measured in enumerate(gathered):
         if measured.problem:
             return _Decision(f"on rank {rank}: {measured.problem}")
-        if measured.arrival != gathered[0].arrival or measured.sizes != gathered[0].sizes:
+        if measured.buckets != gathered[0].buckets:
             return _Decision(f"rank {rank} has others than rank 0")
-    profile = profile_of(ddp, gathered, cost)
+    sizes = [len(bucket) for bucket in gathered[0].buckets]
+    profile = _profile(ddp, gathered, sizes, cost)
     plan = plan_buckets(profile, cost, len(gathered))
-    before, after = predict(profile, gathered[0].sizes, cost), plan.timeline()
+    before, after = predict(profile, sizes, cost), plan.timeline()
     gain = 1 - after.iteration_s / before.iteration_s
     reason = (
         f"iterations would get {gain:.0%} shorter; predicted is a backward of "
-        f"{before.backward_s * 1e3:.0f} ms with DDP's own {len(gathered[0].sizes)} buckets (of it "
+        f"{before.backward_s * 1e3:.0f} ms with DDP's own {len(sizes)} buckets (of it "
         f"{profile.after_s * 1e3:.0f} after the last allreduce) and {after.backward_s * 1e3:.0f} "
         f"ms with the best {len(plan.buckets)}, as an allreduce costs {cost.startup_s * 1e3:.2f} "
         f"ms and {cost.s_per_mib * 1e3:.2f} ms a MiB, {cost.contention:.2f} times that beside "
@@ -438,33 +409,31 @@ def choose(
     return _Decision(reason, plan.to_json(), is_better=gain >= _LEAST_GAIN)
 
 
-def profile_of(
-    ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
+def _profile(
+    ddp: DistributedDataParallel,
+    gathered: Sequence[_Measured],
+    sizes: Sequence[int],
+    cost: AllreduceCost,
 ) -> Profile:
     """Return the computation of the slowest rank without communication.
 
     What the model does not explain of the measured backward is taken to come after all allreduces.
     """
-    first = gathered[0]
     by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
-    parameters = [by_index[index] for index in first.arrival]
-    slowest = [max(times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
+    arrived = [by_index[index] for bucket in gathered[0].buckets for index in bucket]
+    slowest = (max(0.0, *times) for times in zip(*(m.ready_s for m in gathered), strict=True))
     ready_s = list(itertools.accumulate(slowest, max))
-    ends = itertools.accumulate(first.sizes, initial=0)
-    buckets = [
-        (stop - 1, sum(p.num_bytes for p in parameters[begin:stop]))
-        for begin, stop in itertools.pairwise(ends)
-    ]
-    alone_s = undisturbed(ready_s, buckets, cost)
-    profile = Profile(
+    disturbed = Profile(
         gradients=tuple(
             Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
-            for p, at_s in zip(parameters, alone_s, strict=True)
+            for p, at_s in zip(arrived, ready_s, strict=True)
         ),
-        backward_s=alone_s[-1],
+        backward_s=ready_s[-1],
         forward_s=max(measured.forward_s for measured in gathered),
         between_s=max(measured.between_s for measured in gathered),
         source="measured",
     )
-    left_s = max(m.backward_s for m in gathered) - predict(profile, first.sizes, cost).backward_s
+    alone_s = undisturbed(disturbed, sizes, cost)
+    profile = disturbed.with_ready_times(alone_s, backward_s=alone_s[-1])
+    left_s = max(m.backward_s for m in gathered) - predict(profile, sizes, cost).backward_s
     return dataclasses.replace(profile, after_s=max(0.0, left_s))

@@ -1,33 +1,33 @@
 """Steps on a copy of a compiled DDP model: the same code, another Reducer, nothing of the model's.
 
-It copies, calls and restores; `verify.py` and `warmup.py` know what the steps are for.
+It copies (`_torch` does what takes torch's private names), calls and restores; `verify.py` and
+`warmup.py` know what the steps are for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.bucketing import batch as batches
 from ddpopt.bucketing import tuner
-from ddpopt.bucketing.batch import Batch, as_batch, tensors_of
-from ddpopt.checks.copying import copy_model, deep_copy
+from ddpopt.bucketing.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.ranks.rendezvous import meeting
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 
-LossFn = Callable[[Any], torch.Tensor]
+T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
@@ -37,13 +37,6 @@ class Outcome(NamedTuple):
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
     dtypes: frozenset[torch.dtype]
-
-
-class LocalStep(NamedTuple):
-    """The copy that a step was run on, and whether the step drew random numbers."""
-
-    rehearsal: Rehearsal
-    has_drawn: bool
 
 
 class DryRun:
@@ -65,23 +58,23 @@ class DryRun:
         silence_s: float,
     ) -> None:
         self.model, self.ddp = model, state.ddp_of(model)
-        self.batch, self.loss_fn = as_batch(batch), loss_fn or default_loss
+        self.batch, self.loss_fn = as_batch(batch), loss_fn
         if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
             raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
         self.stage = functools.partial(meeting, self.ddp.process_group, name, silence_s=silence_s)
 
-    def step_locally(self, *, is_apart: bool = False) -> LocalStep:
+    def step_locally(self, *, is_apart: bool = False) -> tuple[Rehearsal, bool]:
         """Run a step of a copy that communicates nothing: copying, forward and backward as stages.
 
         A forward may communicate by itself, so none begins while another rank may find that it
-        cannot.
+        cannot. Return the copy, and whether the step drew random numbers.
 
         Raises:
-            OptionError: as `rehearse` and `copy_batch`; or the copy used the model's own
-                parameters, which are as they were.
+            OptionError: as `rehearse`; or the batch cannot be copied; or the copy used the model's
+                own parameters, which are as they were.
         """
         with self.stage("copying"):
-            rehearsal, batch = rehearse(self.model, is_apart=is_apart), copy_batch(self.batch)
+            rehearsal, batch = rehearse(self.model, is_apart=is_apart), _copy_batch(self.batch)
         _torch.keep_local(rehearsal.ddp)
         before = _randomness(self.ddp)
         with (
@@ -94,7 +87,7 @@ class DryRun:
                 loss, _ = rehearsal.forward(batch, self.loss_fn)
             with self.stage("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
-            return LocalStep(rehearsal, has_drawn=_randomness(self.ddp) != before)
+            return rehearsal, _randomness(self.ddp) != before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +103,13 @@ class Rehearsal:
     initial_buffers: dict[str, torch.Tensor]
     is_apart: bool
 
-    def forward(self, batch: Batch, loss_fn: LossFn) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
+    def forward(
+        self, batch: Batch, loss_fn: LossFn | None
+    ) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
         """Return the loss of a batch, and the dtypes of the output."""
-        output = self.model(*batch.args, **batch.kwargs)
+        output = call_model(self.model, batch)
         dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
-        loss = loss_fn(output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise OptionError(
-                f"the loss is {_describe(loss)}; loss_fn has to make a scalar of the output that "
-                "depends on a parameter"
-            )
-        return loss, dtypes
+        return find_loss(output, loss_fn, of=_distance, error=OptionError), dtypes
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Draw, in this block, the random numbers that its code was compiled for."""
@@ -135,10 +124,10 @@ class Rehearsal:
             if initial is not None and initial.shape == buffer.shape:  # or forward made it anew
                 buffer.detach().copy_(initial)
 
-    def step(self, batch: Batch, loss_fn: LossFn) -> Outcome:
+    def step(self, batch: Batch, loss_fn: LossFn | None) -> Outcome:
         """Run forward and backward on a copy of the batch, from the original's buffers."""
         self.reset()
-        loss, dtypes = self.forward(copy_batch(batch), loss_fn)
+        loss, dtypes = self.forward(_copy_batch(batch), loss_fn)
         loss.backward()  # type: ignore[no-untyped-call]
         own = self.ddp.module
         trained = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
@@ -151,17 +140,18 @@ class Rehearsal:
 
 
 def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
-    """Return a copy of a compiled DDP model; see `copy_model`.
+    """Return a copy of a compiled DDP model; see `_torch.copy_compiled`.
 
     Raises:
-        OptionError: the model cannot be copied, or DDP is in a mode that cannot be rehearsed.
+        OptionError: the model cannot be copied, a copy would share state with it, or DDP is in a
+            mode that cannot be rehearsed.
     """
     original = state.ddp_of(model)
     mode = find_mode(original, KEEPING_FROM_REHEARSAL)
     if mode is not None:
         raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
     try:
-        copied, ddp = copy_model(model, is_apart=is_apart)
+        made = _torch.copy_compiled(model, _deep_copy, is_apart=is_apart)
     except DDPOptError:
         raise
     except Exception as error:  # modules copy themselves as they like
@@ -169,27 +159,67 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
             f"the module in DistributedDataParallel cannot be copied ({error}); it has to be a "
             "module that copy.deepcopy takes"
         ) from error
-    own = state.of(ddp)
-    own.become_copy_of(state.of(original))
-    tuner.share(original, ddp)
-    buffers = {name: buffer.detach().clone() for name, buffer in ddp.named_buffers()}
-    return Rehearsal(model=copied, ddp=ddp, initial_buffers=buffers, is_apart=is_apart)
+    for part, copied in made.copies.items():
+        _refuse_foreign_forward(part, copied)
+    _refuse_shared_tensors(original, made.ddp)
+    state.of(made.ddp).become_copy_of(state.of(original))
+    tuner.share(original, made.ddp)
+    buffers = {name: buffer.detach().clone() for name, buffer in made.ddp.named_buffers()}
+    return Rehearsal(model=made.model, ddp=made.ddp, initial_buffers=buffers, is_apart=is_apart)
 
 
-def copy_batch(batch: Batch) -> Batch:
-    """Return a copy of a batch.
-
-    Raises:
-        OptionError: it has something that cannot be copied.
-    """
+def _copy_batch(batch: Batch) -> Batch:
     try:
-        copied: Batch = deep_copy(batch)
+        return _deep_copy(batch)
     except Exception as error:  # what it holds copies itself as it likes
         raise OptionError(
             f"the batch cannot be copied ({error}); give what copy.deepcopy takes: lists in place "
             "of generators, no files or locks"
         ) from error
-    return copied
+
+
+class _CopyingResults(torch.overrides.TorchFunctionMode):
+    """Lets `copy.deepcopy` take tensors that autograd computed, which it refuses as such.
+
+    The copy is the result of a leaf with equal values, so that it may be written to as well.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            with torch.enable_grad():
+                return copy.deepcopy(tensor.detach(), memo).requires_grad_().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+    with _CopyingResults():
+        return copy.deepcopy(value, memo)
+
+
+def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
+    """Raise where a forward of the instance's own would run the original module."""
+    cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
+    held: list[Any] = []
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # it is empty
+            held.append(cell.cell_contents)
+    if any(value is module or getattr(value, "__self__", None) is module for value in held):
+        raise OptionError(
+            f"the forward of this {type(module).__name__} is replaced by a function that holds the "
+            "module, so a copy would run the original; call it where the forward is the module's "
+            "own"
+        )
+
+
+def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataParallel) -> None:
+    own = {id(tensor) for tensor in (*ddp.parameters(), *ddp.buffers())}
+    for name, tensor in (*twin.module.named_parameters(), *twin.module.named_buffers()):
+        if id(tensor) in own:
+            raise OptionError(
+                f"a copy of this {type(ddp.module).__name__} would have the same {name}; a "
+                "__deepcopy__ in it has to copy parameters and buffers"
+            )
 
 
 @contextlib.contextmanager
@@ -199,19 +229,16 @@ def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[No
     A copy uses the original where a function that both call holds a parameter or a module of it.
     """
 
-    def refuse(name: str) -> Callable[[object], None]:
-        def raise_error(_gradients: object) -> None:
-            raise OptionError(
-                f"a copy of the module in DistributedDataParallel uses the original's {name}: a "
-                "function holds it, or a module that it is in (a lambda, a decorated forward); "
-                "have it take the module as an argument"
-            )
+    def refuse(name: str, _gradients: object) -> None:
+        raise OptionError(
+            f"a copy of the module in DistributedDataParallel uses the original's {name}: a "
+            "function holds it, or a module that it is in (a lambda, a decorated forward); have it "
+            "take the module as an argument"
+        )
 
-        return raise_error
-
-    trained = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-    nodes = [(name, _torch.accumulate_node(parameter)) for name, parameter in trained]
-    hooks = [node.register_prehook(refuse(name)) for name, node in nodes]
+    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+    nodes = {name: _torch.accumulate_node(parameter) for name, parameter in trained.items()}
+    hooks = [node.register_prehook(functools.partial(refuse, n)) for n, node in nodes.items()]
     buffers = dict(ddp.named_buffers())
     try:
         yield
@@ -233,32 +260,15 @@ def is_compiled_by_us(model: torch.nn.Module) -> bool:
     return any(_torch.backend_of(part) is ours for part in _torch.compiled_parts(model))
 
 
-def default_loss(output: Any) -> torch.Tensor:
-    """Return the output's `loss` (attribute or key), or a scalar that depends on all of it.
-
-    The scalar gives each element a target of its own, so that gradients of normalized outputs do
-    not vanish. Where a module returns its loss, there is nothing else to depend on.
-    """
-    loss = batches.find_loss(output, _distance)
-    if loss is None:
-        raise OptionError(
-            f"the model's output ({_describe(output)}) has no floating point tensor that depends "
-            "on a parameter; give loss_fn, which makes a scalar of the output"
-        )
-    return loss
-
-
 def _distance(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a scalar for which each element has a target of its own.
+
+    So gradients of normalized outputs do not vanish, as they would for a sum.
+    """
     exact = tensor if tensor.dtype is torch.float64 else tensor.float()
     places = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)
     targets = places.cos().view(tensor.shape)
     return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,22 +21,20 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 }
 """The largest relative error that passes, by the coarsest dtype that a step computes in."""
 
-TF32_TOLERANCE = 1e-2
+_TF32, _TF32_TOLERANCE = "float32 (TF32)", 1e-2
 
 
 class Errors(NamedTuple):
-    """Relative errors, the largest of several steps; see `relative_error`."""
+    """Relative errors of a step, or the largest of several; see `relative_error`."""
 
     gradients: dict[str, float]
     buffers: dict[str, float]
     loss: float
 
-
-class Precision(NamedTuple):
-    """The name of a dtype, and whether float32 is computed with fewer bits (TF32)."""
-
-    dtype: str
-    is_tf32: bool
+    @property
+    def worst(self) -> float:
+        """The largest of all."""
+        return max([*self.gradients.values(), *self.buffers.values(), self.loss])
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -44,8 +42,21 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> Precision:
-    """Return the coarsest dtype in which a step computes, as far as it can be seen."""
+def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
+    """Return the tolerance for each of what `precision_of` returns, from fine to coarse."""
+    limits = {}
+    for dtype, limit in {**TOLERANCES, **tolerances}.items():
+        limits[name_of(dtype)] = limit
+        if dtype is torch.float32:
+            limits[_TF32] = max(limit, _TF32_TOLERANCE)
+    return limits
+
+
+def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
+    """Return the name of the coarsest dtype in which a step computes, as far as it can be seen.
+
+    `float32 (TF32)` where a device may compute float32 with fewer bits.
+    """
     device = next(ddp.parameters()).device
     seen = {parameter.dtype for parameter in ddp.parameters()}.union(*(s.dtypes for s in steps))
     if torch.is_autocast_enabled(device.type):
@@ -55,24 +66,32 @@ def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> Precisio
     backends = torch.backends
     may_use_tf32 = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
     is_tf32 = device.type == "cuda" and coarsest is torch.float32 and may_use_tf32
-    return Precision(name_of(coarsest), is_tf32)
+    return _TF32 if is_tf32 else name_of(coarsest)
 
 
-def compare_steps(compiled: list[Outcome], eager: list[Outcome]) -> Errors:
-    """Compare steps one by one."""
-    gradients: dict[str, float] = {}
-    buffers: dict[str, float] = {}
-    loss = 0.0
-    for ours, theirs in zip(compiled, eager, strict=True):
-        floor = _FLOOR * max((_magnitude(g) for g in theirs.gradients.values()), default=0.0)
-        for name, expected in theirs.gradients.items():
-            error = relative_error(ours.gradients[name], expected, floor)
-            gradients[name] = max(gradients.get(name, 0.0), error)
-        for name, buffer in theirs.buffers.items():
-            error = relative_error(ours.buffers[name], buffer)
-            buffers[name] = max(buffers.get(name, 0.0), error)
-        loss = max(loss, relative_error(ours.loss, theirs.loss))
-    return Errors(gradients, buffers, loss)
+def compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> Errors:
+    """Return the largest errors of the first steps, if the others are right."""
+    return largest([_compare(*pair) for pair in zip(compiled, eager, strict=True)])
+
+
+def _compare(ours: Outcome, theirs: Outcome) -> Errors:
+    floor = _FLOOR * max((_magnitude(g) for g in theirs.gradients.values()), default=0.0)
+    return Errors(
+        {n: relative_error(ours.gradients[n], g, floor) for n, g in theirs.gradients.items()},
+        {n: relative_error(ours.buffers[n], buffer) for n, buffer in theirs.buffers.items()},
+        relative_error(ours.loss, theirs.loss),
+    )
+
+
+def largest(found: Sequence[Errors]) -> Errors:
+    """Return the largest error of each name; it is infinite where one lacks that name."""
+
+    def of_each(named: Sequence[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for errors in named for name in errors)
+        return {name: max(errors.get(name, math.inf) for errors in named) for name in names}
+
+    gradients, buffers, losses = zip(*found, strict=True)
+    return Errors(of_each(gradients), of_each(buffers), max(losses))
 
 
 def relative_error(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -13,24 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
 from ddpopt._events import Observer, Turn, ignore
-from ddpopt.bucketing.batch import Batch
+from ddpopt.bucketing.batch import Batch, LossFn
 from ddpopt.checks.dry_run import (
     DryRun,
-    LossFn,
     Outcome,
     is_compiled_by_us,
     rehearse,
     same_randomness,
 )
-from ddpopt.checks.numerics import (
-    TF32_TOLERANCE,
-    TOLERANCES,
-    Errors,
-    Precision,
-    compare_steps,
-    name_of,
-    precision_of,
-)
+from ddpopt.checks.numerics import Errors, compare_steps, largest, limits_by_name, precision_of
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import (
     DisagreementError,
@@ -80,7 +70,7 @@ class Verification:
     @property
     def worst(self) -> str:
         """What has the largest error, as in `errors`."""
-        return max(self.errors.items(), key=lambda item: item[1])[0]
+        return max(self.errors, key=self.errors.__getitem__)
 
     @property
     def worst_error(self) -> float:
@@ -116,26 +106,17 @@ def verify(
     tolerances: Mapping[torch.dtype, float] | None = None,
     silence_s: float = SILENCE_S,
 ) -> Verification:
-    """Compare a step of a compiled DDP model with an eager one, on copies, with the same numbers.
+    """Compare two steps of a compiled DDP model with eager ones, on copies, with the same numbers.
 
-    Both copies are DDP modules with the options of the original, so what is compared are the
-    gradients that DDP averaged, as an optimizer would get them. Two steps are compared: DDP has
-    one bucket in the first, and its final buckets in the second. Parameters, gradients, buffers,
-    random number state, DDP's Reducer and the optimizer stay as they are. Training runs the code
-    that was compiled here, unless the model draws random numbers and Inductor compiles it: then
-    the copy is compiled for itself, with numbers as eager draws them. A comm hook is not part of
-    it: gradients are averaged by DDP's own allreduce. It is a collective call, and takes the memory
-    of two more models and up to five sets of gradients.
-
-    Call it as training is done: in the same mode (`train()` or `eval()`), under the same autocast.
+    What is compared are the gradients that DDP averaged, as an optimizer would get them, buffers
+    and the loss. The model, its gradients, DDP's Reducer and random number states stay as they are.
+    Call it on all ranks, as training is done: in the same mode (`train()` or `eval()`), under the
+    same autocast. It takes the memory of two more models and up to five sets of gradients.
 
     Args:
-        ddp_model: A DistributedDataParallel module in whose forward something is compiled with
-            `backend="ddpopt"`, by `torch.compile` or in place by `compile()`: the DDP module, its
-            module, parts of that, functions. Or what `torch.compile` made of a DDP module.
-        batch: A tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        loss_fn: Makes a scalar of the model's output. Default: the output's `loss` (an attribute or
-            a key), or else one that depends on all its floating point tensors.
+        ddp_model: As for `warmup`.
+        batch: As for `warmup`.
+        loss_fn: As for `warmup`.
         tolerances: Largest relative error that passes, by dtype, over `TOLERANCES`. The coarsest
             dtype of parameters, outputs and autocast counts.
         silence_s: After how many seconds without a sign of life a rank counts as lost.
@@ -147,12 +128,11 @@ def verify(
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
     run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
-    given = {**TOLERANCES, **(tolerances or {})}
-    limits = {name_of(dtype): limit for dtype, limit in given.items()}
+    limits = limits_by_name(tolerances or {})
     with same_randomness(run.ddp) as restore, torch.enable_grad():
         # Each rank alone: an error here would leave the others in an allreduce.
         with torch.compiler.set_stance("force_eager"):
-            has_drawn = run.step_locally().has_drawn
+            _, has_drawn = run.step_locally()
         with run.stage("copying"):
             is_apart = _draws_otherwise(ddp_model, has_drawn)
         first = compile_ahead(run, is_apart=is_apart)
@@ -211,27 +191,26 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
     A rank with an error waits for the others before it goes on: they may wait for it in an
     allreduce, which its next one, of another step, would answer.
     """
-    results: list[T] = []
-    problem = None
+    result: T | Exception
     try:
         with run.stage("steps"):
             try:
-                results.append(compute())
+                result = compute()
             except Exception as error:
-                problem = error
+                result = error
     except PeerError as error:
         raise _BrokenOffError(str(error)) from error
     with run.stage("steps"):
-        if problem is not None:
-            raise problem
-    return results[0]
+        if isinstance(result, Exception):
+            raise result
+    return result
 
 
 class _Report(NamedTuple):
     """One rank's errors, and how they are to be judged: tolerances by dtype, fine to coarse."""
 
     errors: Errors
-    precision: Precision
+    precision: str
     is_apart: bool
     tolerances: dict[str, float]
 
@@ -239,34 +218,23 @@ class _Report(NamedTuple):
 def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
     """Return the same result on all ranks, by the tolerances of the first."""
     reports = gather(ddp, own, "comparing a step with an eager one")
-    errors = [report.errors for report in reports]
+    errors = largest([report.errors for report in reports])
+    worst = [report.errors.worst for report in reports]
     limits = reports[0].tolerances
-    dtype = max((report.precision.dtype for report in reports), key=list(limits).index)
-    is_tf32 = any(report.precision.is_tf32 for report in reports) and dtype == "float32"
-    worst = [max([*e.gradients.values(), *e.buffers.values(), e.loss]) for e in errors]
+    dtype = max((report.precision for report in reports), key=list(limits).index)
     note = (
         "random numbers were drawn as eager draws them, so training's code is compiled anew"
         if any(report.is_apart for report in reports)
         else ""
     )
     return Verification(
-        gradients=_largest([each.gradients for each in errors]),
-        buffers=_largest([each.buffers for each in errors]),
-        loss=max(each.loss for each in errors),
-        tolerance=max(limits[dtype], TF32_TOLERANCE) if is_tf32 else limits[dtype],
-        dtype="float32 (TF32)" if is_tf32 else dtype,
+        **errors._asdict(),
+        tolerance=limits[dtype],
+        dtype=dtype,
         num_ranks=len(reports),
         worst_rank=worst.index(max(worst)),
         note=note,
     )
-
-
-def _largest(named: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for errors in named for name in errors)
-    return {name: max(errors.get(name, math.inf) for errors in named) for name in names}
-
-
-# ---- by itself --------------------------------------------------------------------------------
 
 
 def observe(ddp: DistributedDataParallel) -> Observer | None:
@@ -285,8 +253,7 @@ class _FirstStep(Observer):
             model = ddp if calling is None else calling  # what torch.compile makes has a length
             is_ours = is_compiled_by_us(model)
         except TorchDriftError as error:
-            ignore(ddp, Turn.VERIFY)
-            _warn(ddp, str(error), "use such a release")
+            _decline(ddp, str(error), "use such a release")
             return
         if is_ours:
             _verify_once(ddp, model)
@@ -296,12 +263,8 @@ class _FirstStep(Observer):
         if not _trains(ddp):
             return
         if is_ours:  # around the DDP module, and nothing that could be called
-            ignore(ddp, Turn.VERIFY)
-            _warn(
-                ddp,
-                "it is compiled with a function around it",
-                "compile DDP itself, torch.compile(ddp, backend='ddpopt')",
-            )
+            reason = "it is compiled with a function around it"
+            _decline(ddp, reason, "compile DDP itself, torch.compile(ddp, backend='ddpopt')")
         elif state.of(ddp).plans:
             _verify_once(ddp, ddp)
 
@@ -319,12 +282,12 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _warn(ddp, reason, "call ddpopt.verify with a batch and a loss_fn for which it works")
+        _decline(ddp, reason, "call ddpopt.verify with a batch and a loss_fn for which it works")
         return
     if outcome.passed:
         _logs.progress("%s", outcome)
     elif not outcome.is_repeatable:
-        _warn(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
+        _decline(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
     else:
         raise VerificationError(
             f"{outcome}\ntraining was stopped before its first step, because DDPOPT_VERIFY or "
@@ -333,7 +296,8 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
         )
 
 
-def _warn(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+    ignore(ddp, Turn.VERIFY)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
         "training goes on: %s; to verify it, %s",

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt.bucketing import tuner
-from ddpopt.checks.dry_run import DryRun, LossFn, Rehearsal, is_compiled_by_us
+from ddpopt.bucketing.batch import LossFn
+from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
 from ddpopt.checks.numerics import name_of
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.ranks import agreement
@@ -32,11 +33,10 @@ def warmup(
     """Compile forward and backward of a compiled DDP model, and wait until all ranks have.
 
     A step is run on a copy, which communicates nothing: parameters, gradients, buffers, random
-    number state and DDP's Reducer stay as they are. So does the optimizer. Training then runs the
-    code that was compiled here. Ranks wait for each other by the store of DDP's process group as
-    long as any of them compiles, whatever the group's timeout; every 30 s a warning says which are
-    missing and in which phase. A collective call: every rank has to make it. It takes memory for a
-    second set of parameters, gradients and buckets.
+    number state and DDP's Reducer stay as they are. Training then runs the code that was compiled
+    here. Every rank has to make this call; ranks wait for each other as long as any of them
+    compiles, whatever the process group's timeout. It takes memory for a second set of parameters,
+    gradients and buckets.
 
     Args:
         ddp_model: A DistributedDataParallel module in whose forward something is compiled with
@@ -59,13 +59,17 @@ def warmup(
 
 
 def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
-    """As `warmup`; return the copy, which may be compiled apart (see `rehearse`)."""
-    rehearsal = run.step_locally(is_apart=is_apart).rehearsal
+    """As `warmup`; return the copy, which may be compiled apart (see `Rehearsal`)."""
+    rehearsal, _ = run.step_locally(is_apart=is_apart)
+    own, copied = state.of(run.ddp), state.of(rehearsal.ddp)
     with run.stage("comparing"):
-        _check_compiled(run.model, rehearsal)
-        if not is_apart:
-            _take_after(run.ddp, rehearsal.ddp)
-        facts = facts_of(run.ddp, state.of(rehearsal.ddp).plans)
+        if not copied.plans:
+            raise OptionError(_not_compiled(run.model))
+        if not is_apart:  # what compiling the copy made or began is the model's
+            own.code += copied.code
+            if tuner.of(rehearsal.ddp) is not None and tuner.of(run.ddp) is None:
+                tuner.start(run.ddp, is_trial=copied.is_trial)
+        facts = facts_of(run.ddp, copied.plans)
     agreement.compare(run.ddp, facts)
     return rehearsal
 
@@ -113,23 +117,13 @@ def _own_version() -> str:
         return "not installed"
 
 
-def _take_after(ddp: DistributedDataParallel, copied: DistributedDataParallel) -> None:
-    """Note for a module what compiling its copy made or began: code, the search for buckets."""
-    copys = state.of(copied)
-    state.of(ddp).code += copys.code
-    if tuner.of(copied) is not None and tuner.of(ddp) is None:
-        tuner.start(ddp, "forward" if copys.is_trial else "backward")
-
-
-def _check_compiled(model: torch.nn.Module, rehearsal: Rehearsal) -> None:
-    if state.of(rehearsal.ddp).plans:
-        return
+def _not_compiled(model: torch.nn.Module) -> str:
     if is_compiled_by_us(model):
-        raise OptionError(
+        return (
             "torch.compile compiled nothing of this model; "
             "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up"
         )
-    raise OptionError(
+    return (
         "nothing in this model is compiled with backend='ddpopt'; give the result of "
         "torch.compile(DistributedDataParallel(module), backend='ddpopt'), or a "
         "DistributedDataParallel that is compiled itself, ddp.compile(backend='ddpopt'), or in "

@@ -45,7 +45,8 @@ def find_factory(text: str) -> Callable[[], Loaded]:
         raise InputError(
             f"{text!r} names no factory; write package.module:factory or path/to/file.py:factory"
         )
-    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    with _told(f"importing {place}"):
+        found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for part in name.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found), n=3)
@@ -60,16 +61,15 @@ def find_factory(text: str) -> Callable[[], Loaded]:
 def _import_module(name: str) -> types.ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with _told(f"importing {name}"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not error.name or not f"{name}.".startswith(f"{error.name}."):
-                raise  # what it imports is missing
-            raise InputError(
-                f"there is no module {error.name!r} in the current folder or among the installed "
-                "packages; for a file write path/to/file.py:factory"
-            ) from error
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise  # what it imports is missing
+        raise InputError(
+            f"there is no module {error.name!r} in the current folder or among the installed "
+            "packages; for a file write path/to/file.py:factory"
+        ) from error
 
 
 def _import_file(path: Path) -> types.ModuleType:
@@ -79,8 +79,7 @@ def _import_file(path: Path) -> types.ModuleType:
     sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     module = importlib.util.module_from_spec(spec)
     sys.modules[_FILE_MODULE] = module  # Dynamo looks a frame's module up there
-    with _told(f"importing {path}"):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -94,17 +93,16 @@ def _make(text: str, factory: Callable[[], Any]) -> Loaded:
             f"{text} returned {kinds}; it must return two things: a torch.nn.Module, and its "
             "inputs as a tensor, a tuple or a dict"
         )
-    loaded = Loaded(*made)
-    if isinstance(loaded.model, DistributedDataParallel):
+    if isinstance(made[0], DistributedDataParallel):
         raise InputError(
             f"{text} returned a DistributedDataParallel; return the module that is inside"
         )
-    trained = [p for p in loaded.model.parameters() if p.requires_grad]
+    trained = [parameter for parameter in made[0].parameters() if parameter.requires_grad]
     if not trained:
         raise InputError(f"no parameter of the model of {text} requires grad; unfreeze one")
     if any(parameter.is_meta for parameter in trained):
         raise InputError(f"the model of {text} is on the meta device; give it memory to be run")
-    return loaded
+    return Loaded(*made)
 
 
 @contextlib.contextmanager

@@ -15,15 +15,9 @@ from collections.abc import Callable, Sequence
 
 from ddpopt.cli.output import Report, Screen
 from ddpopt.cli.parser import make_parser
-from ddpopt.errors import (
-    DDPOptError,
-    SectionCompileError,
-    TorchDriftError,
-    UnsupportedModeError,
-)
+from ddpopt.errors import DDPOptError, SectionCompileError, TorchDriftError, UnsupportedModeError
 
 _FAILED, _INTERRUPTED, _CLOSED = 1, 130, 141
-_WORK_FAILED = (SectionCompileError, TorchDriftError, UnsupportedModeError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if report is None else _show(report, screen)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except _WORK_FAILED as error:
+    except (SectionCompileError, TorchDriftError, UnsupportedModeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _FAILED
     except DDPOptError as error:

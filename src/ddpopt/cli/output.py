@@ -10,16 +10,15 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ddpopt import _files
 from ddpopt._text import printable, table
 from ddpopt.errors import DDPOptError
 
 _STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
+_T = TypeVar("_T")
 
 
 class InputError(DDPOptError, ValueError):
@@ -67,43 +66,23 @@ class Screen:
             else:
                 print("\n".join(table(part.header, rows)))
 
-    @contextlib.contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a bar during this block, which calls what it is given `total` times."""
+    def track(self, items: Sequence[_T], title: str) -> Iterable[_T]:
+        """Return what yields these items, with a bar that moves on for each."""
         if not self._has_rich:
-            yield lambda: None
-            return
+            return items
         console = importlib.import_module("rich.console").Console(stderr=True)
-        bars = importlib.import_module("rich.progress").Progress(console=console, transient=True)
-        with bars:
-            bar = bars.add_task(title, total=total)
-            yield lambda: bars.advance(bar)
+        track: Any = importlib.import_module("rich.progress").track
+        tracked: Iterable[_T] = track(items, title, console=console, transient=True)
+        return tracked
 
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn errors of the file system in this block into one that says what failed.
-
-    Raises:
-        InputError: a file cannot be read or written.
-    """
+    """Raise InputError where a file cannot be read or written in this block, saying `what`."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{what}: {error}") from error
-
-
-def check_can_write(path: Path | None) -> None:
-    """Find out before long work whether its result can be written to a file.
-
-    Raises:
-        InputError: its folder is missing, or something other than a file has that name.
-    """
-    try:
-        if path is not None:
-            _files.check_can_write(path)
-    except OSError as error:
-        raise InputError(str(error)) from error
 
 
 def _print_by_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

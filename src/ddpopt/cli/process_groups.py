@@ -45,16 +45,28 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
         )
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     name = backend or ("nccl" if has_nccl else "gloo")
+    if name == "nccl" and not has_nccl:
+        raise InputError(
+            "the backend is 'nccl', which needs a GPU and a build of torch that has it; give "
+            "--backend gloo"
+        )
     if name == "nccl":
-        if not has_nccl:
-            raise InputError(
-                "the backend is 'nccl', which needs a GPU and a build of torch that has it; give "
-                "--backend gloo"
-            )
         _use_own_gpu()
     dist.init_process_group(name)
     with _leaving():
         yield name
+
+
+def _use_own_gpu() -> None:
+    local_rank, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not local_rank.isdecimal():
+        raise InputError(f"LOCAL_RANK is {local_rank!r}, which is no number; start by torchrun")
+    if int(local_rank) >= num_gpus:
+        raise InputError(
+            f"LOCAL_RANK is {local_rank}, but this machine has {num_gpus} GPUs, and nccl needs one "
+            f"for each process; give torchrun --nproc-per-node {num_gpus}, or --backend gloo"
+        )
+    torch.cuda.set_device(int(local_rank))
 
 
 _outlived: list[dist.ProcessGroup | None] = []
@@ -75,16 +87,3 @@ def _leaving() -> Iterator[None]:
     finally:
         gc.collect()
         dist.destroy_process_group()
-
-
-def _use_own_gpu() -> None:
-    text, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if not text.isdecimal():
-        raise InputError(f"LOCAL_RANK is {text!r}, which is no number; start by torchrun")
-    local_rank = int(text)
-    if local_rank >= num_gpus:
-        raise InputError(
-            f"LOCAL_RANK is {local_rank}, but this machine has {num_gpus} GPUs, and nccl needs one "
-            f"for each process; give torchrun --nproc-per-node {num_gpus}, or --backend gloo"
-        )
-    torch.cuda.set_device(local_rank)

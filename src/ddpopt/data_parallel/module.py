@@ -1,7 +1,7 @@
 """`DataParallel`: one module on several devices of one process, its replicas compiled once.
 
-`scatter.py` divides and joins, `replicas.py` copies the module, and `known_calls.py` knows when
-replicas may run at the same time.
+`scatter.py` divides and joins, `replicas.py` copies the module, and `calls.py` knows when replicas
+may run at the same time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.data_parallel import replicas
-from ddpopt.data_parallel.known_calls import KnownCalls, signature_of, state_of
+from ddpopt.data_parallel.calls import signature_of, state_of
+from ddpopt.data_parallel.replicas import Hooks, replicate
 from ddpopt.data_parallel.scatter import Share, gather, scatter
 from ddpopt.data_parallel.thread_modes import Modes, on, stream_of
 
@@ -30,12 +30,9 @@ class DataParallel(nn.Module):
     """As `torch.nn.DataParallel`, but its replicas are compiled, on any list of devices.
 
     Each forward divides the batch, copies the module to the other devices, runs the copies at the
-    same time, and joins their outputs. In backward the gradients of all replicas are summed on the
-    first device. If the loss is computed from the joined outputs, they equal those of the whole
-    batch on one device.
-
-    Parameters that no replica uses keep `grad` None, as on one device; in torch's they get
-    zeros. With one device the module itself is called, compiled.
+    same time, and joins their outputs. Backward sums the gradients of all replicas on the first
+    device. Parameters that no replica uses keep `grad` None. With one device the module itself is
+    called, compiled.
 
     Attributes:
         module: The module that was given; its parameters are those that are trained.
@@ -56,21 +53,18 @@ class DataParallel(nn.Module):
 
         Args:
             module: What is to be replicated; not compiled.
-            devices: Names (`"cuda:0"`), numbers of accelerators, or devices; one may appear twice,
-                and `["cpu", "cpu"]` works.
+            devices: Names (`"cuda:0"`), numbers of accelerators, or devices; one may appear twice.
             output_device: Where outputs are joined; the first device if it is left out.
             dim: The dimension along which arguments are divided and outputs are joined.
-            **compile_options: Keyword arguments of `torch.compile`: `backend`, `mode`, `options`,
-                `dynamic`, `fullgraph`.
+            **compile_options: Keyword arguments of `torch.compile`.
 
         Raises:
-            TypeError: `module` is not a module, `devices` not a list, `dim` not a number, or
-                `torch.compile` does not have such an argument.
+            TypeError: An argument, or one for `torch.compile`, is of another kind.
             ValueError: There is no device, or an unknown one; the module or a part of it is
                 compiled or parallel already; CUDA graphs are asked for on several devices.
         """
         super().__init__()
-        replicas.check_module(module, _PARALLEL)
+        _check_module(module)
         if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
             raise TypeError(f"devices is {devices!r}; give a list, as ['cuda:0', 'cuda:1']")
         if not devices:
@@ -93,13 +87,12 @@ class DataParallel(nn.Module):
 
     def _begin(self) -> None:
         self._compiled = torch.compile(_call_of_its_own(self.module), **self.compile_options)
-        self._known_calls = KnownCalls()
-        self._last_calls: list[Any] = []
-        self._hooks = replicas.Hooks()
+        self._last_calls: Hashable = None
+        self._hooks = Hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["_compiled"], state["_known_calls"], state["_last_calls"], state["_hooks"]
+        del state["_compiled"], state["_last_calls"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,52 +106,36 @@ class DataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on the whole batch.
-
-        Args:
-            *args: The module's arguments. Tensors are divided along `dim`, in tuples, lists, dicts
-                and dataclasses too; 0-dimensional tensors go to each replica; other objects are
-                shared.
-            **kwargs: Its keyword arguments, treated alike.
-
-        Returns:
-            What the module returns, with tensors joined along `dim`. Tensors without dimensions
-            make a vector, with a number for each replica.
+        """Call the module on the whole batch, divided along `dim`, and join what replicas return.
 
         Raises:
             ValueError: Batch sizes differ or are zero, outputs cannot be joined, the module is not
                 on the first device or was compiled meanwhile.
             Exception: What a replica raised; a note names the replica and its device.
         """
-        replicas.check_module(self.module, _PARALLEL)
-        replicas.check_placement(self.module, self.devices[0])
+        _check_module(self.module)
+        _check_placement(self.module, self.devices[0])
         shares = scatter(args, kwargs, self.devices, self.dim)
         if len(self.devices) == 1:
             with on(self.devices[0], stream_of(self.devices[0])):
                 return self._compiled(self.module, *shares[0])
-        outputs = self._run(shares)
-        return gather(outputs, self.output_device, self.dim)
+        return gather(self._run(shares), self.output_device, self.dim)
 
     def _run(self, shares: Sequence[Share]) -> list[Any]:
-        """Run the replicas, one after another where one of the calls is new."""
+        """Run the replicas, one after another where a call is new; see [Note: new calls]."""
         used = self.devices[: len(shares)]
         modes = Modes.current(used)
-        state = (state_of(self.module), modes)
-        calls = [(state, (d, signature_of(s))) for d, s in zip(used, shares, strict=True)]
-        # Dynamo moves the graph that it finds to the front of its list, and a thread that looks
-        # through the list meanwhile may miss its own, and compile. So a change is made in turn.
-        is_known = calls == self._last_calls and all(call in self._known_calls for call in calls)
-        self._last_calls = calls
-        modules = replicas.replicate(self.module, used, self._hooks)
+        calls = (state_of(self.module), modes, used, tuple(map(signature_of, shares)))
+        modules = replicate(self.module, used, self._hooks)
         pairs = zip(modules, shares, strict=True)
         jobs = [self._job(index, modes, *pair) for index, pair in enumerate(pairs)]
-        if is_known:
+        if calls == self._last_calls:
             with _torch.uncompiled_while_tracing():
                 return _run_all(jobs, in_turn=False)
+        self._last_calls = None
         with _torch.compiling_replicas(len(set(self.devices))):
             outputs = _run_all(jobs, in_turn=True)
-        for call in calls:
-            self._known_calls.add(call)
+        self._last_calls = calls
         return outputs
 
     def _job(self, index: int, modes: Modes, module: nn.Module, share: Share) -> Callable[[], Any]:
@@ -207,7 +184,37 @@ def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
 
 
-_PARALLEL = (DistributedDataParallel, nn.DataParallel, DataParallel)
+def _check_module(module: nn.Module) -> None:
+    """Refuse a module whose replicas would not run as replicas."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
+    for name, part in module.named_modules():
+        which = f"module {name!r}" if name else "the module"
+        kind = type(part).__name__
+        if _torch.is_compiled_module(part):
+            raise ValueError(
+                f"{which} ({kind}) is compiled already, and its replicas would all run the "
+                "original's parameters; give the uncompiled module: DataParallel compiles it"
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{which} ({kind}) is a ScriptModule, which torch.compile leaves as it is; give "
+                "the module that it was scripted from"
+            )
+        if isinstance(part, DistributedDataParallel | nn.DataParallel | DataParallel):
+            raise ValueError(f"{which} ({kind}) is parallel already; give the module that it wraps")
+
+
+def _check_placement(module: nn.Module, device: torch.device) -> None:
+    """Refuse a module that is not on the first device."""
+    parameters = [("parameter", *found) for found in module.named_parameters()]
+    buffers = [("buffer", *found) for found in module.named_buffers()]
+    for kind, name, tensor in (*parameters, *buffers):
+        if tensor.device != device:
+            raise ValueError(
+                f"{kind} {name!r} is on {tensor.device}, and replicas are made from {device}, the "
+                f"first of the devices; call .to({str(device)!r}) first"
+            )
 
 
 def _find_device(device: torch.device | str | int) -> torch.device:
@@ -222,9 +229,8 @@ def _find_device(device: torch.device | str | int) -> torch.device:
 
 
 def _refuse_cuda_graphs(devices: Sequence[torch.device], options: dict[str, Any]) -> None:
-    if len(devices) == 1 or options.get("backend", "inductor") != "inductor":
-        return
-    if all(device.type == "cpu" for device in devices):
+    is_inductor = options.get("backend", "inductor") == "inductor"
+    if len(devices) == 1 or not is_inductor or all(device.type == "cpu" for device in devices):
         return
     if _torch.has_cuda_graphs(_torch.inductor(options.get("mode"), options.get("options") or {})):
         raise ValueError(

@@ -1,7 +1,4 @@
-"""Replicas of a module: new in each forward, sharing what Python objects the module has.
-
-Nothing is run here.
-"""
+"""Replicas of a module: new in each forward, sharing what Python objects the module has."""
 
 from __future__ import annotations
 
@@ -14,49 +11,6 @@ from torch import nn
 from ddpopt import _torch
 
 Hook = Callable[..., Any]
-
-
-def check_module(module: nn.Module, refused: tuple[type[nn.Module], ...]) -> None:
-    """Refuse a module whose replicas would not run as replicas.
-
-    Raises:
-        TypeError: it is no module.
-        ValueError: it, or a part of it, is compiled or scripted already, or of one of the classes
-            that are refused for being parallel themselves.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; give an nn.Module")
-    for name, part in module.named_modules():
-        which = f"module {name!r}" if name else "the module"
-        kind = type(part).__name__
-        if _torch.is_compiled_module(part):
-            raise ValueError(
-                f"{which} ({kind}) is compiled already, and its replicas would all run the "
-                "original's parameters; give the uncompiled module: DataParallel compiles it"
-            )
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{which} ({kind}) is a ScriptModule, which torch.compile leaves as it is; give "
-                "the module that it was scripted from"
-            )
-        if isinstance(part, refused):
-            raise ValueError(f"{which} ({kind}) is parallel already; give the module that it wraps")
-
-
-def check_placement(module: nn.Module, device: torch.device) -> None:
-    """Refuse to replicate a module that is not on the first device.
-
-    Raises:
-        ValueError: a parameter or buffer is elsewhere.
-    """
-    parameters, buffers = module.named_parameters(), module.named_buffers()
-    for kind, named in (("parameter", parameters), ("buffer", buffers)):
-        for name, tensor in named:
-            if tensor.device != device:
-                raise ValueError(
-                    f"{kind} {name!r} is on {tensor.device}, and replicas are made from "
-                    f"{device}, the first of the devices; call .to({str(device)!r}) first"
-                )
 
 
 class Hooks:
@@ -84,28 +38,20 @@ class Hooks:
 def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) -> list[nn.Module]:
     """Return a replica for each device, through which gradients flow back to the module.
 
-    Parameters are views in the first replica, and copies in the others; autograd sums what comes
-    back. Buffers are the module's own in the first replica, so that what it writes in place stays,
-    and copies in the others. All else is shared by reference.
+    The first one has views of the parameters, and the module's own buffers, so that what it writes
+    in place stays; the others have copies. All else is shared by reference.
     """
     has_grad = torch.is_grad_enabled()
     calls = hooks.of(module)
+    tensors = [*module.parameters(), *module.buffers()]
     # Inference tensors, views and parameters each have graphs of their own: all replicas have
     # the same kind, so that they share one graph.
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
-        return [
-            _torch.replica(module, _copy_tensors(module, device, index == 0), calls)
-            for index, device in enumerate(devices)
+        copies: list[dict[torch.Tensor, torch.Tensor]] = [
+            {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()},
+            *({own: own.to(d, copy=True) for own in tensors} for d in devices[1:]),
         ]
-
-
-def _copy_tensors(
-    module: nn.Module, device: torch.device, is_first: bool
-) -> dict[torch.Tensor, torch.Tensor]:
-    if is_first:
-        has_grad = torch.is_grad_enabled()
-        return {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()}
-    return {own: own.to(device, copy=True) for own in (*module.parameters(), *module.buffers())}
+        return [_torch.replica(module, copied, calls) for copied in copies]
 
 
 def _uncompiled(hook: Hook) -> Hook:

@@ -7,20 +7,17 @@ joined. Everything else is a leaf.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 # Equal in all replicas, these are returned as they are.
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
-class Share(NamedTuple):
-    """What one replica is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Share = tuple[tuple[Any, ...], dict[str, Any]]  # what one replica is called with
 
 
 def scatter(
@@ -28,22 +25,16 @@ def scatter(
 ) -> list[Share]:
     """Return the shares of the first devices, as many as there are chunks.
 
-    Tensors are divided along `dim` as `torch.chunk` divides: n rows on k devices make chunks of
-    ceil(n / k) rows, the last one smaller. Containers are entered. 0-dimensional tensors go to
-    each device; other objects are shared by reference. Without a tensor to divide there is one
-    share.
+    Tensors are divided along `dim` as `torch.chunk` divides. 0-dimensional tensors go to each
+    device; other objects are shared by reference. Without a tensor to divide there is one share.
 
     Raises:
         ValueError: a tensor has another number of rows than the first, none, or no such dimension.
     """
     num_rows = _count_rows([*_tensors(args, "args"), *_tensors(kwargs, "kwargs")], dim)
-    if num_rows is None:
-        used, chunk_size = devices[:1], 1
-    else:
-        chunk_size = -(-num_rows // len(devices))
-        used = devices[: -(-num_rows // chunk_size)]
-    shares = _divide((args, kwargs), used, chunk_size, dim)
-    return [Share(*share) for share in shares]
+    chunk_size = -(-num_rows // len(devices))
+    used = devices[: -(-num_rows // chunk_size)]
+    return _divide((args, kwargs), used, chunk_size, dim)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -51,19 +42,19 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def _count_rows(named: Sequence[tuple[str, torch.Tensor]], dim: int) -> int | None:
-    divided = [(name, tensor) for name, tensor in named if tensor.dim()]
-    for name, tensor in divided:
+def _count_rows(named: Sequence[tuple[str, torch.Tensor]], dim: int) -> int:
+    """Return how many rows there are to divide; 1 without a tensor that has rows."""
+    first_name, num_rows = "", 1
+    for name, tensor in named:
+        if not tensor.dim():
+            continue
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}, so it cannot be divided along dim {dim}; "
                 "choose another dim for DataParallel, or give this argument that dimension"
             )
-    if not divided:
-        return None
-    (first_name, first), *others = divided
-    num_rows = first.size(dim)
-    for name, tensor in others:
+        if not first_name:
+            first_name, num_rows = name, tensor.size(dim)
         if tensor.size(dim) != num_rows:
             raise ValueError(
                 f"along dim {dim} {first_name} has {num_rows} rows and {name} has "
@@ -92,41 +83,39 @@ def _divide(value: Any, devices: Sequence[torch.device], chunk_size: int, dim: i
 def gather(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "output") -> Any:
     """Return one output with the structure of the replicas', its tensors joined on `device`.
 
-    Tensors are concatenated along `dim`; 0-dimensional ones become a vector with a number for each
-    replica. None, numbers and strings are returned where all replicas return the same.
+    Tensors are concatenated along `dim`; 0-dimensional ones become a vector. None, numbers and
+    strings are returned where all replicas return the same.
 
     Raises:
         ValueError: the replicas' outputs differ in structure, or their tensors cannot be joined.
         TypeError: an output is neither a tensor, a container nor None.
     """
     first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        if all(isinstance(output, torch.Tensor) for output in outputs):
-            return _join([move(output, device) for output in outputs], dim, name)
+    if all(isinstance(output, torch.Tensor) for output in outputs):
+        return _join([move(output, device) for output in outputs], dim, name)
+    if any(type(output) is not type(first) for output in outputs):
         raise _differ(outputs, name)
-    if first is None or isinstance(first, _PLAIN):
-        if any(type(output) is not type(first) or output != first for output in outputs):
+    if first is None or isinstance(first, PLAIN):
+        if any(output != first for output in outputs):
             raise _differ(outputs, name)
         return first
-    if children(first) is None:
+    held = [each for each in map(children, outputs) if each is not None]
+    if not held:
         raise TypeError(
             f"{name} of the module is a {type(first).__name__}, which cannot be joined; return "
             "tensors, None, or tuples, lists, dicts and dataclasses of them"
         )
-    held = [children(output) or {} for output in outputs]
-    if any(type(output) is not type(first) for output in outputs) or any(
-        each.keys() != held[0].keys() for each in held
-    ):
+    if any(each.keys() != held[0].keys() for each in held):
         raise _differ(outputs, name)
     joined = [gather([each[key] for each in held], device, dim, name + key) for key in held[0]]
     return _rebuild(first, joined)
 
 
-def _join(tensors: Sequence[torch.Tensor], dim: int, name: str) -> torch.Tensor:
+def _join(tensors: list[torch.Tensor], dim: int, name: str) -> torch.Tensor:
     if all(tensor.dim() == 0 for tensor in tensors):
-        return torch.stack(list(tensors))
+        return torch.stack(tensors)
     try:
-        return torch.cat(list(tensors), dim)
+        return torch.cat(tensors, dim)
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(
@@ -136,17 +125,11 @@ def _join(tensors: Sequence[torch.Tensor], dim: int, name: str) -> torch.Tensor:
 
 
 def _differ(outputs: Sequence[Any], name: str) -> ValueError:
-    texts = [
-        type(output).__name__ if isinstance(output, torch.Tensor) else repr(output)
-        for output in outputs
-    ]
+    texts = [type(o).__name__ if isinstance(o, torch.Tensor) else repr(o) for o in outputs]
     return ValueError(
         f"{name} differs between replicas ({'; '.join(text[:60] for text in texts)}); return the "
         "same structure from each"
     )
-
-
-# ---- containers -------------------------------------------------------------------------------
 
 
 def children(value: Any) -> dict[str, Any] | None:

@@ -10,15 +10,12 @@ import torch
 
 
 class Modes(NamedTuple):
-    """The modes with which another thread computes the same.
-
-    `autocasts` has the type of device, the dtype, and whether autocast is on.
-    """
+    """The modes with which another thread computes the same."""
 
     has_grad: bool
     is_inference: bool
     has_autocast_cache: bool
-    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]  # of each type of device; is it on?
 
     @classmethod
     def current(cls, devices: Sequence[torch.device]) -> Modes:
@@ -41,9 +38,8 @@ class Modes(NamedTuple):
             if self.is_inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.has_grad))
-            for device_type, dtype, is_enabled in self.autocasts:
-                autocast = torch.autocast(device_type, dtype, is_enabled, self.has_autocast_cache)
-                stack.enter_context(autocast)
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(*autocast, self.has_autocast_cache))
             yield
 
 

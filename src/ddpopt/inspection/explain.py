@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,27 +28,26 @@ from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep
-from ddpopt.reducer import Parameter
 from ddpopt.split import state
 from ddpopt.split.plan import NodeText, Section, SplitPlan
 
-FORMAT = "ddpopt explanation 1"
-NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
-NOTHING_PREDICTED = (
+_NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
+_NOTHING_PREDICTED = (
     "predicted: nothing; give explain a plan of ddpopt.plan, or find buckets by buckets='auto'"
 )
+_TIMES = ("ready_s", "launched_s", "finished_s")
+_MEASURED_TIMES = ("backward_s", "forward_s", "exposed_s", "communication_s")
+_PREDICTED_TIMES = (*_MEASURED_TIMES, "between_s", "alone_s", "iteration_s", "bound_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
     """One bucket, planned and actual; names in the order of arrival.
 
-    `actual` is empty until DDP has formed its buckets and told them. `graphs` hold its
-    parameters; `completed_by` is the section whose backward produces the last gradient, as in
-    `4/0 section 2`, and `shares_section_with` are other buckets that wait for the same one,
-    because no cut between them can be made or would release one earlier. `launched_after` counts
-    the backward sections that had started when its allreduce was launched, in the steps that were
-    recorded. Times count from the end of forward.
+    `actual` is empty until DDP has told its buckets. `graphs` hold its parameters; `completed_by`
+    is the section whose backward produces the last gradient, as in `4/0 section 2`, for which those
+    of `shares_section_with` wait too. `launched_after` counts the backward sections that had
+    started when its allreduce was launched. Times count from the end of forward.
     """
 
     index: int
@@ -92,19 +91,22 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as data for JSON, times in seconds; see docs/reading-the-logs.md."""
         return {
-            "format": FORMAT,
+            "format": "ddpopt explanation 1",
             "versions": {
                 "ddpopt": importlib.metadata.version("ddpopt"),
                 "torch": str(torch.__version__),
             },
-            "model": self.model,
-            "tuning": self.tuning,
-            "hints": list(self.hints),
+            **_fields(self, "model", "tuning", "hints"),
             "graphs": [_graph_data(plan, self.nodes.get(plan.graph, ())) for plan in self.plans],
             "buckets": [_bucket_data(bucket) for bucket in self.buckets],
             "predicted": self.predicted
             and {"basis": self.basis, **_fields(self.predicted, *_PREDICTED_TIMES)},
-            "measured": self.measured and _step_data(self.measured, self.num_measured),
+            "measured": self.measured
+            and {
+                "num_steps": self.num_measured,
+                **_fields(self.measured, *_MEASURED_TIMES),
+                "sections": [dataclasses.asdict(section) for section in self.measured.sections],
+            },
         }
 
     def to_json(self) -> str:
@@ -121,16 +123,11 @@ class Explanation:
             OptionError: the name ends otherwise.
             OSError: it cannot be written, or something else has that name.
         """
-        path = Path(path)
-        if path.suffix == ".html":
-            text = render_page(self.to_dict())
-        elif path.suffix == ".json":
-            text = self.to_json()
-        elif path.suffix == ".txt":
-            text = f"{self}\n"
-        else:
+        suffix = Path(path).suffix
+        if suffix not in (".html", ".json", ".txt"):
             raise OptionError(f"{path} does not end in .html, .json or .txt; choose one of them")
-        write_text(path, text)
+        text = self.to_json() if suffix == ".json" else f"{self}\n"
+        write_text(path, render_page(self.to_dict()) if suffix == ".html" else text)
 
     def __str__(self) -> str:
         if not self.plans:
@@ -139,43 +136,48 @@ class Explanation:
                 "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
                 "or Dynamo skips it (as it skips a torch.nn container right under DDP)."
             )
-        parts = [self._bucket_table(), *self._times()] if self.buckets else []
-        parts += [self.tuning] if self.tuning else []
-        parts += [f"planned: {self.bucket_plan}"] if self.bucket_plan else []
-        parts += ["\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans]
-        return "\n\n".join(parts + ["\n".join(self.hints)] * bool(self.hints))
+        parts = [
+            self._bucket_table() if self.buckets else "",
+            self._times() if self.buckets and (self.predicted or self.measured) else "",
+            self.tuning,
+            f"planned: {self.bucket_plan}" if self.bucket_plan else "",
+            *("\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans),
+            "\n".join(self.hints),
+        ]
+        return "\n\n".join(filter(None, parts))
 
     def _bucket_table(self) -> str:
+        sections = self.measured.sections if self.measured else ()
+        num_sections = sum(section.kind == "backward" for section in sections)
         header = ("bucket", "size", "completed by", "launched", "DDP's", "parameters")
         rows = [
             (
-                f"{bucket.index}",
-                format_bytes(bucket.num_bytes),
-                bucket.completed_by + (" (spans graphs)" if len(bucket.graphs) > 1 else ""),
-                self._launched(bucket),
-                {True: "as planned", False: "DIFFERS", None: "-"}[bucket.is_as_planned],
-                shorten(bucket.planned or bucket.actual),
+                f"{b.index}",
+                format_bytes(b.num_bytes),
+                b.completed_by + (" (spans graphs)" if len(b.graphs) > 1 else ""),
+                "-" if b.launched_after is None else f"after {b.launched_after} of {num_sections}",
+                {True: "as planned", False: "DIFFERS", None: "-"}[b.is_as_planned],
+                shorten(b.planned or b.actual),
             )
-            for bucket in self.buckets
+            for b in self.buckets
         ]
+        shared = ", ".join(f"{b.index}" for b in self.buckets if b.shares_section_with)
+        told = f"  buckets {shared} share sections: no cut between them can be made or helps"
         lines = [f"{printable(self.model)}: {len(rows)} DDP buckets", "", *table(header, rows)]
-        shared = [f"{bucket.index}" for bucket in self.buckets if bucket.shares_section_with]
-        if shared:
-            names = ", ".join(shared)
-            lines.append(
-                f"  buckets {names} share sections: no cut between them can be made or helps"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, told] if shared else lines)
 
-    def _launched(self, bucket: BucketReport) -> str:
-        if bucket.launched_after is None or self.measured is None:
-            return "-"
-        num_sections = sum(section.kind == "backward" for section in self.measured.sections)
-        return f"after {bucket.launched_after} of {num_sections}"
-
-    def _times(self) -> list[str]:
-        """Return a table of times in milliseconds, if there are any, and what they amount to."""
-        lines = []
+    def _times(self) -> str:
+        """Return a table of times in milliseconds, and what they amount to."""
+        header, columns = ["bucket"], [[f"{bucket.index}" for bucket in self.buckets]]
+        for kind in ("predicted", "measured"):
+            times = [getattr(bucket, kind) for bucket in self.buckets]
+            if any(times):
+                header += [f"{kind}: ready", "launch", "finish"]
+                columns += [
+                    [format_ms(getattr(each, name, None)) for each in times] for name in _TIMES
+                ]
+        rows = [(*row, "") for row in zip(*columns, strict=True)]
+        lines = [*(line.rstrip() for line in table((*header, ""), rows)), ""]
         if self.measured:
             lines.append(f"measured ({self.num_measured} steps): {self.measured.summary()}")
         if self.predicted:
@@ -186,29 +188,7 @@ class Explanation:
                 f"communication; no buckets can make it shorter than {format_ms(t.bound_s)}",
                 f"  ({self.basis})",
             ]
-        if not lines:
-            return []
-        columns = [[f"{bucket.index}" for bucket in self.buckets]]
-        header = ["bucket"]
-        for name in ("predicted", "measured"):
-            times = [getattr(bucket, name) for bucket in self.buckets]
-            if any(times):
-                header += [f"{name}: ready", "launch", "finish"]
-                columns += [
-                    [format_ms(getattr(each, kind, None)) for each in times] for kind in _TIMES
-                ]
-        rows = [(*row, "") for row in zip(*columns, strict=True)]
-        shown = [line.rstrip() for line in table((*header, ""), rows)]
-        return ["\n".join([*shown, "", *lines])]
-
-
-# ---- as data ----------------------------------------------------------------------------------
-
-_TIMES = ("ready_s", "launched_s", "finished_s")
-_PREDICTED_TIMES = (
-    *("backward_s", "forward_s", "between_s", "communication_s", "alone_s"),
-    *("iteration_s", "exposed_s", "bound_s"),
-)
+        return "\n".join(lines)
 
 
 def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
@@ -221,6 +201,7 @@ def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[st
         completes=(),
     )
     sections = plan.sections or [whole]
+    names = ("index", "num_nodes", "first_node", "parameters", "completes")
     return {
         "name": plan.graph,
         **_fields(plan, "inner", "num_nodes", "split", "is_shared"),
@@ -228,12 +209,7 @@ def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[st
         "fallback": plan.fallback and _reason_data(plan.fallback, plan.detail),
         "instead": plan.instead and _reason_data(plan.instead, plan.detail),
         "sections": [
-            {
-                **_fields(section, "index", "num_nodes", "first_node", "parameters", "completes"),
-                "nodes": [
-                    _fields(node, "name", "target", "shape", "source") for node in members or ()
-                ],
-            }
+            {**_fields(section, *names), "nodes": [node._asdict() for node in members or ()]}
             for section, members in itertools.zip_longest(sections, nodes[: len(sections)])
         ],
     }
@@ -251,21 +227,10 @@ def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
     }
 
 
-def _step_data(step: RecordedStep, num_steps: int) -> dict[str, Any]:
-    return {
-        "num_steps": num_steps,
-        **_fields(step, "backward_s", "forward_s", "exposed_s", "communication_s"),
-        "sections": [dataclasses.asdict(section) for section in step.sections],
-    }
-
-
 def _fields(value: object, *names: str) -> dict[str, Any]:
     """Return attributes by their names, tuples as JSON has them."""
     pairs = ((name, getattr(value, name)) for name in names)
     return {name: list(item) if type(item) is tuple else item for name, item in pairs}
-
-
-# ---- what is known ----------------------------------------------------------------------------
 
 
 def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanation:
@@ -283,18 +248,18 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    plans, recording, search = state.of(ddp).plans, recorder.recording_of(ddp), tuner.of(ddp)
+    known, recording, search = state.of(ddp), recorder.recording_of(ddp), tuner.of(ddp)
     measured = recording.median_step() if recording else None
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
-    buckets = _find_buckets(ddp, plans)
+    buckets = _find_buckets(ddp, known.plans)
     predicted = _predict(buckets, costs) if costs and buckets else None
-    hints = [] if measured else [NOTHING_MEASURED]
-    hints += [] if predicted else [NOTHING_PREDICTED]
+    hints = [] if measured else [_NOTHING_MEASURED]
+    hints += [] if predicted else [_NOTHING_PREDICTED]
     return Explanation(
         model=type(ddp.module).__name__,
-        plans=plans,
-        buckets=_report(buckets, plans, predicted, measured),
+        plans=known.plans,
+        buckets=_relate(buckets, predicted, measured),
         bucket_plan=assigned,
         tuning=search.outcome if search else "",
         predicted=predicted,
@@ -302,93 +267,79 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         measured=measured,
         num_measured=len(recording.steps) if recording else 0,
         hints=(*hints, *(recording.notes if recording else ())),
-        nodes=dict(state.of(ddp).nodes),
+        nodes=dict(known.nodes),
     )
 
 
-class _Bucket(NamedTuple):
-    """A bucket as it was planned, and as DDP formed it; either may be empty."""
-
-    planned: Sequence[Parameter]
-    actual: Sequence[Parameter]
-
-    @property
-    def names(self) -> list[str]:
-        return [parameter.name for parameter in self.actual or self.planned]
-
-
-def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[_Bucket]:
+def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[BucketReport]:
     """Pair the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
-    actual = state.of(ddp).told_buckets or ()
-    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if actual else {}
-    formed = [[parameters[index] for index in bucket] for bucket in actual]
-    return [_Bucket(*pair) for pair in itertools.zip_longest(planned, formed, fillvalue=())]
-
-
-def _report(
-    buckets: Sequence[_Bucket],
-    plans: Sequence[SplitPlan],
-    predicted: Timeline | None,
-    measured: RecordedStep | None,
-) -> tuple[BucketReport, ...]:
+    told = state.of(ddp).told_buckets or ()
+    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if told else {}
+    actual = [tuple(parameters[index] for index in bucket) for bucket in told]
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
-    members = [{p.name for p in bucket.planned or bucket.actual} for bucket in buckets]
-    graphs = [
-        [plan for plan in newest if names & {p.name for p in plan.arrival}] for names in members
-    ]
-    completed_by = [
-        _completing_section(holders[0], names) if holders else "-"
-        for holders, names in zip(graphs, members, strict=True)
-    ]
-    # Without times where those of several dtypes, or of a plan that was changed, do not match.
-    predictions = predicted.buckets if predicted else ()
-    measurements = measured.buckets if measured else ()
     reports = []
-    for index, bucket in enumerate(buckets):
-        times = measurements[index] if len(measurements) == len(buckets) else None
-        section = completed_by[index]
-        shared = [k for k, other in enumerate(completed_by) if other == section and k != index]
-        reports.append(
-            BucketReport(
-                index=index,
-                num_bytes=sum(p.num_bytes for p in bucket.planned or bucket.actual),
-                planned=tuple(parameter.name for parameter in bucket.planned),
-                actual=tuple(parameter.name for parameter in bucket.actual),
-                graphs=tuple(plan.graph for plan in graphs[index]),
-                completed_by=section,
-                shares_section_with=tuple(shared) if "section" in section else (),
-                launched_after=measured.num_started(times.launched_s)
-                if measured and times
-                else None,
-                predicted=predictions[index] if len(predictions) == len(buckets) else None,
-                measured=times,
-            )
+    for index, (ours, theirs) in enumerate(itertools.zip_longest(planned, actual, fillvalue=())):
+        names = {parameter.name for parameter in ours or theirs}
+        graphs = [plan for plan in newest if names & {p.name for p in plan.arrival}]
+        report = BucketReport(
+            index=index,
+            num_bytes=sum(parameter.num_bytes for parameter in ours or theirs),
+            planned=tuple(parameter.name for parameter in ours),
+            actual=tuple(parameter.name for parameter in theirs),
+            graphs=tuple(plan.graph for plan in graphs),
+            completed_by=_completing_section(graphs[0], names) if graphs else "-",
         )
-    return tuple(reports)
+        reports.append(report)
+    return reports
 
 
 def _completing_section(plan: SplitPlan, members: set[str]) -> str:
     """Return the section with a member that runs last."""
     ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
-    for section in ran_last_first:
-        if members & set(section.parameters):
-            return f"{plan.graph} section {section.index}"
-    return plan.graph
+    holding = (section.index for section in ran_last_first if members & set(section.parameters))
+    return next((f"{plan.graph} section {index}" for index in holding), plan.graph)
 
 
-def _predict(buckets: Sequence[_Bucket], costs: BucketPlan) -> Timeline | None:
+def _relate(
+    buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
+) -> tuple[BucketReport, ...]:
+    """Return the buckets with their times, and the others with which each shares a section."""
+    # Without times where those of several dtypes, or of a plan that was changed, do not match.
+    none = [None] * len(buckets)
+    expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none
+    recorded = measured.buckets if measured and len(measured.buckets) == len(none) else none
+    sharing = [
+        tuple(b.index for b in buckets if b.completed_by == bucket.completed_by and b is not bucket)
+        for bucket in buckets
+    ]
+    return tuple(
+        dataclasses.replace(
+            bucket,
+            shares_section_with=others if "section" in bucket.completed_by else (),
+            launched_after=measured.num_started(times.launched_s) if measured and times else None,
+            predicted=expectation,
+            measured=times,
+        )
+        for bucket, others, expectation, times in zip(
+            buckets, sharing, expected, recorded, strict=True
+        )
+    )
+
+
+def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | None:
     """Return the iteration with these buckets; None where the plan is of other parameters."""
     gradients = {gradient.name: gradient for gradient in costs.profile.gradients}
-    names = [name for bucket in buckets for name in bucket.names]
+    members = [bucket.actual or bucket.planned for bucket in buckets]
+    names = list(itertools.chain(*members))
     if sorted(names) != sorted(gradients):
         return None
     ready_s = itertools.accumulate((gradients[name].ready_s for name in names), max)
     pairs = zip(names, ready_s, strict=True)
     arrived = tuple(dataclasses.replace(gradients[name], ready_s=time_s) for name, time_s in pairs)
     profile = dataclasses.replace(costs.profile, gradients=arrived)
-    return predict(profile, [len(bucket.names) for bucket in buckets], costs.cost)
+    return predict(profile, list(map(len, members)), costs.cost)
 
 
 def _basis(costs: BucketPlan) -> str:

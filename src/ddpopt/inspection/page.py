@@ -18,10 +18,9 @@ _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 
 
 def render_page(content: Mapping[str, Any]) -> str:
-    """Return an explanation as one self-contained HTML page.
+    """Return what `Explanation.to_dict` returns as one self-contained HTML page.
 
-    `content` is what `Explanation.to_dict` returns. Names and sentences in it may be any text:
-    they reach the page as data, of which its script makes text and never markup.
+    Names and sentences in it may be any text: the script makes text of them, and never markup.
 
     Raises:
         ValueError: a time in it is not finite, which JSON cannot express.
@@ -35,11 +34,9 @@ def render_page(content: Mapping[str, Any]) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     data = json.dumps(dict(content), allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
+    page = page.replace("{{policy}}", policy).replace("{{style}}", style)
     # The data last: names may look like a placeholder.
-    parts = {"policy": policy, "style": style, "script": script, "explanation": data}
-    for name, text in parts.items():
-        page = page.replace(f"{{{{{name}}}}}", text)
-    return page
+    return page.replace("{{script}}", script).replace("{{explanation}}", data)
 
 
 def _digest(text: str) -> str:

@@ -18,7 +18,7 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,8 @@ from ddpopt._text import format_bytes
 from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
 from ddpopt.split import state
 
-# What process groups call their allreduces in a profile: gloo:all_reduce, nccl:all_reduce; on a
-# GPU the kernel tells when it has finished.
-_ALLREDUCE = re.compile(r"^(gloo|mpi|ucc|xccl):all_?reduce$")
-_KERNEL = re.compile(r"^nccl\w*Kernel.*AllReduce")
+# What process groups call their allreduces in a profile; on a GPU the kernel tells the finish.
+_ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
 _COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
 _DEPTH = 4  # of views that may lie between an output and that node
 
@@ -51,9 +49,9 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
 
     For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
     was launched and when it finished; see [Note: recording]. `explain` shows the medians, and
-    `Recording.save` writes a trace. Not a collective: any ranks may record, each by itself, and
-    nothing is communicated. Steps that do not communicate (`no_sync`) are left out. Buckets are
-    known from the fourth step of training on.
+    `Recording.save` writes a trace. Not a collective: any ranks may record, each by itself. Steps
+    that do not communicate (`no_sync`) are left out. Buckets are known from the fourth step of
+    training on.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` made of one, under any
@@ -72,26 +70,22 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"rank{rank}.json"
         check_can_write(path)
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
     recording = Recording(
         rank=rank,
         world_size=dist.get_world_size(ddp.process_group),
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=boot_id.read_text().strip() if boot_id.exists() else socket.gethostname(),
         origin_unix_ns=time.time_ns(),
     )
-    is_profiled = _torch.is_profiling()
-    recorder = _Recorder(ddp)
-    with contextlib.ExitStack() as stack:
-        stack.callback(recorder.remove)
-        stack.enter_context(listen(recorder))
-        observe(ddp, Turn.RECORDER, recorder)
-        stack.callback(ignore, ddp, Turn.RECORDER)
-        has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-        events = None if is_profiled else stack.enter_context(_torch.profile_ranges(has_cuda))
+    recorder = _Recorder(ddp, recording.origin_unix_ns)
+    has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
+    profile = contextlib.nullcontext() if _torch.is_profiling() else _torch.profile_ranges(has_cuda)
+    with listen(recorder), recorder.watching(ddp), profile as events:
         yield recording
     reader = _Reader(ddp, recording.origin_unix_ns, events)
-    recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_ns)
-    recording.notes = tuple(reader.notes)
+    recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_s)
+    recording.notes = tuple(dict.fromkeys(reader.notes))
     _recordings[ddp] = recording
     if path is not None:
         recording.save(path)
@@ -102,67 +96,65 @@ def recording_of(ddp: DistributedDataParallel) -> Recording | None:
     return _recordings.get(ddp)
 
 
-def _machine() -> str:
-    """Return what identifies this machine until it is rebooted, or its name if there is no more."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
-
-
 @dataclass(slots=True)
 class _Step:
-    """Raw times in nanoseconds of the system's clock, by which the profiler's times are too."""
+    """Times after the recording's origin, by the system's clock as the profiler's; 0 is unknown."""
 
-    forward_start_ns: int
-    forward_stop_ns: int = 0
-    backward_stop_ns: int = 0
-    arrivals: dict[int, tuple[int, int]] = field(default_factory=dict)  # before, after DDP's hook
-    sections: list[tuple[Label, str, int, int]] = field(default_factory=list)
+    forward_start_s: float
+    forward_stop_s: float = 0.0
+    backward_stop_s: float = 0.0
+    arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)  # around DDP's hook
+    sections: list[RecordedSection] = field(default_factory=list)
 
 
 class _Recorder(Observer):
     """Notes times while a recording runs; see `_events.Listener`."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, origin_ns: int) -> None:
         self.steps: list[_Step] = []
+        self._origin_ns = origin_ns
         self._step: _Step | None = None  # the one whose backward is to come or runs
         self._nodes: set[Any] = set()  # of sections that are watched in this step
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
-        self._buckets = buckets = state.of(ddp).buckets or ()
-        self._bucket_of = {index: k for k, bucket in enumerate(buckets) for index in bucket}
-        self._sizes = [len(bucket) for bucket in buckets]  # how many gradients have hooks
-        parameters = _torch.reducer_parameters(ddp)
-        sizes = {p.index: p.num_bytes for p in parameters.values()}
+        self._buckets = state.of(ddp).buckets or ()
+        self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
+        self._sizes = [len(bucket) for bucket in self._buckets]  # how many gradients have hooks
+        num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._names = [
-            f"ddpopt: bucket {k} ready ({format_bytes(sum(sizes[i] for i in bucket))})"
-            for k, bucket in enumerate(buckets)
+            f"ddpopt: bucket {k} ready ({format_bytes(sum(num_bytes[i] for i in bucket))})"
+            for k, bucket in enumerate(self._buckets)
         ]
-        for tensor, parameter in parameters.items():
+
+    @contextlib.contextmanager
+    def watching(self, ddp: DistributedDataParallel) -> Iterator[None]:
+        """Watch forwards and gradients in this block."""
+        for tensor, parameter in _torch.reducer_parameters(ddp).items():
             node = _torch.accumulate_node(tensor)
             self._kept.append(node)
             self._watch_arrival(node, parameter.index)
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for hooks in self._hooks.values():
-            for hook in hooks:
-                hook.remove()
+        observe(ddp, Turn.RECORDER, self)
+        try:
+            yield
+        finally:
+            ignore(ddp, Turn.RECORDER)
+            self._remove_hooks(self._hooks.keys())
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Begin a step, unless this forward belongs to the one that has begun, or is none."""
         if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             self._step = None
         elif self._step is None or self._step.arrivals:
-            self._step = _Step(time.time_ns())
+            self._step = _Step(self._now_s())
             self._nodes.clear()
             self.steps.append(self._step)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         """Note when it ended."""
         if self._step is not None:
-            self._step.forward_stop_ns = time.time_ns()
+            self._step.forward_stop_s = self._now_s()
 
     @contextlib.contextmanager
     def section(self, label: Label, kind: str) -> Iterator[None]:
@@ -172,9 +164,9 @@ class _Recorder(Observer):
             yield
             return
         with record_function(f"ddpopt: {label.graph} section {label.section} {kind}"):
-            start_ns = time.time_ns()
+            start_s = self._now_s()
             yield
-            step.sections.append((label, kind, start_ns, time.time_ns()))
+            step.sections.append(RecordedSection(*label, kind, start_s, self._now_s()))
 
     def watch(self, label: Label, outputs: Any) -> None:
         """Note the backward that AOTAutograd's node of these outputs will run."""
@@ -182,17 +174,9 @@ class _Recorder(Observer):
         if node is None or self._step is None:
             return
         self._nodes.add(node)
-        running: list[contextlib.AbstractContextManager[None]] = []
-
-        def start(_gradients: object) -> None:
-            running.append(self.section(label, "backward"))
-            running[-1].__enter__()
-
-        def stop(_inputs: object, _outputs: object) -> None:
-            running.pop().__exit__(None, None, None)
-
-        node.register_prehook(start)
-        node.register_hook(stop)
+        running = contextlib.ExitStack()
+        node.register_prehook(lambda _: running.enter_context(self.section(label, "backward")))
+        node.register_hook(lambda *_: running.close())
 
     def _watch_arrival(self, node: Any, index: int) -> None:
         """Note when a gradient arrives, and when DDP's own hook on its node is done."""
@@ -200,12 +184,12 @@ class _Recorder(Observer):
 
         def before(_gradients: object) -> None:
             step = self._step
-            if step is None or step.backward_stop_ns:
+            if step is None or step.backward_stop_s:
                 return
             if not step.arrivals:
                 _torch.at_end_of_backward(self._end_backward)
                 self._missing = list(self._sizes)
-            step.arrivals[index] = (time.time_ns(), 0)
+            step.arrivals[index] = (self._now_s(), 0.0)
             if bucket is not None:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
@@ -214,8 +198,8 @@ class _Recorder(Observer):
         def after(_inputs: object, _outputs: object) -> None:
             self._range.close()
             step = self._step
-            if step is not None and not step.backward_stop_ns:
-                step.arrivals[index] = (step.arrivals[index][0], time.time_ns())
+            if step is not None and not step.backward_stop_s:
+                step.arrivals[index] = (step.arrivals[index][0], self._now_s())
 
         self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
 
@@ -224,30 +208,33 @@ class _Recorder(Observer):
         step = self._step
         if step is None:
             return
-        step.backward_stop_ns = time.time_ns()
+        step.backward_stop_s = self._now_s()
         if self._buckets and step.arrivals.keys() >= self._bucket_of.keys():
             last = {max(bucket, key=lambda i: step.arrivals[i][1]) for bucket in self._buckets}
-            for index in self._hooks.keys() - last:
-                for hook in self._hooks.pop(index):
-                    hook.remove()
+            self._remove_hooks(self._hooks.keys() - last)
             self._sizes = [1] * len(self._buckets)
+
+    def _remove_hooks(self, indices: Iterable[int]) -> None:
+        for index in tuple(indices):
+            for hook in self._hooks.pop(index):
+                hook.remove()
+
+    def _now_s(self) -> float:
+        return (time.time_ns() - self._origin_ns) / 1e9
 
 
 def _find_node(outputs: Any, known: set[Any]) -> Any:
     """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    level = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    level = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
     for _ in range(_DEPTH):
-        for node in level:
-            if node.name() == _COMPILED_BACKWARD and node not in known:
+        nodes = [node for node in level if node is not None]
+        compiled = [node for node in nodes if node.name() == _COMPILED_BACKWARD]
+        for node in compiled:
+            if node not in known:
                 return node
-        level = [
-            following
-            for node in level
-            if node.name() != _COMPILED_BACKWARD
-            for following, _ in node.next_functions
-            if following is not None
-        ]
+        others = (node for node in nodes if node not in compiled)
+        level = [following for node in others for following, _ in node.next_functions]
     return None
 
 
@@ -258,72 +245,59 @@ class _Reader:
         self, ddp: DistributedDataParallel, origin_ns: int, events: Sequence[Any] | None
     ) -> None:
         self.notes: list[str] = []
-        self._origin_ns = origin_ns
         found = [
-            (event.start_ns(), event.end_ns())
+            ((event.start_ns() - origin_ns) / 1e9, (event.end_ns() - origin_ns) / 1e9)
             for event in events or ()
-            if _ALLREDUCE.match(event.name()) or _KERNEL.match(event.name())
+            if _ALLREDUCE.match(event.name())
         ]
         self._allreduces = None if events is None else sorted(found)  # in the order of their launch
-        self._sizes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
+        self._num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp) or ()
         if not self._buckets:
-            self._note("buckets: DDP has not told its own; record after the first four steps")
+            note = "buckets: DDP has not told its own; record after the first four steps"
+            self.notes.append(note)
 
     def read(self, step: _Step) -> RecordedStep:
-        """Return a step whose times count from the recording's origin."""
         return RecordedStep(
-            forward_start_s=self._seconds(step.forward_start_ns),
-            forward_stop_s=self._seconds(step.forward_stop_ns),
-            backward_stop_s=self._seconds(step.backward_stop_ns),
-            sections=tuple(
-                RecordedSection(*label, kind, self._seconds(start_ns), self._seconds(stop_ns))
-                for label, kind, start_ns, stop_ns in step.sections
-            ),
+            forward_start_s=step.forward_start_s,
+            forward_stop_s=step.forward_stop_s,
+            backward_stop_s=step.backward_stop_s,
+            sections=tuple(step.sections),
             buckets=tuple(self._read_buckets(step)),
         )
 
     def _read_buckets(self, step: _Step) -> Iterator[RecordedBucket]:
         arrivals = [[step.arrivals[i] for i in b if i in step.arrivals] for b in self._buckets]
         if not all(arrivals):
-            self._note("buckets: not all of them got a gradient in each step")
+            self.notes.append("buckets: not all of them got a gradient in each step")
             return
         allreduces = self._allreduces_of(step)
-        after_ns = 0
+        after_s = 0.0
         for k, bucket in enumerate(self._buckets):
-            arrived_ns = max(arrivals[k])
-            after_ns = max(after_ns, arrived_ns[1])  # buckets are launched in order
-            start_ns, stop_ns = allreduces[k] if allreduces else (after_ns, None)
+            ready_s, hooked_s = max(arrivals[k])
+            after_s = max(after_s, hooked_s)  # buckets are launched in order
+            start_s, stop_s = allreduces[k] if allreduces else (after_s, None)
             yield RecordedBucket(
                 index=k,
-                num_bytes=sum(self._sizes[index] for index in bucket),
-                ready_s=self._seconds(arrived_ns[0]),
-                launched_s=self._seconds(min(start_ns, after_ns)),
+                num_bytes=sum(self._num_bytes[index] for index in bucket),
+                ready_s=ready_s,
+                launched_s=min(start_s, after_s),
                 # The profiler is told a little later than DDP, which waits for all of them.
-                finished_s=stop_ns and self._seconds(min(stop_ns, step.backward_stop_ns)),
+                finished_s=None if stop_s is None else min(stop_s, step.backward_stop_s),
             )
 
-    def _allreduces_of(self, step: _Step) -> list[tuple[int, int]]:
+    def _allreduces_of(self, step: _Step) -> list[tuple[float, float]]:
         """Return when each bucket's allreduce started and finished, nothing if that is unknown."""
         if self._allreduces is None:
-            self._note("finish: torch.profiler was on already; its profile has the allreduces")
+            note = "finish: torch.profiler was on already; its profile has the allreduces"
+            self.notes.append(note)
             return []
-        own = [
-            (start_ns, stop_ns)
-            for start_ns, stop_ns in self._allreduces
-            if step.forward_stop_ns <= start_ns <= step.backward_stop_ns
-        ]
+        start_s, stop_s = step.forward_stop_s, step.backward_stop_s
+        own = [times_s for times_s in self._allreduces if start_s <= times_s[0] <= stop_s]
         if len(own) == len(self._buckets):
             return own
-        self._note(
+        self.notes.append(
             f"finish: the profiler saw {len(own)} allreduces in a backward of {len(self._buckets)} "
             "buckets, so it is not known which is which (a comm hook or a layer communicates too)"
         )
         return []
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def _seconds(self, time_ns: int) -> float:
-        return (time_ns - self._origin_ns) / 1e9

@@ -6,11 +6,10 @@ Times are in seconds after `Recording.origin_unix_ns`, by the clock of one rank'
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,8 @@ class RecordedBucket:
 class RecordedStep:
     """One forward, or several, and the backward whose gradients were reduced.
 
-    `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order.
+    `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
+    and of all of them the finish is known, or of none.
     """
 
     forward_start_s: float
@@ -60,6 +60,11 @@ class RecordedStep:
     buckets: tuple[RecordedBucket, ...]
 
     @property
+    def forward_s(self) -> float:
+        """From the start of the first forward to the end of the last."""
+        return self.forward_stop_s - self.forward_start_s
+
+    @property
     def backward_s(self) -> float:
         """From the end of forward, so that the loss counts as part of backward."""
         return self.backward_stop_s - self.forward_stop_s
@@ -67,44 +72,38 @@ class RecordedStep:
     @property
     def exposed_s(self) -> float | None:
         """How long allreduces ran when no gradient was left to be computed."""
-        finished = [bucket.finished_s for bucket in self.buckets]
-        if not finished or None in finished:
+        finished = [bucket.finished_s for bucket in self.buckets if bucket.finished_s is not None]
+        if not finished:
             return None
-        last_s = max(time_s for time_s in finished if time_s is not None)
-        return max(0.0, last_s - max(bucket.ready_s for bucket in self.buckets))
+        return max(0.0, max(finished) - max(bucket.ready_s for bucket in self.buckets))
 
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without what one waited for the one before it."""
-        sum_s = end_s = 0.0
-        for bucket in self.buckets:
-            if bucket.finished_s is None:
-                return None
-            sum_s += max(0.0, bucket.finished_s - max(bucket.launched_s, end_s))
-            end_s = max(end_s, bucket.finished_s)
-        return sum_s if self.buckets else None
+        times_s = [stop_s - start_s for _, start_s, stop_s in self.allreduces() if stop_s]
+        return sum(times_s) if times_s else None
 
-    @property
-    def forward_s(self) -> float:
-        """From the start of the first forward to the end of the last."""
-        return self.forward_stop_s - self.forward_start_s
+    def allreduces(self) -> Iterator[tuple[RecordedBucket, float, float | None]]:
+        """Yield each bucket with the start and the end of its allreduce: one runs at a time."""
+        end_s = 0.0
+        for bucket in self.buckets:
+            start_s = max(bucket.launched_s, end_s)
+            end_s = max(start_s, bucket.finished_s or 0.0)
+            yield bucket, start_s, None if bucket.finished_s is None else end_s
 
     @property
     def shape(self) -> object:
         """What is equal of steps that ran the same sections and buckets."""
-        sections = [(section.graph, section.section, section.kind) for section in self.sections]
-        return sections, [(bucket.index, bucket.num_bytes) for bucket in self.buckets]
+        return _of_times(lambda _: None, self)
 
-    def times_s(self) -> list[float | None]:
-        """Return all times after the end of forward, in the order of the fields."""
-        times: list[float | None] = [
-            *(self.forward_start_s, self.forward_stop_s, self.backward_stop_s),
-            *itertools.chain.from_iterable((s.start_s, s.stop_s) for s in self.sections),
-            *itertools.chain.from_iterable(
-                (b.ready_s, b.launched_s, b.finished_s) for b in self.buckets
-            ),
-        ]
-        return [None if time_s is None else time_s - self.forward_stop_s for time_s in times]
+    def since_forward(self) -> RecordedStep:
+        """Return this step with times that count from the end of forward."""
+        moved: RecordedStep = _of_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
+        return moved
+
+    def num_started(self, time_s: float) -> int:
+        """Return how many backward sections had started by then."""
+        return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
 
     def summary(self) -> str:
         """Return the times in a sentence."""
@@ -115,10 +114,6 @@ class RecordedStep:
             f"{text}, {format_ms(self.exposed_s)} of it waiting for communication, which takes "
             f"{format_ms(self.communication_s)} in all"
         )
-
-    def num_started(self, time_s: float) -> int:
-        """Return how many backward sections had started by then."""
-        return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +130,7 @@ class Recording:
     machine: str
     origin_unix_ns: int
     steps: tuple[RecordedStep, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def median_step(self) -> RecordedStep | None:
         """Return a step of medians, which begins when forward ends; None without steps.
@@ -144,34 +139,16 @@ class Recording:
         """
         if not self.steps:
             return None
-        last = self.steps[-1]
-        rows = [step.times_s() for step in self.steps if step.shape == last.shape]
-        medians: Iterator[Any] = map(_median, zip(*rows, strict=True))
-        return RecordedStep(
-            forward_start_s=next(medians),
-            forward_stop_s=next(medians),
-            backward_stop_s=next(medians),
-            sections=tuple(
-                dataclasses.replace(section, start_s=next(medians), stop_s=next(medians))
-                for section in last.sections
-            ),
-            buckets=tuple(
-                dataclasses.replace(
-                    bucket,
-                    ready_s=next(medians),
-                    launched_s=next(medians),
-                    finished_s=next(medians),
-                )
-                for bucket in last.buckets
-            ),
-        )
+        shape = self.steps[-1].shape
+        alike = [step.since_forward() for step in self.steps if step.shape == shape]
+        median: RecordedStep = _of_times(statistics.median, *alike)
+        return median
 
     def save(self, path: str | Path) -> None:
         """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
-        The rank is a process, computation and communication are threads of it. Traces of several
-        ranks become one by `ddpopt.merge_traces`. A file of yours is replaced, a link is not
-        followed.
+        `ddpopt.merge_traces` makes one of several ranks'. A file of yours is replaced, a link is
+        not followed.
 
         Raises:
             OSError: it cannot be written, or something else has that name.
@@ -180,27 +157,22 @@ class Recording:
 
     def trace(self) -> dict[str, Any]:
         """Return what `save` writes: Chrome's trace format, times in microseconds."""
-        events = [
-            _event("M", name, 0, self.rank, thread, args=args)
-            for name, thread, args in (
-                ("process_name", 0, {"name": f"rank {self.rank} ({self.host})"}),
-                ("process_sort_index", 0, {"sort_index": self.rank}),
-                ("thread_name", _COMPUTATION, {"name": "computation"}),
-                ("thread_name", _COMMUNICATION, {"name": "communication"}),
-            )
-        ]
+        tracks: tuple[tuple[str, int, dict[str, Any]], ...] = (
+            ("process_name", 0, {"name": f"rank {self.rank} ({self.host})"}),
+            ("process_sort_index", 0, {"sort_index": self.rank}),
+            ("thread_name", _COMPUTATION, {"name": "computation"}),
+            ("thread_name", _COMMUNICATION, {"name": "communication"}),
+        )
+        events = [self._event("M", name, thread, 0.0, args=args) for name, thread, args in tracks]
         for number, step in enumerate(self.steps):
-            events += _step_events(number, step, self.rank)
+            events += self._step_events(number, step)
+        names = ("rank", "world_size", "host", "machine", "origin_unix_ns")
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
             "otherData": {
                 "format": TRACE_FORMAT,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "host": self.host,
-                "machine": self.machine,
-                "origin_unix_ns": self.origin_unix_ns,
+                **{name: getattr(self, name) for name in names},
                 "notes": list(self.notes),
                 "allreduces": [
                     [number, bucket.index, bucket.launched_s, bucket.finished_s]
@@ -208,6 +180,54 @@ class Recording:
                     for bucket in step.buckets
                 ],
             },
+        }
+
+    def _step_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
+        """Yield a step's events; ranges of a thread lie in or beside each other."""
+        start_s, stop_s, end_s = step.forward_start_s, step.forward_stop_s, step.backward_stop_s
+        yield self._range(f"forward, step {number}", _COMPUTATION, start_s, stop_s)
+        yield self._range(f"backward, step {number}", _COMPUTATION, stop_s, end_s)
+        for s in step.sections:
+            name = f"{s.graph} section {s.section} {s.kind}"
+            yield self._range(name, _COMPUTATION, s.start_s, s.stop_s)
+        for bucket, launched_s, finished_s in step.allreduces():
+            name = f"bucket {bucket.index}"
+            args = {
+                "step": number,
+                "bucket": bucket.index,
+                "bytes": bucket.num_bytes,
+                "ready_ms": (bucket.ready_s - stop_s) * 1e3,
+                "launched_ms": (bucket.launched_s - stop_s) * 1e3,
+            }
+            at = {"s": "t", "args": args}
+            yield self._event("i", f"{name} ready", _COMPUTATION, bucket.ready_s, **at)
+            if finished_s is None:
+                yield self._event("i", f"{name} launched", _COMMUNICATION, launched_s, **at)
+                continue
+            yield self._range(
+                f"allreduce {name}", _COMMUNICATION, launched_s, finished_s, args=args
+            )
+            # A number that no other arrow has, in no trace of this training run.
+            arrow = {"cat": "launch", "id": (self.rank << 40) + (number << 16) + bucket.index}
+            yield self._event("s", name, _COMPUTATION, bucket.ready_s, **arrow)
+            yield self._event("f", name, _COMMUNICATION, launched_s, bp="e", **arrow)
+
+    def _range(
+        self, name: str, thread: int, start_s: float, stop_s: float, **more: Any
+    ) -> dict[str, Any]:
+        duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
+        return self._event("X", name, thread, start_s, dur=duration_us, **more)
+
+    def _event(
+        self, phase: str, name: str, thread: int, at_s: float, **more: Any
+    ) -> dict[str, Any]:
+        return {
+            "ph": phase,
+            "name": name,
+            "ts": _nanoseconds(at_s) / 1e3,
+            "pid": self.rank,
+            "tid": 2 * self.rank + thread,  # Perfetto takes threads of one number for one thread
+            **more,
         }
 
     def __str__(self) -> str:
@@ -221,9 +241,7 @@ class Recording:
                 (
                     f"{bucket.index}",
                     format_bytes(bucket.num_bytes),
-                    format_ms(bucket.ready_s),
-                    format_ms(bucket.launched_s),
-                    format_ms(bucket.finished_s),
+                    *map(format_ms, (bucket.ready_s, bucket.launched_s, bucket.finished_s)),
                     f"{step.num_started(bucket.launched_s)}",
                 )
                 for bucket in step.buckets
@@ -232,61 +250,22 @@ class Recording:
         return "\n".join([*lines, *self.notes])
 
 
-def _median(times_s: Sequence[float | None]) -> float | None:
-    known = [time_s for time_s in times_s if time_s is not None]
-    return statistics.median(known) if known else None
+def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
+    """Return what these values of one structure are, with this function of each place's times.
 
-
-def _step_events(number: int, step: RecordedStep, rank: int) -> list[dict[str, Any]]:
-    """Return a step as events of a trace; ranges of a thread lie in or beside each other."""
-    events: list[dict[str, Any]] = []
-
-    def happened(phase: str, name: str, at_s: float, thread: int, **more: Any) -> None:
-        events.append(_event(phase, name, at_s, rank, thread, **more))
-
-    def ran(name: str, start_s: float, stop_s: float, thread: int, **more: Any) -> None:
-        duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
-        happened("X", name, start_s, thread, dur=duration_us, **more)
-
-    ran(f"forward, step {number}", step.forward_start_s, step.forward_stop_s, _COMPUTATION)
-    ran(f"backward, step {number}", step.forward_stop_s, step.backward_stop_s, _COMPUTATION)
-    for s in step.sections:
-        ran(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s, _COMPUTATION)
-    end_s = 0.0
-    for bucket in step.buckets:
-        name = f"bucket {bucket.index}"
-        args = {
-            "step": number,
-            "bucket": bucket.index,
-            "bytes": bucket.num_bytes,
-            "ready_ms": (bucket.ready_s - step.forward_stop_s) * 1e3,
-            "launched_ms": (bucket.launched_s - step.forward_stop_s) * 1e3,
-        }
-        happened("i", f"{name} ready", bucket.ready_s, _COMPUTATION, s="t", args=args)
-        start_s = max(bucket.launched_s, end_s)
-        if bucket.finished_s is None:
-            happened("i", f"{name} launched", start_s, _COMMUNICATION, s="t", args=args)
-            continue
-        end_s = max(start_s, bucket.finished_s)
-        ran(f"allreduce {name}", start_s, end_s, _COMMUNICATION, args=args)
-        # A number that no other arrow has, in no trace of this training run.
-        arrow = {"cat": "launch", "id": (rank << 40) + (number << 16) + bucket.index}
-        happened("s", name, bucket.ready_s, _COMPUTATION, **arrow)
-        happened("f", name, start_s, _COMMUNICATION, bp="e", **arrow)
-    return events
-
-
-def _event(
-    phase: str, name: str, at_s: float, rank: int, thread: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "ph": phase,
-        "name": name,
-        "ts": _nanoseconds(at_s) / 1e3,
-        "pid": rank,
-        "tid": 2 * rank + thread,  # Perfetto takes threads of one number for one thread
-        **more,
-    }
+    Times are all that is a float or None in such a structure of dataclasses and tuples.
+    """
+    first = values[0]
+    if dataclasses.is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first)]
+        found = {name: _of_times(function, *(getattr(v, name) for v in values)) for name in names}
+        return dataclasses.replace(values[0], **found)
+    if isinstance(first, tuple):
+        return tuple(_of_times(function, *items) for items in zip(*values, strict=True))
+    if not isinstance(first, float | None):
+        return first
+    known = [time_s for time_s in values if time_s is not None]
+    return function(known) if known else None
 
 
 def _nanoseconds(time_s: float) -> int:

@@ -25,22 +25,18 @@ _MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
 
 
 @dataclass(frozen=True, slots=True)
-class _Format:
-    """The format that a file says it has."""
-
-    format: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Told:
     """What a file tells of its rank; an allreduce is its step, bucket, launch and finish."""
 
+    format: str
     rank: int
     machine: str
     origin_unix_ns: int
     allreduces: tuple[tuple[int, int, float, float | None], ...]
 
     def __post_init__(self) -> None:
+        if self.format != TRACE_FORMAT:
+            raise MalformedError(f"format is {show(self.format)}, not {TRACE_FORMAT!r}")
         if self.rank < 0:
             raise MalformedError(f"rank is {self.rank}; it must be 0 or more")
 
@@ -63,9 +59,9 @@ class _Event:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What every trace of ours has; only then is the rest of `otherData` looked at."""
+    """What every trace of ours has."""
 
-    otherData: _Format  # noqa: N815  # as Chrome's format has it
+    otherData: _Told  # noqa: N815  # as Chrome's format has it
     traceEvents: tuple[_Event, ...]  # noqa: N815
 
 
@@ -138,16 +134,12 @@ def _read(path: Path) -> _Trace:
     try:
         content = parse(read_text(path, _MOST_BYTES), _MOST_BYTES)
         file: _File = build(_File, content, is_open=True)
-        if file.otherData.format != TRACE_FORMAT:
-            shown = show(file.otherData.format)
-            raise MalformedError(f"otherData.format is {shown}, not {TRACE_FORMAT!r}")
-        told: _Told = build(_Told, content["otherData"], "otherData", is_open=True)
     except MalformedError as error:
         raise TraceError(
-            f"{name} is no trace that ddpopt.record wrote: {error}; give the "
-            "files that it wrote, one for each rank"
+            f"{name} is no trace that ddpopt.record wrote: {error}; give the files that it wrote, "
+            "one for each rank"
         ) from error
-    return _Trace(name, told, content["traceEvents"])
+    return _Trace(name, file.otherData, content["traceEvents"])
 
 
 def _offset_s(first: _Trace, trace: _Trace) -> float | None:

@@ -101,14 +101,12 @@ def agree(
         if word.problem is not None:
             raise type(word.problem)(f"{title}on rank {rank}: {word.problem}")
     difference = find_difference([word.facts for word in words], remedy)
-    if difference:
+    if difference is not None:
         raise error(f"{title}{difference}")
 
 
-def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str:
-    """Say in what ranks first differ from rank 0, which do, and what to do; "" if none does."""
-    if all(facts == said[0] for facts in said):
-        return ""
+def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str | None:
+    """Say in what ranks first differ from rank 0, which do, and what to do; None if none does."""
     by_name = [{fact.name: fact for fact in facts} for facts in said]
     for name in dict.fromkeys(fact.name for facts in said for fact in facts):
         ours = by_name[0].get(name)
@@ -123,24 +121,68 @@ def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str:
         verb = "differs" if len(ranks) == 1 else "differ"
         why = next((fact.remedy for fact in (ours, theirs) if fact and fact.remedy), remedy)
         return f"{name_ranks(ranks)} {verb} from rank 0: {what}; {why}"
-    return ""  # the same facts in another order
+    return None
 
 
-# ---- what ranks compile for -------------------------------------------------------------------
+@dataclass(slots=True, eq=False)
+class _Told(Observer):
+    """What this rank told of one DDP module, and its steps; it has a board until all is compared.
 
+    `digest` is of the facts, under `key` in the store.
+    """
 
-@dataclass(slots=True)
-class _Told:
-    """What this rank told of one DDP module; it has a board until all is compared."""
-
-    key: str
-    digest: str
-    since_s: float
+    num_steps: int = 0
+    key: str = ""
+    digest: str = ""
+    since_s: float = 0.0
     board: Board | None = None
+
+    def is_news(self, ddp: DistributedDataParallel, facts: str) -> bool:
+        """Note what is told of the module; return whether it is not what was told last."""
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+        if digest == self.digest:
+            return False
+        name = f"agreement/{type(ddp.module).__name__}"
+        self.key = f"{self.key}+" if self.key else next_key(ddp.process_group, name)
+        self.digest, self.since_s = digest, time.monotonic()
+        return True
+
+    def give_up(self, reason: object) -> None:
+        """Compare no more, unless there is news."""
+        self.board = None
+        _logs.info("ranks do not compare what they compile: %s", reason)
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Count a step, and compare if that is due.
+
+        Raises:
+            DisagreementError: as `compare`.
+        """
+        if not _communicates(ddp):
+            return
+        self.num_steps += 1
+        if self.board is None:
+            return
+        try:
+            (due,) = self.board.get("due")
+            is_due = bool(due) and self.num_steps >= int(due)
+            said = _read(self.board) if is_due else []
+        except PeerError as error:
+            self.give_up(error)
+            return
+        if is_due:
+            self.board = None
+            _act_on(ddp, said)
+        elif not due and time.monotonic() - self.since_s > _LIMIT_S:
+            self.give_up(f"some rank compiles nothing for this DDP module in {_LIMIT_S:.0f} s")
 
 
 _told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakKeyDictionary()
-_num_steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+
+
+def observe(ddp: DistributedDataParallel) -> Observer | None:
+    """Return what counts a module's steps, if ranks are to find out by themselves."""
+    return _told.setdefault(ddp, _Told()) if config.disagreement == "error" else None
 
 
 def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
@@ -151,19 +193,18 @@ def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
         PeerError: a rank did not make this call.
     """
     said = gather(ddp, tuple(facts), _TITLE)
-    told = _note(ddp, json.dumps(facts)) or _told[ddp]
+    told = _told.setdefault(ddp, _Told())
+    told.is_news(ddp, json.dumps(facts))
     told.board = None
     _act_on(ddp, said)
 
 
 def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
     """Tell the other ranks what a graph is compiled for, without waiting for them."""
-    text = json.dumps(facts)
-    told = _note(ddp, text) if dist.get_world_size(ddp.process_group) > 1 else None
-    if told is None:
+    told, text = _told.setdefault(ddp, _Told()), json.dumps(facts)
+    if dist.get_world_size(ddp.process_group) == 1 or not told.is_news(ddp, text):
         return
-    is_counted = ddp.require_backward_grad_sync and torch.is_grad_enabled()
-    due = _num_steps.get(ddp, 0) + (1 if is_counted else 2)
+    due = told.num_steps + (1 if _communicates(ddp) else 2)
     try:
         told.board = board = Board(ddp.process_group, _TITLE, told.key, _STORE_S)
         board.tell(told.digest)
@@ -172,63 +213,12 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
         if board.count("num_told") == board.size:
             board.put("due", str(due))
     except (PeerError, TorchDriftError) as error:
-        told.board = None
-        _logs.info("ranks do not compare what they compile: %s", error)
+        told.give_up(error)
 
 
-def observe(_ddp: DistributedDataParallel) -> Observer | None:
-    """Return what counts a module's steps, if ranks are to find out by themselves."""
-    return _Steps() if config.disagreement == "error" else None
-
-
-class _Steps(Observer):
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        count_step(ddp)
-
-
-def count_step(ddp: DistributedDataParallel) -> None:
-    """Count a step, and compare if that is due.
-
-    Raises:
-        DisagreementError: as `compare`.
-    """
-    if not ddp.require_backward_grad_sync or not torch.is_grad_enabled():
-        return
-    step = _num_steps[ddp] = _num_steps.get(ddp, 0) + 1
-    told = _told.get(ddp)
-    if told is None or told.board is None:
-        return
-    try:
-        (due,) = told.board.get("due")
-        if due and step < int(due):
-            return
-        said = _read(told.board) if due else []
-    except PeerError as error:
-        told.board = None
-        _logs.info("ranks do not compare what they compile: %s", error)
-        return
-    if due:
-        told.board = None
-        _act_on(ddp, said)
-    elif time.monotonic() - told.since_s > _LIMIT_S:
-        told.board = None
-        _logs.info(
-            "some rank has compiled nothing for this DDP module within %.0f s, so ranks do not "
-            "compare what they compile",
-            _LIMIT_S,
-        )
-
-
-def _note(ddp: DistributedDataParallel, facts: str) -> _Told | None:
-    """Return what is to be told of a module, None if that was told before."""
-    digest = hashlib.sha256(facts.encode()).hexdigest()
-    before = _told.get(ddp)
-    if before is not None and before.digest == digest:
-        return None
-    name = f"agreement/{type(ddp.module).__name__}"
-    key = next_key(ddp.process_group, name) if before is None else f"{before.key}+"
-    _told[ddp] = told = _Told(key, digest, time.monotonic())
-    return told
+def _communicates(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward of the forward that runs now would end in allreduces."""
+    return ddp.require_backward_grad_sync and torch.is_grad_enabled()
 
 
 def _read(board: Board) -> list[list[Fact]]:
@@ -243,7 +233,7 @@ def _read(board: Board) -> list[list[Fact]]:
 
 def _act_on(ddp: DistributedDataParallel, said: Sequence[Sequence[Fact]]) -> None:
     difference = find_difference(said, _REMEDY)
-    if not difference:
+    if difference is None:
         return
     text = (
         f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "

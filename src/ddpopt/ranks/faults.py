@@ -13,10 +13,11 @@ Since it takes a socket, a thread and the store, it is done only where somebody 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -24,13 +25,12 @@ import torch.distributed as dist
 from ddpopt import _logs, config
 from ddpopt.errors import PeerError
 from ddpopt.ranks.presence import Card, Presence, RollCall
+from ddpopt.ranks.rendezvous import RANKS_SHOWN, name_ranks
+from ddpopt.ranks.stores import LONGEST_TEXT
 
 _SETTLE_S = 3.0  # in which a fault shows itself, and words of other ranks arrive
 _POLL_S = 0.1
-_RANKS_SHOWN = 8
-_LONGEST_TEXT = 500
-_LOST, _RAISED = "lost a connection", "raised"
-_COMPILES = "compiles"
+_LOST, _RAISED, _COMPILES = "lost a connection", "raised", "compiles"
 _CONNECTION = re.compile(
     r"gloo/|nccl|process ?group|c10d|socket|timed? ?out|broken pipe"
     r"|connection (was )?(closed|reset|refused)",
@@ -38,16 +38,13 @@ _CONNECTION = re.compile(
 )
 
 
-class _Finding(NamedTuple):
-    """A sentence, and the ranks that are certainly at fault."""
+class _Here:
+    """The ranks that this process is one of, None while it is alone."""
 
-    text: str
-    ranks: tuple[int, ...] = ()
+    roll_call: RollCall | None = None
 
 
-_UNNAMED = _Finding(
-    "another rank has ended, hangs, or did not come within the process group's timeout"
-)
+_here = _Here()
 
 
 @contextlib.contextmanager
@@ -90,26 +87,24 @@ def communicating(what: str) -> Iterator[None]:
 def compiling() -> Iterator[None]:
     """Let ranks that lose patience in a collective know that this one compiles in this block."""
     roll_call = _here.roll_call
-    if roll_call is None:
-        yield
+    if roll_call is None or roll_call.problem or roll_call.own.word:
+        yield  # a store that has failed would hold up each compile, and an error matters more
         return
-    roll_call.note(_COMPILES)
+    roll_call.tell(_COMPILES)
     try:
         yield
     finally:
-        roll_call.note("")
+        if roll_call.own.word == _COMPILES:
+            roll_call.tell("")
 
 
 def is_connection_error(error: BaseException) -> bool:
     """Whether `error`, or what it was raised from, is torch's error of a broken connection."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, dist.DistError):
-            return True
-        if type(cause) is RuntimeError and _CONNECTION.search(str(cause)):
-            return True
-        cause = cause.__cause__
-    return False
+    if isinstance(error, dist.DistError):
+        return True
+    if type(error) is RuntimeError and _CONNECTION.search(str(error)):
+        return True
+    return error.__cause__ is not None and is_connection_error(error.__cause__)
 
 
 def introduce_if_asked() -> None:
@@ -137,11 +132,9 @@ def introduce() -> None:
     _explain_uncaught()
 
 
+@functools.cache
 def _explain_uncaught() -> None:
     """Have `sys.excepthook` print one more line; set once, since others may wrap it."""
-    if _here.is_explaining:
-        return
-    _here.is_explaining = True
     previous = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -158,21 +151,15 @@ def _explain_uncaught() -> None:
     sys.excepthook = explain
 
 
-class _Here:
-    """The ranks that this process is one of, None while it is alone."""
-
-    roll_call: RollCall | None = None
-    is_explaining = False
-
-
-_here = _Here()
-
-
 def _peer_error(what: str, error: BaseException) -> PeerError:
-    finding = _UNNAMED if _here.roll_call is None else _find_fault(_here.roll_call)
+    finding = _Finding(
+        "another rank has ended, hangs, or did not come within the process group's timeout"
+    )
+    if _here.roll_call is not None:
+        finding = _find_fault(_here.roll_call)
     found = PeerError(
         f"{what} failed: {finding.text}; look at the other ranks' logs and start all of them "
-        f"again, as torchrun does with --max-restarts ({str(error)[:_LONGEST_TEXT]})"
+        f"again, as torchrun does with --max-restarts ({str(error)[:LONGEST_TEXT]})"
     )
     found.ranks = finding.ranks
     return found
@@ -183,9 +170,11 @@ def _tell_error(error: BaseException) -> None:
         _here.roll_call.tell(_RAISED, f"{type(error).__name__}: {error}")
 
 
-# ---- who is at fault --------------------------------------------------------------------------
+class _Finding(NamedTuple):
+    """A sentence, and the ranks that are certainly at fault."""
 
-_Cards = Mapping[int, Card]
+    text: str
+    ranks: tuple[int, ...] = ()
 
 
 def _find_fault(roll_call: RollCall) -> _Finding:
@@ -196,92 +185,81 @@ def _find_fault(roll_call: RollCall) -> _Finding:
     while (finding := _judge(roll_call, cards)) is None and time.monotonic() < end_s:
         time.sleep(_POLL_S)
         cards = roll_call.hear()
-    if finding is None and not roll_call.problem:
-        finding = _find_compiler(roll_call, cards)
-    if finding is None:
-        finding = _blame_store(roll_call) if roll_call.problem else _doubt(roll_call, cards)
+    finding = finding or _doubt(roll_call, cards)
     if roll_call.own.has_store:
         _linger(roll_call, finding.ranks)
     return finding
 
 
-def _judge(roll_call: RollCall, cards: _Cards) -> _Finding | None:
+def _judge(roll_call: RollCall, cards: Sequence[Card]) -> _Finding | None:
     """Name ranks, if it is certain of some that they are at fault."""
-    raised = [card for card in cards.values() if card.word == _RAISED]
+    raised = [card for card in cards if card.word == _RAISED]
     if raised:
         first = min(raised, key=lambda card: card.turn)
         return _Finding(f"{first} raised {first.text}", (first.rank,))
-    found = roll_call.presence_of(_silent(roll_call, cards))
-    is_far = all(presence is Presence.UNREACHABLE for presence in found.values())
-    if is_far and 1 < len(found) == roll_call.size - 1:
+    silent = _silent(cards)
+    found = roll_call.ask(silent)
+    if 1 < len(silent) == roll_call.size - 1 and set(found.values()) == {Presence.UNREACHABLE}:
         return _Finding(
             f"no other rank can be reached from {roll_call.own}: this machine is cut off from the "
             "others, or theirs are down"
         )
     for presence in (Presence.ENDED, Presence.UNREACHABLE, Presence.STOPPED):
-        ranks = tuple(rank for rank, other in found.items() if other is presence)
-        if ranks:
-            has_store = any(roll_call.known[rank].has_store for rank in ranks)
+        lost = [card for card in silent if found[card.rank] is presence]
+        if lost:
+            has_store = any(card.has_store for card in lost)
             more = ", which held the process group's store," if has_store else ""
-            said = presence.value[len(ranks) > 1]
-            return _Finding(f"{_names(roll_call, ranks)}{more} {said}", ranks)
+            said = presence.value[len(lost) > 1]
+            return _Finding(f"{_name(lost)}{more} {said}", tuple(card.rank for card in lost))
     return None
 
 
-def _silent(roll_call: RollCall, cards: _Cards) -> list[int]:
-    """Return the known ranks that told nothing, without this one."""
-    told = {card.rank for card in cards.values() if card.word}
-    return sorted(roll_call.known.keys() - told - {roll_call.own.rank})
+def _silent(cards: Sequence[Card]) -> list[Card]:
+    """Return those of the ranks that told nothing of an error."""
+    return [card for card in cards if card.word in ("", _COMPILES)]
 
 
-def _find_compiler(roll_call: RollCall, cards: _Cards) -> _Finding | None:
-    """Name the ranks that still compile, and tell them for what the others gave up.
+def _doubt(roll_call: RollCall, cards: Sequence[Card]) -> _Finding:
+    """Say what is known where every rank that can be asked is there.
 
-    Or return what another rank has told, if it can no longer be seen that they compile.
+    A rank that has compiled for too long cannot be seen to do so later, so the others are told.
     """
-    silent = _silent(roll_call, cards)
-    ranks = tuple(rank for rank in silent if rank in cards and cards[rank].doing == _COMPILES)
-    if ranks:
+    if roll_call.problem:
+        where = "" if roll_call.place is None else " at {}:{}".format(*roll_call.place)
+        return _Finding(
+            f"the process group's store{where} has gone ({roll_call.problem}): the process that "
+            "holds it (torchrun's, or rank 0's) has ended, or this machine is cut off from its"
+        )
+    compiling = [card for card in cards if card.word == _COMPILES]
+    if compiling:
         text = (
-            f"{_names(roll_call, ranks)} compiled for longer than the process group's timeout; "
-            "call ddpopt.warmup before the first step, or give init_process_group a longer timeout"
+            f"{_name(compiling)} compiled for longer than the process group's timeout; call "
+            "ddpopt.warmup before the first step, or give init_process_group a longer timeout"
         )
         roll_call.tell(_LOST, text)
-        return _Finding(text, ranks)
-    return next((_Finding(card.text) for card in cards.values() if card.text), None)
-
-
-def _blame_store(roll_call: RollCall) -> _Finding:
-    """Say what is known if all ranks answer and the store does not."""
-    where = "" if roll_call.place is None else f" at {roll_call.place[0]}:{roll_call.place[1]}"
-    return _Finding(
-        f"the process group's store{where} has gone ({roll_call.problem}): the process that "
-        "holds it (torchrun's, or rank 0's) has ended, or this machine is cut off from its"
-    )
-
-
-def _doubt(roll_call: RollCall, cards: _Cards) -> _Finding:
-    """Say what is known if nobody can be named."""
-    silent = _silent(roll_call, cards)
-    unknown = [rank for rank in range(roll_call.size) if rank not in roll_call.known]
+        return _Finding(text, tuple(card.rank for card in compiling))
+    for card in cards:
+        if card.text:
+            return _Finding(card.text)
     parts = ["no rank that can be asked has ended, and none told an error of its own"]
-    if silent:
+    if silent := _silent(cards):
         parts.append(
-            f"of {_names(roll_call, silent)} nothing was heard, so one of them may hang, wait for "
-            "something else, or be late"
+            f"of {_name(silent)} nothing was heard, so one of them may hang, wait for something "
+            "else, or be late"
         )
-    if unknown:
+    known = {roll_call.own.rank, *(card.rank for card in cards)}
+    if unknown := set(range(roll_call.size)) - known:
         parts.append(
-            f"{_names(roll_call, unknown)} cannot be asked: ddpopt has compiled nothing there, or "
-            "no connection to its machine is let through"
+            f"{name_ranks(unknown)} cannot be asked: ddpopt has compiled nothing there, or no "
+            "connection to its machine is let through"
         )
     return _Finding("; ".join(parts))
 
 
-def _names(roll_call: RollCall, ranks: Sequence[int]) -> str:
-    names = [str(roll_call.known.get(rank, f"rank {rank}")) for rank in ranks[:_RANKS_SHOWN]]
-    if len(ranks) > _RANKS_SHOWN:
-        names.append(f"{len(ranks) - _RANKS_SHOWN} more")
+def _name(cards: Sequence[Card]) -> str:
+    names = [str(card) for card in cards[:RANKS_SHOWN]]
+    if len(cards) > RANKS_SHOWN:
+        names.append(f"{len(cards) - RANKS_SHOWN} more")
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -289,7 +267,8 @@ def _linger(roll_call: RollCall, lost: Sequence[int]) -> None:
     """Keep the store, which ends with this process, until the others have found out too."""
     end_s = time.monotonic() + _SETTLE_S
     while time.monotonic() < end_s and not roll_call.problem:
-        told = {rank for rank, card in roll_call.hear().items() if card.word}
-        if len(told | {*lost, roll_call.own.rank}) == roll_call.size:
+        cards = roll_call.hear()
+        silent = {card.rank for card in _silent(cards)}
+        if len(cards) == roll_call.size - 1 and silent <= set(lost):
             return
         time.sleep(_POLL_S)

@@ -28,13 +28,12 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.errors import PeerError
-from ddpopt.ranks.stores import Board
+from ddpopt.ranks.stores import LONGEST_TEXT, Board
 
 _STORE_S = 2.0  # for one exchange with the store
 _ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
 _POLL_S = 0.1
 _MEET_S = 600.0  # in which ranks come to tell who they are
-_LONGEST_TEXT = 500
 _BACKLOG = 4096  # nobody accepts, so each rank that asks takes a place for good
 _AT_ONCE = 256  # processes that are asked together
 # torchrun may keep the store, and in it the ranks of an attempt before.
@@ -57,8 +56,8 @@ class Presence(enum.Enum):
 class Card(NamedTuple):
     """A rank, where its process is, and what it told; `machine` differs for hosts of one name.
 
-    `has_store` says that the process holds the group's store, which ends with it. `doing` is what
-    it does now; `word` is the `turn`-th that any rank told, "" for none.
+    `has_store` says that the process holds the group's store, which ends with it. `word` is the
+    `turn`-th that any rank told, "" for none.
     """
 
     rank: int
@@ -68,7 +67,6 @@ class Card(NamedTuple):
     address: str
     port: int
     has_store: bool
-    doing: str = ""
     word: str = ""
     text: str = ""
     turn: int = 0
@@ -96,7 +94,6 @@ class RollCall:
         self.own, self._listener = introduce(dist.get_rank(group), self.place)
         self.known = {self.own.rank: self.own}
         self.problem = ""
-        self._cards: list[Card] = []
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._meet, name="ddpopt roll call", daemon=True)
         self._thread.start()
@@ -116,34 +113,26 @@ class RollCall:
         self.problem = ""
         with self._exchange() as board:
             turn = board.count("turns")
-            self.own = self.own._replace(word=word, text=text[:_LONGEST_TEXT], turn=turn)
+            self.own = self.own._replace(word=word, text=text[:LONGEST_TEXT], turn=turn)
             board.tell(json.dumps(self.own))
 
-    def note(self, doing: str) -> None:
-        """Tell what this rank does from now on, "" for nothing of note."""
-        if not self.problem:  # or compiling would be held up each time
-            self.own = self.own._replace(doing=doing)
-            with self._exchange() as board:
-                board.tell(json.dumps(self.own))
-
-    def hear(self) -> dict[int, Card]:
-        """Return the cards of the known ranks as they are now, or when the store answered last."""
+    def hear(self) -> list[Card]:
+        """Return the other known ranks' cards as they are now, or when the store answered last."""
         if not self.problem:
             with self._exchange() as board:
-                self._cards = _read_cards(board, range(self.size))
-        self._greet(self._cards)  # who came late
-        return {card.rank: card for card in self._cards if self._is_known(card)}
+                self._greet(_read_cards(board, range(self.size)))
+        return [card for rank, card in sorted(self.known.items()) if rank != self.own.rank]
 
-    def presence_of(self, ranks: Iterable[int]) -> dict[int, Presence]:
-        """Ask for the processes of known ranks."""
-        return find_presence(self.own, [self.known[rank] for rank in ranks], _ASK_S)
+    def ask(self, cards: Collection[Card]) -> dict[int, Presence]:
+        """Return for each rank whether its process is there."""
+        return find_presence(self.own, cards, _ASK_S)
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[Board]:
         board = None
         try:
-            with contextlib.closing(self._open(_STORE_S)) as board:
-                yield board
+            board = self._open(_STORE_S)
+            yield board
         except PeerError as error:
             self.problem = str(error) if board is None else board.problem
 
@@ -153,28 +142,29 @@ class RollCall:
             raise PeerError("the process group was destroyed")
         return Board(group, "naming the rank that broke", _KEY, limit_s)
 
-    def _is_known(self, card: Card) -> bool:
-        """Whether it is of a known rank's process, not of one that was that rank before."""
-        return card.rank in self.known and self.known[card.rank].port == card.port
-
     def _greet(self, cards: Iterable[Card]) -> None:
-        """Come to know the ranks that answer; of others, a firewall may refuse in their place.
+        """Take what known processes told, and come to know the ranks that answer.
 
-        Or whose process on this machine has ended already.
+        Of those that do not, a firewall may refuse in their place, unless their process was on this
+        machine and has ended already. Another process may have been that rank before.
         """
-        own = self.own
-        new = [card for card in cards if card.rank != own.rank and not self._is_known(card)]
-        found = find_presence(own, new, _ASK_S / 2)
+        new = []
+        for card in cards:
+            if card.rank in self.known and self.known[card.rank].port == card.port:
+                self.known[card.rank] = card
+            elif card.rank != self.own.rank:
+                new.append(card)
+        found = find_presence(self.own, new, _ASK_S / 2)
         for card in new:
             is_there = found[card.rank] in (Presence.HERE, Presence.STOPPED)
-            is_seen = card.machine == own.machine and _state_of(own.pid)
+            is_seen = card.machine == self.own.machine and _state_of(os.getpid())
             if is_there or (is_seen and _state_of(card.pid) in ("", "Z", "X")):  # Z: not waited for
                 self.known[card.rank] = card
 
     def _meet(self) -> None:
         end_s = time.monotonic() + _MEET_S
-        with contextlib.suppress(Exception), contextlib.closing(self._open(_MEET_S)) as board:
-            told = None
+        with contextlib.suppress(Exception):
+            board, told = self._open(_MEET_S), None
             while told != self.own:  # it may be told by another thread meanwhile
                 told = self.own
                 board.tell(json.dumps(told))
@@ -186,9 +176,6 @@ class RollCall:
 
 def _read_cards(board: Board, ranks: Iterable[int]) -> list[Card]:
     return [Card(*json.loads(text)) for text in board.get(*map(str, ranks)) if text]
-
-
-# ---- processes --------------------------------------------------------------------------------
 
 
 def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, socket.socket]:
@@ -219,9 +206,7 @@ def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, soc
 
 def find_presence(own: Card, others: Collection[Card], limit_s: float) -> dict[int, Presence]:
     """Return for each rank whether its process is there; wait up to `limit_s` seconds for each."""
-    if not others:
-        return {}
-    with ThreadPoolExecutor(min(len(others), _AT_ONCE)) as pool:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = pool.map(lambda other: _ask(own, other, limit_s), others)
         return {other.rank: presence for other, presence in zip(others, found, strict=True)}
 

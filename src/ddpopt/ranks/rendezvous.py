@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from ddpopt import _logs
 from ddpopt.errors import PeerError
-from ddpopt.ranks.stores import Board, next_key
+from ddpopt.ranks.stores import LONGEST_TEXT, Board, next_key
+
+RANKS_SHOWN = 8  # in a message
 
 _POLL_S = 0.05
 _REPORT_S = 30.0
 _BEATS = 10  # in the time after which a rank is given up
-_LONGEST_TEXT = 500  # characters of an error that other ranks are told
-_RANKS_SHOWN = 8
 
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
 _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
@@ -38,12 +38,9 @@ _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 3`, or `ranks 0, 3 and 5 more`, showing at most 8."""
     all_ranks = sorted(ranks)
-    shown = ", ".join(map(str, all_ranks[:_RANKS_SHOWN]))
-    more = f" and {len(all_ranks) - _RANKS_SHOWN} more" if len(all_ranks) > _RANKS_SHOWN else ""
+    shown = ", ".join(map(str, all_ranks[:RANKS_SHOWN]))
+    more = f" and {len(all_ranks) - RANKS_SHOWN} more" if len(all_ranks) > RANKS_SHOWN else ""
     return f"rank{'s' if len(all_ranks) > 1 else ''} {shown}{more}"
-
-
-# ---- as long as somebody works ----------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -56,18 +53,18 @@ def meeting(group: dist.ProcessGroup, name: str, phase: str, *, silence_s: float
         PeerError: another rank raised in the block or has told nothing for `silence_s` seconds, or
             the store does not answer for as long.
     """
-    with contextlib.closing(Board(group, name, next_key(group, name), silence_s)) as board:
-        board.tell(phase)
-        try:
-            with _beating(board, phase):
-                yield
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
-            with contextlib.suppress(PeerError):  # the block's error is the one to see
-                board.tell(f"{_FAILED}\nin {phase}, {reason}")
-            raise
-        board.tell(_DONE)
-        _wait(board)
+    board = Board(group, name, next_key(group, name), silence_s)
+    board.tell(phase)
+    try:
+        with _beating(board, phase):
+            yield
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
+        with contextlib.suppress(PeerError):  # the block's error is the one to see
+            board.tell(f"{_FAILED}\nin {phase}, {reason}")
+        raise
+    board.tell(_DONE)
+    _wait(board)
 
 
 @contextlib.contextmanager
@@ -97,13 +94,13 @@ def _wait(board: Board) -> None:
     report_s = time.monotonic() + _REPORT_S
     while missing := _hear(board, heard):
         now_s = time.monotonic()
-        silent = [rank for rank in missing if now_s - heard[rank][1] > board.limit_s]
-        if silent:
-            raise PeerError(
-                f"{board.title}: rank {silent[0]} has told nothing for {board.limit_s:.0f} s (its "
-                f"last word: {missing[silent[0]]}); it has ended, hangs, or did not make this "
-                "call; look at its log and start all ranks again, or give a higher silence_s"
-            )
+        for rank, phase in missing.items():
+            if now_s - heard[rank][1] > board.limit_s:
+                raise PeerError(
+                    f"{board.title}: rank {rank} has told nothing for {board.limit_s:.0f} s (its "
+                    f"last word: {phase}); it has ended, hangs, or did not make this call; look at "
+                    "its log and start all ranks again, or give a higher silence_s"
+                )
         if now_s > report_s:
             report_s = now_s + _REPORT_S
             if board.rank == min(heard.keys() - missing.keys()):  # one rank's log is enough
@@ -129,9 +126,6 @@ def _hear(board: Board, heard: dict[int, tuple[str, float]]) -> dict[int, str]:
     return missing
 
 
-# ---- a moment, and one answer -----------------------------------------------------------------
-
-
 class Appointment:
     """All ranks go on together, or none does; nobody waits longer than `limit_s`.
 
@@ -149,17 +143,16 @@ class Appointment:
         self._board = Board(group, title, key, limit_s)
         self._board.tell(_ANNOUNCED)
 
-    def keep(self, problem: str) -> str:
-        """Return why ranks do not go on, "" if they do; the same on all ranks.
+    def keep(self, problem: str | None) -> str | None:
+        """Return why ranks do not go on, None if they do; the same on all ranks.
 
         Raises:
             PeerError: the store has gone or does not answer, so that nobody knows.
         """
-        with contextlib.closing(self._board):
-            answer = self._board.put_first("answer", self._find_answer(problem))
-        return "" if answer == _GO else answer
+        answer = self._board.put_first("answer", self._find_answer(problem))
+        return None if answer == _GO else answer
 
-    def _find_answer(self, problem: str) -> str:
+    def _find_answer(self, problem: str | None) -> str:
         """Return what this rank would answer as soon as there is something to say or an answer."""
         board = self._board
         if problem:

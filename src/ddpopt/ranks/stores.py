@@ -2,15 +2,13 @@
 
 A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits
 forever for most answers; if the store has ended, torch tries to connect for minutes. So no other
-module calls a store, and this one does from a thread.
+module calls a store, and this one makes each call in a thread.
 """
 
 from __future__ import annotations
 
 import collections
-import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,12 +17,9 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.errors import PeerError
 
-_CLOSING_S = 1.0
-_LONGEST_TEXT = 500
+LONGEST_TEXT = 500  # characters of an error that other ranks are told
 
 T = TypeVar("T")
-_Answers = queue.SimpleQueue[tuple[Any, Exception | None]]
-_Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], _Answers] | None]  # None is the last
 
 _num_made: collections.Counter[str] = collections.Counter()
 
@@ -39,10 +34,9 @@ def next_key(group: dist.ProcessGroup, name: str) -> str:
 class Board:
     """What ranks tell under one key: a word of each, and notes that have names.
 
-    It has a connection of its own to the store, so that other calls do not wait for it, and a
-    thread, which ends with it. Each call raises PeerError, which begins with `title`, if the store
-    fails or has not answered after `limit_s` seconds; `problem` says so then, and no further call
-    is made.
+    It has a connection of its own to the store, so that other calls do not wait for it. Each call
+    raises PeerError, which begins with `title`, if the store fails or has not answered after
+    `limit_s` seconds; `problem` says so then, and no further call is made.
 
     Raises:
         TorchDriftError: this release tells no group's store.
@@ -53,13 +47,8 @@ class Board:
         self.title, self.limit_s = title, limit_s
         self.problem = ""
         self._key = key
-        self._calls: _Calls = queue.SimpleQueue()
-        held = [_torch.store_of(group)]  # the thread drops it, or it would outlive its group
-        self._thread = threading.Thread(
-            target=_serve, args=(held, self._calls), name="ddpopt store", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._calls.put, None)
+        self._store = _torch.store_of(group)  # the group's, until the first call
+        self._is_own = False
 
     def tell(self, word: str) -> None:
         """Write this rank's word, in place of the one before."""
@@ -95,44 +84,32 @@ class Board:
         number: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
         return number
 
-    def close(self) -> None:
-        """Make no further call, and end the thread unless the store keeps it."""
-        self._calls.put(None)
-        if not self.problem:
-            self._thread.join(_CLOSING_S)
-
     def _ask(self, call: Callable[[Any], T]) -> T:
-        cause: Exception | None = None
-        if not self.problem:
-            answers: _Answers = queue.SimpleQueue()
-            self._calls.put((call, answers))
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
             try:
-                answer, cause = answers.get(timeout=self.limit_s)
-                if cause is None:
-                    return answer  # type: ignore[no-any-return]
-                self.problem = str(cause)[:_LONGEST_TEXT] or type(cause).__name__
-            except queue.Empty:
-                self.problem = f"no answer within {self.limit_s:g} s"
-                self._calls.put(None)
+                if not self._is_own:  # or it would outlive its group
+                    self._store, self._is_own = _connect_anew(self._store), True
+                answers.append(call(self._store))
+            except Exception as error:  # the asker's to see, whatever it is
+                errors.append(error)
+
+        if not self.problem:
+            thread = threading.Thread(target=run, name="ddpopt store", daemon=True)
+            thread.start()
+            thread.join(self.limit_s)
+            if answers:
+                return answers[0]
+            self.problem = f"no answer within {self.limit_s:g} s"
+            if errors:
+                self.problem = str(errors[0])[:LONGEST_TEXT] or type(errors[0]).__name__
         raise PeerError(
             f"{self.title}: the process group's store has gone ({self.problem}); the process that "
             "holds it, mostly rank 0's, has ended or hangs: look at its log and start all ranks "
             "again"
-        ) from cause
-
-
-def _serve(held: list[Any], calls: _Calls) -> None:
-    own = None
-    while (request := calls.get()) is not None:
-        call, answers = request
-        try:
-            if held:
-                own = _connect_anew(held.pop())
-            answers.put((call(own), None))
-        except Exception as error:  # the asker's to see, whatever it is
-            answers.put((None, error))
-            return
-        del request, call, answers  # they may hold the board, which would never end
+        ) from (errors[0] if errors else None)
 
 
 def _connect_anew(store: Any) -> Any:

@@ -7,44 +7,33 @@ It holds no algorithm: each step is a module of `forward` or `backward`, the las
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._events import Label, telling
-from ddpopt.errors import (
-    CutRefusedError,
-    Fallback,
-    ForwardInstead,
-    SectionCompileError,
-    TorchDriftError,
-)
+from ddpopt._files import source_digest
+from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead, TorchDriftError
 from ddpopt.options import Options
-from ddpopt.reducer import (
-    Bucket,
-    Parameter,
-    ReducerRules,
-    fine_buckets,
-    known_buckets,
-    predict_buckets,
-)
-from ddpopt.split import dump, state
-from ddpopt.split.backward.compile import compile_gated
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import BackwardFacts
+from ddpopt.reducer import Bucket, Parameter, fine_buckets, known_buckets, predict_buckets
+from ddpopt.split import state
+from ddpopt.split.backward.compile import BackwardCut, compile_gated
+from ddpopt.split.backward.cut import cut_backward
+from ddpopt.split.backward.facts import read_backward
 from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.dump import Shown, is_showing, show, write
 from ddpopt.split.forward.compile import compile_sections
 from ddpopt.split.forward.cut import copy_for_splitting, split_forward
-from ddpopt.split.forward.facts import GraphFacts, read_facts
+from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
 from ddpopt.split.nodes import call_nodes, count_collectives, describe, graph_name
-from ddpopt.split.parameters import find_parameters, frame_module, has_twin
-from ddpopt.split.plan import BackwardCuts, SplitPlan
+from ddpopt.split.plan import SplitPlan
 from ddpopt.split.runner import GraphRunner, order_first_arrival
+from ddpopt.split.sections import passing_errors
 
 
 def compile_under_ddp(
@@ -58,26 +47,22 @@ def compile_under_ddp(
     Raises:
         SectionCompileError: the inner compiler raised on a section.
     """
-    passing: tuple[type[BaseException], ...] = (
-        SectionCompileError,
-        *_torch.control_flow_exceptions(),
-    )
     try:
         _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
         survey = _survey(gm, example_inputs, ddp, options)
-        plan, nodes, compiled = _split(gm, example_inputs, survey, options, passing)
-    except passing:
+        plan, nodes, compiled = _split(gm, example_inputs, survey, options)
+    except passing_errors():
         raise
     except Exception as error:
-        reason = (
-            Fallback.TORCH_DRIFT if isinstance(error, TorchDriftError) else Fallback.SPLIT_FAILED
-        )
+        is_drift = isinstance(error, TorchDriftError)
+        reason = Fallback.TORCH_DRIFT if is_drift else Fallback.SPLIT_FAILED
         detail = f"{type(error).__name__}: {error}"
         return compile_whole(gm, example_inputs, ddp, options, reason, detail)
-    dump.dump_plan(gm, plan)
+    if plan.fallback is not None:
+        write(gm, plan, [Shown("original", gm)])
     if compiled is None:
         compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
-    _announce(ddp, plan, nodes)
+    _announce(ddp, plan, nodes, options)
     slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
     return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
 
@@ -91,17 +76,17 @@ def compile_whole(
     detail: str = "",
 ) -> Callable[..., Any]:
     """Compile a graph as it is, and say why."""
-    plan = _blank_plan(gm, options, reason, detail)
-    dump.dump_plan(gm, plan)
+    plan = dataclasses.replace(_blank_plan(gm, options), fallback=reason, detail=detail)
+    write(gm, plan, [Shown("original", gm)])
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
     compiled = options.inner(gm, list(example_inputs))
-    _announce(ddp, plan, nodes)
-    if plan.fallback is Fallback.TORCH_DRIFT:  # the runner needs the names that moved
-        state.note_drift()
-        return compiled
-    if ddp is None:
-        return compiled
-    return GraphRunner(plan, nodes, telling(compiled, Label(plan.graph, 0)))
+    _announce(ddp, plan, nodes, options)
+    if reason is Fallback.TORCH_DRIFT:
+        state.note_drift()  # the runner needs the names that moved
+    elif ddp is not None:
+        compiled = telling(compiled, Label(plan.graph, 0))
+        return GraphRunner(plan, nodes, compiled, compiled)
+    return compiled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,30 +94,34 @@ class _Survey:
     """What is known of a graph under DDP before it is planned.
 
     `graph` is a copy that may be cut. `arguments` gives the argument that brings each parameter
-    in, `slots` only those that the graph does not write to.
-    `is_shared` and `is_last` say whether modules of one class share the graph, and whether no
-    other graph can follow it in the DDP module's forward.
+    in, `slots` only those that the graph does not write to. Where `is_last`, no other graph can
+    follow it in the DDP module's forward.
     """
 
     graph: fx.GraphModule
     blank: SplitPlan
+    known: state.DDPState
     reduced: Sequence[Parameter]
     arguments: Mapping[int, int]
     slots: Mapping[int, int]
     facts: GraphFacts
     later: Sequence[Parameter]
     earlier: Sequence[Parameter]
-    rules: ReducerRules
-    actual: Sequence[Sequence[int]] | None
-    is_shared: bool
     is_last: bool
-    is_cut_finely: bool
+
+    def key(self) -> str:
+        """Return what stands, in any process, for all of it that a cut depends on but the graph."""
+        known = self.known
+        blank = dataclasses.replace(self.blank, graph="")
+        parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
+        parts += [known.rules, known.is_searched, known.buckets and [*map(tuple, known.buckets)]]
+        return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def cut_at(self, plan: SplitPlan) -> tuple[Bucket, ...]:
         """Return the buckets to cut at: the plan's, or finer ones while better are looked for."""
-        if not self.is_cut_finely:
+        if not self.known.is_searched:
             return plan.buckets
-        if self.is_shared:
+        if plan.is_shared:
             return fine_buckets(plan.arrival)
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
@@ -140,15 +129,16 @@ class _Survey:
         """Return a plan without sections, for gradients that are final at these places."""
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
         own = tuple(parameter for parameter in arrival if parameter.index in place)
-        if self.actual is not None:
-            buckets = known_buckets(arrival, self.actual, self.rules)
+        actual, rules = self.known.buckets, self.known.rules
+        if self.blank.is_shared:
+            buckets = predict_buckets(own, rules)
+        elif actual is None:
+            buckets = predict_buckets(arrival, rules)
+        else:
+            buckets = known_buckets(arrival, actual, rules)
             turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
             own = tuple(sorted(own, key=lambda parameter: turn[parameter.index]))
-        else:
-            buckets = predict_buckets(own if self.is_shared else arrival, self.rules)
-        return dataclasses.replace(
-            self.blank, buckets=buckets, arrival=own, is_shared=self.is_shared
-        )
+        return dataclasses.replace(self.blank, buckets=buckets, arrival=own)
 
 
 def _survey(
@@ -160,16 +150,16 @@ def _survey(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
-    owners, slots = find_parameters(graph, example_inputs, trained)
+    owners, slots = parameters_of(graph, example_inputs, trained)
     known = state.of(ddp)
     used = {index for indices in owners.values() for index in indices}
     later, earlier = known.arrival_around(graph_name(gm), used)
     names = {parameter.index: parameter.name for parameter in reduced.values()}
     frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
-    is_shared = has_twin(ddp.module, frame)
     return _Survey(
         graph=graph,
-        blank=_blank_plan(gm, options, None),
+        blank=dataclasses.replace(_blank_plan(gm, options), is_shared=has_twin(ddp.module, frame)),
+        known=known,
         reduced=list(reduced.values()),
         arguments={
             index: argument
@@ -180,16 +170,17 @@ def _survey(
         facts=read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier}),
         later=later,
         earlier=earlier,
-        rules=known.rules,
-        actual=None if is_shared else known.buckets,
-        is_shared=is_shared,
         is_last=_torch.is_whole_forward(frame) and not _torch.ends_in_graph_break(gm),
-        is_cut_finely=known.is_searched,
     )
 
 
-# Where a graph releases one bucket or none, no cut of its backward would help.
-_NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
+def _blank_plan(gm: fx.GraphModule, options: Options) -> SplitPlan:
+    return SplitPlan(
+        graph=graph_name(gm),
+        inner=options.inner_name,
+        num_nodes=len(call_nodes(gm.graph)),
+        num_collectives=count_collectives(gm),
+    )
 
 
 class _Split(NamedTuple):
@@ -200,137 +191,87 @@ class _Split(NamedTuple):
     compiled: Callable[..., Any] | None
 
 
+# Where a graph releases one bucket or none, no cut of its backward would help.
+_NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
+
+
 def _split(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    survey: _Survey,
-    options: Options,
-    passing: tuple[type[BaseException], ...],
+    gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
-    plan = _plan_forward(survey)
-    if options.split == "backward" and plan.fallback not in _NOTHING_TO_RELEASE:
-        try:
-            return _split_backward(gm, example_inputs, survey, options)
-        except passing:
-            raise
-        except Exception as error:
-            instead, detail = _refusal(error)
-            plan = dataclasses.replace(plan, instead=instead, detail=detail)
-    calls = describe(call_nodes(survey.graph.graph))
-    if plan.fallback is not None:
-        return _Split(plan, (calls,), None)
-    nodes = tuple(calls[s.start : s.stop] for s in plan.sections)
-    stitched = split_forward(survey.graph, plan.sections)
-    _show_forward(gm, stitched)
-    dump.dump_forward(gm, stitched, nodes, plan)
-    compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
-    return _Split(plan, nodes, compiled)
-
-
-def _plan_forward(survey: _Survey) -> SplitPlan:
     # Backward passes a parameter's first use last.
     plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
-    outcome = plan_sections(survey.facts, survey.cut_at(plan))
-    if isinstance(outcome, Fallback):
-        return dataclasses.replace(plan, fallback=outcome)
-    return dataclasses.replace(plan, sections=outcome).with_buckets(plan.buckets)
+    sections = plan_sections(survey.facts, survey.cut_at(plan))
+    if options.split != "forward" and sections not in _NOTHING_TO_RELEASE:
+        try:
+            return _split_backward(gm, example_inputs, survey, options)
+        except passing_errors():
+            raise
+        except CutRefusedError as error:
+            plan = dataclasses.replace(plan, instead=error.reason, detail=error.detail)
+        except Exception as error:
+            is_drift = isinstance(error, TorchDriftError)
+            reason = ForwardInstead.TORCH_DRIFT if is_drift else ForwardInstead.FAILED
+            detail = f"{type(error).__name__}: {error}"
+            plan = dataclasses.replace(plan, instead=reason, detail=detail)
+    calls = describe(call_nodes(survey.graph.graph))
+    if isinstance(sections, Fallback):
+        return _Split(dataclasses.replace(plan, fallback=sections), (calls,), None)
+    plan = dataclasses.replace(plan, sections=sections).with_buckets(plan.buckets)
+    nodes = tuple(calls[section.start : section.stop] for section in sections)
+    stitched = split_forward(survey.graph, sections)
+    pieces = [
+        Shown(f"section_{k}", graph)
+        for k, node in enumerate(stitched.graph.find_nodes(op="call_module"))
+        if isinstance(graph := stitched.get_submodule(str(node.target)), fx.GraphModule)
+    ]
+    show(gm, plan, [Shown("original", gm, nodes), *pieces, Shown("stitched", stitched)])
+    compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
+    return _Split(plan, nodes, compiled)
 
 
 def _split_backward(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
-    """Compile a graph whole and its backward in sections.
-
-    Raises:
-        CutRefusedError: the graph's backward cannot be cut, or was not made.
-    """
+    """Compile a graph whole and its backward in sections, or raise a CutRefusedError."""
     if isinstance(options.aot, ForwardInstead):
         raise CutRefusedError(options.aot)
     arguments = survey.arguments
     if survey.facts.first_use.keys() - arguments.keys():
         raise CutRefusedError(ForwardInstead.ATTRIBUTES)
     elsewhere = {parameter.index for parameter in survey.earlier}
-    plans: list[SplitPlan] = []
-    cuts: list[BackwardCuts] = []
-    nodes: state.Nodes = ()  # none unless backward is cut
 
-    def plan_cuts(facts: BackwardFacts) -> BackwardCuts | None:
+    def cut(backward: fx.GraphModule, saved: Mapping[str, int]) -> BackwardCut:
+        facts = read_backward(backward, saved)
         final = final_positions(facts, arguments, elsewhere)
         plan = dataclasses.replace(survey.draft(final), split="backward")
-        outcome = plan_backward(facts, survey.cut_at(plan), arguments, final)
-        if isinstance(outcome, Fallback):
-            plans.append(dataclasses.replace(plan, fallback=outcome))
-            return None
-        plan = dataclasses.replace(plan, sections=outcome.sections, num_nodes=len(outcome.order))
-        plans.append(plan.with_buckets(plan.buckets))
-        cuts.append(outcome)
-        return outcome
-
-    def show(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
-        nonlocal nodes
+        cuts = plan_backward(facts, survey.cut_at(plan), arguments, final)
+        if isinstance(cuts, Fallback):
+            calls = describe(call_nodes(survey.graph.graph))
+            return BackwardCut(dataclasses.replace(plan, fallback=cuts), (calls,), ())
+        plan = dataclasses.replace(plan, sections=cuts.sections, num_nodes=len(cuts.order))
+        plan = plan.with_buckets(plan.buckets)
+        sections = cut_backward(backward, cuts)
         nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
-        _show_backward(original, sections)
-        dump.dump_backward(gm, original, cuts[-1], sections, plans[-1])
+        made = call_nodes(backward.graph)
+        members = [[made[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
+        pieces = [Shown(f"backward_section_{k}", s.graph) for k, s in enumerate(sections)]
+        whole = [Shown("original", gm), Shown("original_backward", backward, members)]
+        show(gm, plan, [*whole, *pieces])
+        return BackwardCut(plan, nodes, sections)
 
-    compiled = compile_gated(copy_for_splitting(gm), example_inputs, options.aot, plan_cuts, show)
-    return _Split(plans[-1], nodes or (describe(call_nodes(survey.graph.graph)),), compiled)
-
-
-def _refusal(error: Exception) -> tuple[ForwardInstead, str]:
-    """Say why a backward was not cut."""
-    if isinstance(error, CutRefusedError):
-        return error.reason, error.detail
-    drifted = isinstance(error, TorchDriftError)
-    reason = ForwardInstead.TORCH_DRIFT if drifted else ForwardInstead.FAILED
-    return reason, f"{type(error).__name__}: {error}"
+    # What comes from a cache has no graphs to show.
+    key = None if is_showing() else survey.key()
+    copied = copy_for_splitting(gm)
+    return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key))
 
 
-def _blank_plan(
-    gm: fx.GraphModule, options: Options, fallback: Fallback | None, detail: str = ""
-) -> SplitPlan:
-    return SplitPlan(
-        graph=graph_name(gm),
-        inner=options.inner_name,
-        num_nodes=len(call_nodes(gm.graph)),
-        fallback=fallback,
-        detail=detail,
-        num_collectives=count_collectives(gm),
-    )
-
-
-def _announce(ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes) -> None:
+def _announce(
+    ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes, options: Options
+) -> None:
     if ddp is not None:
         state.of(ddp).keep(plan, nodes)
-    is_as_asked = plan.fallback is None or plan.fallback.is_expected
-    if is_as_asked and plan.instead is None:
-        _logs.info("%s", plan)
-    else:
-        _logs.warning("%s", plan)
-
-
-# Graphs go to the ddp_graphs log and the structured trace, each only if it is on.
-
-
-def _show_forward(original: fx.GraphModule, stitched: fx.GraphModule) -> None:
-    _logs.graph("original graph", _code(original))
-    for node in stitched.graph.find_nodes(op="call_module"):
-        name = str(node.target)
-        _show_section(name, stitched.get_submodule(name))
-    _logs.graph("stitched graph", _code(stitched))
-    _torch.trace_structured("optimize_ddp_split_graph", {}, _code(stitched))
-
-
-def _show_backward(original: fx.GraphModule, sections: Sequence[SectionGraph]) -> None:
-    _logs.graph("original backward graph", _code(original))
-    for index, section in enumerate(sections):
-        _show_section(f"backward_{index}", section.graph)
-
-
-def _show_section(name: str, section: torch.nn.Module) -> None:
-    _logs.graph(f"{name} graph", _code(section))
-    _torch.trace_structured("optimize_ddp_split_child", {"name": name}, _code(section))
-
-
-def _code(gm: torch.nn.Module) -> Callable[[], str]:
-    assert isinstance(gm, fx.GraphModule)
-    return lambda: str(gm.print_readable(print_output=False))
+    is_expected = plan.fallback is None or plan.fallback.is_expected
+    if plan.instead is not None:  # nobody asked for more than "auto" gives
+        is_expected &= options.split == "auto" and plan.instead.is_expected
+    log = _logs.info if is_expected else _logs.warning
+    log("%s", plan)

@@ -1,23 +1,25 @@
-"""Graph dumps: the graphs and the plan of each compile, as files for people.
+"""What is shown of a split: the graphs and the plan of each compile, in logs and as files.
 
     <config.dump_dir>/rank0-pid123/4_0/original.py, section_0.py, ..., stitched.py, plan.json
 
-Each graph is there as code and in Graphviz' language DOT. Nothing is formatted while `dump_dir` is
-empty, and a dump that fails costs a warning, never the training run. `dump_dir` may be shared with
-others: see [Note: files of others] in _files.py.
+Each graph is there as code and in Graphviz' language DOT. Nothing is formatted for what is off,
+and a dump that fails costs a warning, never the training run. `dump_dir` may be shared with others:
+see [Note: files of others] in _files.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
+import functools
 import json
+import operator
 import os
 import re
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +27,8 @@ from torch import fx
 
 from ddpopt import _logs, _torch, config
 from ddpopt._files import PrivateFolder
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.nodes import call_nodes, describe, graph_name, is_call
-from ddpopt.split.plan import BackwardCuts, NodeText, SplitPlan
+from ddpopt.split.nodes import describe, graph_name, is_call
+from ddpopt.split.plan import NodeText, SplitPlan
 
 _LONGEST_NAME = 60  # of a folder
 _PARAMETER, _BOUNDARY, _CALL = "#ffe9a8", "#dddddd", "#ffffff"  # how nodes are filled
@@ -38,125 +39,70 @@ _process_folders: dict[tuple[str, int], PrivateFolder] = {}
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
-def dump_forward(
-    gm: fx.GraphModule,
-    stitched: fx.GraphModule,
-    nodes: Sequence[Sequence[NodeText]],
-    plan: SplitPlan,
-) -> None:
-    """Write the plan, Dynamo's graph, its sections, and the stitched graph that calls them.
+class Shown(NamedTuple):
+    """A graph, by its name; if it is the one that was cut, with the nodes of each section."""
 
-    `nodes` are each section's, by their names in Dynamo's graph.
-    """
-
-    def write() -> None:
-        graphs = {
-            f"section {k}": graph
-            for k, node in enumerate(stitched.graph.find_nodes(op="call_module"))
-            if isinstance(graph := stitched.get_submodule(str(node.target)), fx.GraphModule)
-        }
-        section_of = {
-            node.name: f"section {k}" for k, members in enumerate(nodes) for node in members
-        }
-        folder = _Folder.of(gm)
-        folder.write_plan(plan)
-        folder.write_graph("original", gm, section_of)
-        for title, graph in graphs.items():
-            folder.write_graph(title.replace(" ", "_"), graph)
-        folder.write_graph("stitched", stitched)
-
-    _attempt(write)
+    name: str
+    graph: fx.GraphModule
+    sections: Sequence[Sequence[NodeText | fx.Node]] = ()
 
 
-def dump_backward(
-    gm: fx.GraphModule,
-    backward: fx.GraphModule,
-    cuts: BackwardCuts,
-    sections: Sequence[SectionGraph],
-    plan: SplitPlan,
-) -> None:
-    """Write the plan, Dynamo's graph `gm`, AOTAutograd's backward of it and its sections."""
-
-    def write() -> None:
-        calls = call_nodes(backward.graph)
-        section_of = {
-            calls[i].name: f"section {section.index}"
-            for section in cuts.sections
-            for i in cuts.order[section.start : section.stop]
-        }
-        folder = _Folder.of(gm)
-        folder.write_plan(plan)
-        folder.write_graph("original", gm)
-        folder.write_graph("original_backward", backward, section_of)
-        for index, section in enumerate(sections):
-            folder.write_graph(f"backward_section_{index}", section.graph)
-
-    _attempt(write)
+def is_showing() -> bool:
+    """Whether graphs are shown anywhere."""
+    return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def dump_plan(gm: fx.GraphModule, plan: SplitPlan) -> None:
-    """Write the final plan, and Dynamo's graph if it is not there: the graph is compiled whole."""
+def show(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
+    """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files."""
+    for shown in graphs:
+        code = functools.partial(_code, shown.graph)
+        _logs.graph(f"{shown.name} graph", code)
+        if shown.name == "stitched":
+            _torch.trace_structured("optimize_ddp_split_graph", {}, code)
+        elif "section" in shown.name:
+            _torch.trace_structured("optimize_ddp_split_child", {"name": shown.name}, code)
+    write(gm, plan, graphs)
 
-    def write() -> None:
-        folder = _Folder.of(gm)
-        folder.write_plan(plan)
-        if not (folder.place.path / "original.py").exists():
-            folder.write_graph("original", gm)
 
-    _attempt(write)
-
-
-def _attempt(write: Callable[[], None]) -> None:
-    folder = config.dump_dir
-    if not folder or folder in _given_up:
+def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
+    """Write a plan and graphs to the folder of the compile that Dynamo made `gm` for."""
+    dump_dir = config.dump_dir
+    if not dump_dir or dump_dir in _given_up:
         return
     try:
-        write()
+        folder = _folder_of(gm)
+        by_name = operator.attrgetter("name")  # of an enumeration
+        content = json.dumps(dataclasses.asdict(plan), indent=1, default=by_name)
+        folder.write_text("plan.json", content + "\n")
+        for name, graph, sections in graphs:
+            section_of = {n.name: f"section {k}" for k, nodes in enumerate(sections) for n in nodes}
+            folder.write_text(f"{name}.py", _code(graph))
+            dot = to_dot(graph, section_of, find_parameters(graph, gm))
+            folder.write_text(f"{name}.dot", dot)
     except Exception as error:  # whatever it is, a dump is not worth a training run
-        _given_up.add(folder)
+        _given_up.add(dump_dir)
         _logs.warning(
             "graphs are no longer dumped to %s: %s: %s; training goes on",
-            folder,
+            dump_dir,
             type(error).__name__,
             error,
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Folder:
-    """The folder of one compile. Nobody else can write to it, so its files may be overwritten."""
+def _code(graph: fx.GraphModule) -> str:
+    return graph.print_readable(print_output=False)
 
-    place: PrivateFolder
-    gm: fx.GraphModule
 
-    @classmethod
-    def of(cls, gm: fx.GraphModule) -> _Folder:
-        place = _folders.get(gm)
-        if place is None:
-            place = _process_folder().make_inside(_plain(graph_name(gm)))
-            _folders[gm] = place
-        return cls(place, gm)
-
-    def write_graph(
-        self, name: str, graph: fx.GraphModule, section_of: Mapping[str, str] | None = None
-    ) -> None:
-        self.place.write_text(f"{name}.py", graph.print_readable(print_output=False))
-        dot = to_dot(graph, section_of or {}, find_parameters(graph, self.gm))
-        self.place.write_text(f"{name}.dot", dot)
-
-    def write_plan(self, plan: SplitPlan) -> None:
-        content = dataclasses.asdict(plan)
-        self.place.write_text("plan.json", json.dumps(content, indent=1, default=_name_of) + "\n")
+def _folder_of(gm: fx.GraphModule) -> PrivateFolder:
+    """Return the folder of one compile. Nobody else can write to it, so files are overwritten."""
+    if gm not in _folders:
+        _folders[gm] = _process_folder().make_inside(_plain(graph_name(gm)))
+    return _folders[gm]
 
 
 def _plain(name: str) -> str:
     """Return a name that leads to no other folder."""
     return re.sub(r"\W+", "_", name)[:_LONGEST_NAME]
-
-
-def _name_of(value: object) -> str:
-    """Return how a value that JSON does not know is written: an enum's by its name."""
-    return value.name if isinstance(value, enum.Enum) else str(value)
 
 
 def _process_folder() -> PrivateFolder:
@@ -174,9 +120,6 @@ def _rank() -> str:
     if dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())
     return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"
-
-
-# ---- DOT --------------------------------------------------------------------------------------
 
 
 def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collection[str]) -> str:

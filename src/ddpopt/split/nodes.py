@@ -14,7 +14,6 @@ from ddpopt import _torch
 from ddpopt.split.plan import NodeText
 
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
-_NOT_CALLS = ("placeholder", "get_attr", "output")
 
 
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -24,7 +23,7 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def is_call(node: fx.Node) -> bool:
     """Whether a node computes something."""
-    return node.op not in _NOT_CALLS
+    return node.op not in ("placeholder", "get_attr", "output")
 
 
 _COLLECTIVES = {

@@ -13,7 +13,7 @@ Equal graphs under equal settings give equal plans.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ from ddpopt.reducer import Bucket, Parameter
 class Section:
     """The nodes `[start, stop)` of a graph, counted over its calls.
 
-    `completes` are the indices of the buckets whose last gradient its backward produces, and
-    `parameters` the parameters whose gradients become final in it, in arrival order.
+    `parameters` are those whose gradients become final in its backward, in arrival order, and
+    `completes` the indices of the buckets whose last gradient it produces, by the plan's buckets.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Section:
     stop: int
     first_node: str
     parameters: tuple[str, ...]
-    completes: tuple[int, ...]
+    completes: tuple[int, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -99,16 +99,40 @@ class SplitPlan:
         return frame_of(self.graph)
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> SplitPlan:
-        """Return the plan with other buckets, for the same sections."""
-        sections = complete(self.sections, buckets, is_last_first=self.split == "forward")
+        """Return the plan with other buckets, for the same sections.
+
+        Buckets are launched in order, so one is complete no earlier than those before it.
+        """
+        order = self.sections[::-1] if self.split == "forward" else self.sections  # in backward
+        turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
+        completed: list[list[int]] = [[] for _ in order]
+        reached = -1
+        for bucket in buckets:
+            turns = [turn_of[p.name] for p in bucket.parameters if p.name in turn_of]
+            if turns:
+                reached = max(reached, *turns)
+                completed[reached].append(bucket.index)
+        by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
+        sections = tuple(dataclasses.replace(s, completes=by_index[s.index]) for s in self.sections)
         return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
 
     def __str__(self) -> str:
         lines = [self.headline()]
         if self.buckets:
-            header = ("bucket", "size", "cap", "section", "parameters")
-            lines += ["", *table(header, self._bucket_rows())]
-            lines.append("")
+            completed_in = {
+                k: section.index for section in self.sections for k in section.completes
+            }
+            rows = [
+                (
+                    f"{bucket.index}",
+                    format_bytes(bucket.num_bytes),
+                    format_bytes(bucket.cap_bytes),
+                    f"{completed_in.get(bucket.index, '-')}",
+                    shorten([parameter.name for parameter in bucket.parameters]),
+                )
+                for bucket in self.buckets
+            ]
+            lines += ["", *table(("bucket", "size", "cap", "section", "parameters"), rows), ""]
         return "\n".join([*lines, *self.section_table()])
 
     def section_table(self) -> list[str]:
@@ -116,7 +140,7 @@ class SplitPlan:
         if not self.sections:
             return []
         rows = [
-            (f"{s.index}", f"{s.num_nodes}", s.first_node, _numbers(s.completes))
+            (f"{s.index}", f"{s.num_nodes}", s.first_node, ", ".join(map(str, s.completes)) or "-")
             for s in self.sections
         ]
         return table(("section", "nodes", "first node", "completes buckets"), rows)
@@ -138,47 +162,7 @@ class SplitPlan:
             return line
         return f"{line}; cut in forward, not in backward, because {self.instead.value}{detail}"
 
-    def _bucket_rows(self) -> list[tuple[str, ...]]:
-        completed_in = {k: section.index for section in self.sections for k in section.completes}
-        return [
-            (
-                f"{bucket.index}",
-                format_bytes(bucket.num_bytes),
-                format_bytes(bucket.cap_bytes),
-                f"{completed_in.get(bucket.index, '-')}",
-                shorten([parameter.name for parameter in bucket.parameters]),
-            )
-            for bucket in self.buckets
-        ]
-
 
 def frame_of(graph: str) -> str:
     """Return the frame in a graph's name: `4` of `4/0`, its first compile."""
     return graph.partition("/")[0]
-
-
-def complete(
-    sections: Sequence[Section], buckets: Sequence[Bucket], *, is_last_first: bool
-) -> tuple[Section, ...]:
-    """Return the sections with the buckets that each completes; see [Note: sections and plans].
-
-    `is_last_first` says that the last section runs first. Buckets are launched in order, so one
-    is complete no earlier than those before it.
-    """
-    order = list(reversed(sections)) if is_last_first else list(sections)
-    turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
-    completed: list[list[int]] = [[] for _ in order]
-    reached = -1
-    for bucket in buckets:
-        turns = [turn_of[p.name] for p in bucket.parameters if p.name in turn_of]
-        if turns:
-            reached = max(reached, *turns)
-            completed[reached].append(bucket.index)
-    by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
-    return tuple(
-        dataclasses.replace(section, completes=by_index[section.index]) for section in sections
-    )
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in numbers) or "-"

@@ -9,6 +9,9 @@ or as many of equal shapes in another order, which nobody would notice.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
@@ -19,16 +22,16 @@ from ddpopt.reducer import ReducerRules
 from ddpopt.split import state
 
 
+@dataclass(eq=False, slots=True)
 class Version:
     """One compiled version of a frame, for a DDP module's rules (None: for no DDP).
 
     `is_cut` says that the forward graph was cut: then it saves other tensors than the whole graph.
     """
 
-    def __init__(self, frame: str, rules: ReducerRules | None) -> None:
-        self.frame = frame
-        self.rules = rules
-        self.is_cut = False
+    frame: str
+    rules: ReducerRules | None
+    is_cut: bool = False
 
 
 class _Forward(NamedTuple):
@@ -38,9 +41,9 @@ class _Forward(NamedTuple):
     recomputation the guards of the others fail as they did then.
     """
 
-    ddp: weakref.ref[DistributedDataParallel] | None
+    ddp: Callable[[], DistributedDataParallel | None]
     rules: set[ReducerRules | None]
-    versions: dict[str, set[Version]]
+    versions: defaultdict[str, set[Version]]
 
     @property
     def is_cut(self) -> bool:
@@ -53,11 +56,12 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 def compiled_for() -> DistributedDataParallel | None:
     """Return the DDP module to compile for: the active one, or that of the recomputed forward."""
-    active, is_in_backward = _torch.active_ddp(), _torch.is_in_backward()
-    if active is not None or not is_in_backward:  # both are asked: later is too late to miss one
+    is_in_backward = _torch.is_in_backward()  # asked in any case: later is too late to miss it
+    active = _torch.active_ddp()
+    if active is not None or not is_in_backward:
         return active
     forward = _current_forward(active)
-    return forward.ddp() if forward is not None and forward.ddp is not None else None
+    return None if forward is None else forward.ddp()
 
 
 def may_run(version: Version) -> bool:
@@ -70,7 +74,7 @@ def may_run(version: Version) -> bool:
     """
     active = _torch.active_ddp()
     forward = _current_forward(active)
-    if active is None and _torch.is_in_backward():
+    if _is_recomputing(active):
         if forward is None:
             return True
         found = forward.versions.get(version.frame)
@@ -79,7 +83,7 @@ def may_run(version: Version) -> bool:
         return version in found
     is_own = state.rules_of(active) == version.rules
     if is_own and forward is not None:
-        forward.versions.setdefault(version.frame, set()).add(version)
+        forward.versions[version.frame].add(version)
     return is_own
 
 
@@ -97,7 +101,7 @@ def note_compiled(version: Version, has_parameters: bool) -> None:
     if forward is None:
         return
     is_new = version.frame not in forward.versions
-    if has_parameters and is_new and forward.is_cut and active is None and _torch.is_in_backward():
+    if has_parameters and is_new and forward.is_cut and _is_recomputing(active):
         raise RecomputationError(
             "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo "
             "has given up a function since, as another layer that shares it breaks the graph, and "
@@ -105,7 +109,11 @@ def note_compiled(version: Version, has_parameters: bool) -> None:
             "leave the layer that breaks the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
         )
     forward.rules.add(version.rules)
-    forward.versions.setdefault(version.frame, set()).add(version)
+    forward.versions[version.frame].add(version)
+
+
+def _is_recomputing(active: DistributedDataParallel | None) -> bool:
+    return active is None and _torch.is_in_backward()
 
 
 def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
@@ -113,8 +121,7 @@ def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
     region = _torch.checkpointed_region()
     if region is None:
         return None
-    is_recomputing = active is None and _torch.is_in_backward()
-    if region not in _forwards and not is_recomputing:
-        reference = weakref.ref(active) if active is not None else None
-        _forwards[region] = _Forward(reference, {state.rules_of(active)}, {})
+    if region not in _forwards and not _is_recomputing(active):
+        reference = (lambda: None) if active is None else weakref.ref(active)
+        _forwards[region] = _Forward(reference, {state.rules_of(active)}, defaultdict(set))
     return _forwards.get(region)

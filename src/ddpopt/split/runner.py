@@ -31,18 +31,16 @@ class GraphRunner:
     one that it was compiled under, so the active module is looked up at each call.
     """
 
+    _settled_ddp: Callable[[], DistributedDataParallel | None]
+
     def __init__(
-        self,
-        plan: SplitPlan,
-        nodes: state.Nodes,
-        compiled: Compiled,
-        ordered: Compiled | None = None,
+        self, plan: SplitPlan, nodes: state.Nodes, compiled: Compiled, ordered: Compiled
     ) -> None:
         self._plan = plan
         self._nodes = nodes
         self._compiled = compiled
-        self._ordered = ordered or compiled
-        self._settled_ddp: Callable[[], DistributedDataParallel | None] = _nobody
+        self._ordered = ordered
+        self.unsettle()
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on Dynamo's arguments."""
@@ -60,11 +58,7 @@ class GraphRunner:
 
     def unsettle(self) -> None:
         """Look at the next DDP module again: its buckets have changed."""
-        self._settled_ddp = _nobody
-
-
-def _nobody() -> None:
-    return None
+        self._settled_ddp = lambda: None
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
@@ -81,7 +75,6 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
         num_questions = known.ask_buckets()
     except TorchDriftError as error:  # nothing but the comparison is lost
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
-        known.compare_no_buckets()
         return True
     if known.told_buckets is None:
         return num_questions >= _MOST_QUESTIONS
@@ -138,9 +131,7 @@ class _Alias(torch.autograd.Function):
         if gradient is None or not torch.is_grad_enabled():
             return gradient
         # AOTAutograd saves no autograd history of the alias, from which it would find out.
-        (alone,) = refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)
-        released: torch.Tensor = alone
-        return released
+        return refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)[0]
 
 
 _alias: Callable[[torch.Tensor], torch.Tensor] = _Alias.apply
@@ -156,26 +147,25 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     _checked.add(ddp)
     if state.of(ddp).plans or state.has_drifted:
         return
-    name, is_skipped, detail = type(ddp.module).__name__, False, ""
+    name, detail = type(ddp.module).__name__, ""
     try:
-        is_skipped = _torch.is_skipped_by_dynamo(ddp.module.forward)
+        if _torch.is_skipped_by_dynamo(ddp.module.forward):
+            _logs.warning(
+                "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
+                "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
+                "DDP(torch.compile(model, backend='ddpopt')), or wrap a module of your own that "
+                "calls the %s",
+                name,
+                type(ddp.module).__module__,
+                name,
+            )
+            return
     except TorchDriftError as error:
         detail = f"; {error}"
-    if is_skipped:
-        _logs.warning(
-            "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
-            "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
-            "DDP(torch.compile(model, backend='ddpopt')), or wrap a module of your own that "
-            "calls the %s",
-            name,
-            type(ddp.module).__module__,
-            name,
-        )
-    else:
-        _logs.warning(
-            "torch.compile compiled nothing of this DistributedDataParallel(%s); "
-            "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
-            "part.compile() compiles nothing, but torch.compile(part) does%s",
-            name,
-            detail,
-        )
+    _logs.warning(
+        "torch.compile compiled nothing of this DistributedDataParallel(%s); "
+        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
+        "part.compile() compiles nothing, but torch.compile(part) does%s",
+        name,
+        detail,
+    )

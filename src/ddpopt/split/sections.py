@@ -1,4 +1,4 @@
-"""What both splits share in compiling a section: its name in errors, and signs of progress."""
+"""What both splits share in compiling sections: their names in errors, and signs of progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,31 @@ from ddpopt.errors import SectionCompileError
 _QUIET_S = 3.0  # of compiling before anything is said of it
 
 
-class Progress:
-    """Tells which section is being compiled, once compiling has taken some time."""
+def passing_errors() -> tuple[type[BaseException], ...]:
+    """Return the errors to which compiling in another way would be no answer."""
+    return (SectionCompileError, *_torch.control_flow_exceptions())
+
+
+class SectionCompiler:
+    """Compiles the sections of one graph."""
 
     def __init__(self, graph: str, num_sections: int) -> None:
         self._graph = graph
         self._num_sections = num_sections
         self._began_s = time.monotonic()
 
-    def tell(self, index: int) -> None:
-        """The compiler comes to section `index`."""
+    def compile(
+        self,
+        index: int,
+        where: str,
+        compile_it: Callable[[], Callable[..., Any]],
+        uncompiled: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        """Compile a section; tell which one once this takes long, and if it fails.
+
+        Raises:
+            SectionCompileError: `compile_it` raised, and torch's `suppress_errors` is off.
+        """
         taken_s = time.monotonic() - self._began_s
         if taken_s >= _QUIET_S:
             _logs.progress(
@@ -31,22 +46,14 @@ class Progress:
                 self._num_sections,
                 taken_s,
             )
-
-
-def compile_section(
-    where: str,
-    compile_it: Callable[[], Callable[..., Any]],
-    uncompiled: Callable[[], Callable[..., Any]],
-) -> Callable[..., Any]:
-    """Compile a section; say which one it was if that fails."""
-    try:
-        return compile_it()
-    except _torch.control_flow_exceptions():
-        raise
-    except Exception as error:
-        if _torch.suppresses_errors():
-            _logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
-            return uncompiled()
-        raise SectionCompileError(
-            f"the inner compiler raised {type(error).__name__} on {where}: {error}"
-        ) from error
+        try:
+            return compile_it()
+        except passing_errors():
+            raise
+        except Exception as error:
+            if _torch.suppresses_errors():
+                _logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
+                return uncompiled
+            raise SectionCompileError(
+                f"the inner compiler raised {type(error).__name__} on {where}: {error}"
+            ) from error

@@ -7,9 +7,8 @@ a module, such as the plan of its buckets, they keep in a `new_table` of their o
 
 from __future__ import annotations
 
-import types
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,17 +32,19 @@ class Settled(Protocol):
 class DDPState:
     """What is known of one DDP module.
 
-    `is_copy` says that a check made it. `is_searched` says that better buckets are being looked
-    for, so that graphs are cut finely, and `is_trial` that they will be cut again afterwards.
-    `code` is what Dynamo compiled for it, as `_torch.forget_code` takes it.
+    `nodes` has those of the sections of each graph, by the graph's name. `told_buckets` are the
+    Reducer's as it told them after it rebuilt them, empty if it could not. `is_copy` says that a
+    check made the module. `is_searched` says that better buckets are being looked for, so that
+    graphs are cut finely, and `is_trial` that they will be cut again afterwards. `code` is what
+    Dynamo compiled for the module, as `_torch.forget_code` takes it.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
         self._plans: dict[str, SplitPlan] = {}
-        self._nodes: dict[str, Nodes] = {}
+        self.nodes: dict[str, Nodes] = {}
         self._rules: ReducerRules | None = None
-        self._told_buckets: Buckets | None = None
+        self.told_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
         self._num_questions = 0
         self._settled: weakref.WeakSet[Settled] = weakref.WeakSet()
@@ -51,8 +52,6 @@ class DDPState:
         self.is_searched = False
         self.is_trial = False
         self.code: list[Any] = []
-
-    # ---- Graphs -------------------------------------------------------------------------------
 
     @property
     def plans(self) -> tuple[SplitPlan, ...]:
@@ -64,14 +63,9 @@ class DDPState:
         plan = self._plans.get(graph)
         return plan is not None and bool(plan.sections) and plan.split == "forward"
 
-    @property
-    def nodes(self) -> Mapping[str, Nodes]:
-        """The nodes of each graph's sections, by the graph's name."""
-        return types.MappingProxyType(self._nodes)
-
     def keep(self, plan: SplitPlan, nodes: Nodes) -> None:
         """Note that `plan` is in force, in place of an earlier one of the same graph."""
-        self._nodes[plan.graph] = nodes
+        self.nodes[plan.graph] = nodes
         if self._given_buckets is not None and plan.buckets and not plan.is_shared:
             parameters = list(_torch.reducer_parameters(self._module()).values())
             buckets = known_buckets(parameters, self._given_buckets, self.rules)
@@ -92,11 +86,12 @@ class DDPState:
         # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
         by_frame = {plan.frame: plan.arrival for plan in self.plans if plan.arrival}
         frames, frame = list(by_frame), frame_of(graph)
+        # A graph that is not Dynamo's has no name.
+        number = {name: int(name) if name.isdigit() else 0 for name in (*frames, frame)}
         replaced = (
             other
             for other in frames
-            if _number(other) > _number(frame)
-            and any(p.index in parameters for p in by_frame[other])
+            if number[other] > number[frame] and any(p.index in parameters for p in by_frame[other])
         )
         first = frame if frame in by_frame else next(replaced, None)
         own = frames.index(first) if first is not None else len(frames)
@@ -104,56 +99,44 @@ class DDPState:
         earlier = [p for other in reversed(frames[:own]) for p in by_frame[other]]
         return tuple(later), tuple(earlier)
 
-    # ---- Buckets ------------------------------------------------------------------------------
-
     @property
     def rules(self) -> ReducerRules:
         """How the Reducer forms buckets."""
-        ddp = self._module()
-        is_rebuilt = _torch.follows_arrival_order(ddp)
-        known = self._rules
-        if known is None or (known.is_rebuilt, known.is_trial) != (is_rebuilt, self.is_trial):
-            self._rules = known = ReducerRules(
-                caps_bytes=_torch.reducer_caps(ddp) if known is None else known.caps_bytes,
-                is_rebuilt=is_rebuilt,
-                is_trial=self.is_trial,
-            )
+        ddp, known = self._module(), self._rules
+        is_rebuilt, is_trial = _torch.follows_arrival_order(ddp), self.is_trial
+        if known is None or (known.is_rebuilt, known.is_trial) != (is_rebuilt, is_trial):
+            caps = _torch.reducer_caps(ddp) if known is None else known.caps_bytes
+            known = ReducerRules(caps_bytes=caps, is_rebuilt=is_rebuilt, is_trial=is_trial)
+            self._rules = known
         return known
 
     def take_new_limits(self) -> None:
-        """Cut graphs by the limits that the Reducer has now."""
+        """Cut graphs by the limits that the Reducer has now, and compile them anew."""
         self._rules = None
-
-    @property
-    def told_buckets(self) -> Buckets | None:
-        """The Reducer's buckets as it told them after it rebuilt them, empty if it could not."""
-        return self._told_buckets
+        self._forget_code()
 
     @property
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it told them, or as they were given to it."""
-        return self._told_buckets or self._given_buckets
+        return self.told_buckets or self._given_buckets
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often that was done since they changed.
 
         Raises:
-            TorchDriftError: this release does not tell them.
+            TorchDriftError: this release does not tell them, now or later.
         """
         self._num_questions += 1
-        self._told_buckets = _torch.rebuilt_buckets(self._module())
+        self.told_buckets = ()
+        self.told_buckets = _torch.rebuilt_buckets(self._module())
         return self._num_questions
-
-    def compare_no_buckets(self) -> None:
-        """Go on without what the Reducer cannot tell."""
-        self._told_buckets = ()
 
     def give_buckets(self, buckets: Buckets) -> None:
         """Note that the Reducer was given these, and will form them again."""
         self._given_buckets = buckets
-        self._told_buckets, self._num_questions = None, 0
+        self.told_buckets, self._num_questions = None, 0
         for plan in self.plans:
-            self.keep(plan, self._nodes[plan.graph])
+            self.keep(plan, self.nodes[plan.graph])
         for runner in self._settled:
             runner.unsettle()
         self._settled.clear()
@@ -167,18 +150,18 @@ class DDPState:
         """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
         return any(map(self.is_cut_in_forward, self._plans))
 
-    # ---- Code ---------------------------------------------------------------------------------
-
     def begin_search(self, *, is_trial: bool) -> None:
         """Cut graphs finely from here on; where `is_trial`, their code is replaced at the end."""
         self.is_searched, self.is_trial = True, is_trial
 
     def end_search(self) -> None:
-        """Cut graphs by buckets again."""
+        """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""
+        if self.is_trial or self.has_forward_sections:
+            self._forget_code()
         self.is_searched = self.is_trial = False
 
-    def forget_code(self) -> None:
-        """Have Dynamo forget what it compiled for the module, whose rules have changed."""
+    def _forget_code(self) -> None:
+        """Have Dynamo forget what it compiled for the module, which the guard on rules stops."""
         _torch.forget_code(self.code)
         self.code.clear()
 
@@ -193,18 +176,17 @@ class DDPState:
         return ddp
 
 
-has_drifted = False  # whether a graph was compiled without telling for which module
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState] = weakref.WeakKeyDictionary()
-
-
-_tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = [_states]
+_tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = []
 
 
 def new_table() -> weakref.WeakKeyDictionary[DistributedDataParallel, Any]:
-    """Return a table for what another module knows of DDP modules, which `clear` empties too."""
-    table: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
-    _tables.append(table)
-    return table
+    """Return a table for what a module knows of DDP modules, until `clear` empties it."""
+    _tables.append(weakref.WeakKeyDictionary())
+    return _tables[-1]
+
+
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState] = new_table()
+has_drifted = False  # whether a graph was compiled without telling for which module
 
 
 def of(ddp: DistributedDataParallel) -> DDPState:
@@ -235,10 +217,6 @@ def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
             f"this is a {type(ddp).__name__}"
         )
     return ddp
-
-
-def _number(frame: str) -> int:
-    return int(frame) if frame.isdigit() else 0  # a graph that is not Dynamo's has no name
 
 
 def note_drift() -> None:

@@ -280,7 +280,7 @@ def test_an_error_of_ours_while_cutting_falls_back_to_the_forward_split(
     one_rank: None, error: Exception, reason: ForwardInstead
 ) -> None:
     """The reason and the error are in the plan, and training is right."""
-    with mock.patch("ddpopt.split.backward.compile.cut_backward", side_effect=error):
+    with mock.patch("ddpopt.split.driver.cut_backward", side_effect=error):
         split, plan = _train(_stack(), inner="aot_eager", split="backward")
     assert plan.instead is reason
     assert str(error) in plan.detail

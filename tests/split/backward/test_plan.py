@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from ddpopt.errors import Fallback
 from ddpopt.reducer import Bucket, Parameter
 from ddpopt.split.backward.facts import BackwardFacts, Tie
 from ddpopt.split.backward.plan import plan_backward
-from ddpopt.split.plan import BackwardCuts
+from ddpopt.split.plan import BackwardCuts, SplitPlan
 
 
 def _facts(
@@ -45,7 +46,17 @@ def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCut
     ]
     final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
     final = {a: place for a, place in final.items() if any(a in b for b in buckets)}
-    return plan_backward(facts, made, {a: a for a in parameters}, final)
+    cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
+    if isinstance(cuts, Fallback):
+        return cuts
+    plan = SplitPlan(
+        graph="0/0",
+        inner="eager",
+        num_nodes=len(cuts.order),
+        sections=cuts.sections,
+        split="backward",
+    )
+    return dataclasses.replace(cuts, sections=plan.with_buckets(made).sections)
 
 
 def _sections(plan: BackwardCuts | Fallback) -> list[list[int]]:
@@ -160,7 +171,7 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     if isinstance(plan, Fallback):
         return
     place = {call: i for i, call in enumerate(plan.order)}
-    assert sorted(plan.order) == list(range(facts.num_calls))
+    assert sorted(plan.order) == list(range(len(facts.reads)))
     assert all(place[source] < place[call] for call in place for source in facts.reads[call])
     ordered = [call for call in plan.order if facts.is_ordered[call]]
     assert ordered == sorted(ordered)

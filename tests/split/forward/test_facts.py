@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.reducer import Parameter
 from ddpopt.split.forward.cut import copy_for_splitting
-from ddpopt.split.forward.facts import GraphFacts, read_facts
+from ddpopt.split.forward.facts import GraphFacts, parameters_of, read_facts
 from ddpopt.split.nodes import call_nodes
-from ddpopt.split.parameters import find_parameters
 
 
 class Capture:
@@ -36,7 +35,7 @@ def facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -
         if p.requires_grad
     }
     copied = copy_for_splitting(capture.gm)
-    owners, _ = find_parameters(copied, capture.example_inputs, reduced)
+    owners, _ = parameters_of(copied, capture.example_inputs, reduced)
     return read_facts(copied, owners)
 
 
@@ -100,7 +99,7 @@ def test_parameters_of_called_modules_and_attributes_are_found() -> None:
         p: Parameter(index=i, name=n, num_bytes=4, group="")
         for i, (n, p) in enumerate(gm.named_parameters())
     }
-    owners, slots = find_parameters(gm, [X], reduced)
+    owners, slots = parameters_of(gm, [X], reduced)
     names = [p.name for p in reduced.values()]
     assert {n.name: [names[i] for i in owned] for n, owned in owners.items()} == {
         "scale": ["scale"],

@@ -11,7 +11,7 @@ from ddpopt.errors import Fallback
 from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
 from ddpopt.split.forward.facts import GraphFacts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
-from ddpopt.split.plan import Section
+from ddpopt.split.plan import Section, SplitPlan
 
 
 def _parameters(count: int) -> list[Parameter]:
@@ -37,7 +37,8 @@ def _buckets(arrival: tuple[Parameter, ...], *caps: int) -> tuple[Bucket, ...]:
 def _sections(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, ...]:
     sections = plan_sections(facts, buckets)
     assert not isinstance(sections, Fallback), sections
-    return sections
+    plan = SplitPlan(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
+    return plan.with_buckets(buckets).sections
 
 
 def _arrive(parameters: Any, first_use: dict[int, int], **around: Any) -> tuple[Parameter, ...]:
@@ -127,11 +128,12 @@ def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], 
     """Whatever the uses and caps; and an equal input gives an equal plan."""
     facts = _facts(dict(enumerate(uses)), num_calls=50)
     buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
-    sections = plan_sections(facts, buckets)
-    assert sections == plan_sections(facts, buckets)
-    if isinstance(sections, Fallback):
+    outcome = plan_sections(facts, buckets)
+    assert outcome == plan_sections(facts, buckets)
+    if isinstance(outcome, Fallback):
         assert len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1
         return
+    sections = _sections(facts, buckets)
     assert [s.start for s in sections] == [0, *(s.stop for s in sections[:-1])]
     assert sections[-1].stop == 50
     completed = [k for section in reversed(sections) for k in section.completes]

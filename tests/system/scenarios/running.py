@@ -22,6 +22,7 @@ import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt.split.plan import SplitPlan
+from tests.support.registration import uninstall
 from tests.system.scenarios.rows import SCENARIOS
 from tests.system.scenarios.scenario import Compile, Scenario, Trainer
 
@@ -117,7 +118,7 @@ def _train_compiled(name: str, optimizer: str, inner: _CountPieces, rank: int) -
 
 
 def _train_in_tree(name: str, inner: _CountPieces, rank: int) -> Trainer:
-    ddpopt.backend.uninstall()
+    uninstall()
     try:
         return _train(name, functools.partial(torch.compile, backend=inner), rank)
     finally:

@@ -1,14 +1,13 @@
 """`AveragingLoop`: a thread that averages weights with the other ranks, round after round.
 
 [Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
-want to, so that their threads end in the same round. Otherwise each copies its weights, the copies
-are averaged, and each rank adds the difference between the average and its copy: what training
-changed meanwhile is kept, and the mean of all ranks' weights changes by training alone.
+want to. Otherwise each copies its weights, the copies are averaged, and each rank adds the
+difference between the average and its copy: what training changed meanwhile is kept.
 
 [Note: turns] Training has the weights from the first forward with gradients to the end of the
 update, so that no weight changes between a forward and its backward, and no update is lost to an
 average that is added at the same time. Averaging has them while it copies them and while it adds
-the ranks' difference, never while it communicates.
+the difference, never while it communicates.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpopt import _torch
+from ddpopt.algorithms._runtime.groups import make_agreement_group
 from ddpopt.algorithms._runtime.handle import Handle
 from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
@@ -36,11 +36,10 @@ _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adds to 
 
 
 class Turns:
-    """A lock that goes to whoever has waited longest.
+    """A lock that goes to whoever has waited longest: training takes it back right after giving it.
 
-    A plain lock would starve the thread that averages, since training takes it back right after
-    giving it away. On an accelerator it orders streams as well: the stream of whoever takes it
-    waits for what was queued before it was given. That part was never run on an accelerator.
+    On an accelerator the stream of whoever takes it waits for what was queued before it was given.
+    That part was never run on an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,20 +50,18 @@ class Turns:
 
     def take(self) -> bool:
         """Wait for the lock; False, without it, if it was closed before."""
-        mine = object()
+        mine, is_taken = object(), False
         with self._changed:
             self._line.append(mine)
             try:
                 self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
-            except BaseException:  # KeyboardInterrupt: nobody else gives this place back
-                self._leave(mine)
-                raise
-            if self._is_closed:
-                self._leave(mine)
-                return False
-        if self._queued is not None:
+                is_taken = not self._is_closed
+            finally:
+                if not is_taken:  # closed, or KeyboardInterrupt
+                    self._leave(mine)
+        if is_taken and self._queued is not None:
             self._queued.wait()
-        return True
+        return is_taken
 
     def give(self) -> None:
         """Hand the lock to the next in line."""
@@ -84,35 +81,31 @@ class Turns:
         self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """The groups of a loop, which nobody else uses while it runs.
-
-    Ranks agree on `agreement`, a gloo group also where `data` is NCCL's: it needs no accelerator.
-    """
-
-    agreement: dist.ProcessGroup
-    data: dist.ProcessGroup
-    device: torch.device
-    timeout_s: float
-
-
 class _OverError(Exception):
     """The thread was told to end, or its owner is gone."""
 
 
 class AveragingLoop:
-    """A thread that makes rounds with the other ranks; see [Note: rounds].
+    """A thread that makes rounds with the other ranks; see [Note: rounds]. Collective to make.
 
     It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
     it refers to it only while it copies or changes its weights.
+
+    Attributes:
+        turns: Who may have the weights; see [Note: turns].
+        agreement: The group on which ranks agree to stop; nobody else uses it.
     """
 
-    def __init__(self, owner: Handle, turns: Turns, peers: Peers, interval_s: float) -> None:
-        self._owner = weakref.ref(owner)
-        self._turns = turns
-        self._peers = peers
+    def __init__(self, owner: Handle, interval_s: float) -> None:
+        group, device = owner.training.group, owner.training.device
+        self.turns = Turns(device)
+        # gloo's also where the data's is NCCL's: to agree needs no accelerator.
+        self.agreement = make_agreement_group(group, device)
+        self._data = owner.groups.everyone
+        self._device = device
+        self._timeout_s: float = _torch.group_timeout(group, device).total_seconds()
         self._interval_s = interval_s
+        self._owner = weakref.ref(owner)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._wants_stop = threading.Event()
@@ -120,8 +113,6 @@ class AveragingLoop:
         self._is_stopped = False
         weakref.finalize(owner, self.end).atexit = False
         _loops.add(self)
-
-    # ---- for the thread that trains ----------------------------------------------------------
 
     def run(self) -> None:
         """Begin, unless it runs or is stopped; raise what ended the thread."""
@@ -141,14 +132,12 @@ class AveragingLoop:
         if self._is_stopped:
             return
         self._wants_stop.set()
-        if self._thread is None:
-            self._begin()
-        assert self._thread is not None
-        self._thread.join(self._peers.timeout_s)
-        if self._thread.is_alive():
+        thread = self._thread or self._begin()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
             self._error = PeerError(
                 "another rank hangs, or did not stop averaging within the process group's "
-                f"timeout of {self._peers.timeout_s:g} s; call abort, resume, paused and average "
+                f"timeout of {self._timeout_s:g} s; call abort, resume, paused and average "
                 "on all ranks"
             )
             self.end()
@@ -165,26 +154,26 @@ class AveragingLoop:
         """End the thread without the other ranks; their next round fails by the timeout."""
         self._is_over.set()
         self._wants_stop.set()
-        self._turns.close()
+        self.turns.close()
 
-    def join(self) -> None:
-        """Wait until the thread that `end` was called for has ended."""
+    def close(self) -> None:
+        """As `end`, and wait until the thread has ended."""
+        self.end()
         if self._thread is not None:
             self._thread.join(_EXIT_S)
 
-    def _begin(self) -> None:
+    def _begin(self) -> threading.Thread:
         self._thread = threading.Thread(target=self._make_rounds, name="ddpopt-async", daemon=True)
         self._thread.start()
+        return self._thread
 
     def _raise_error(self) -> None:
         if self._error is not None:  # the one kept would collect frames that keep the owner alive
             raise copy.copy(self._error) from self._error
 
-    # ---- on the thread -----------------------------------------------------------------------
-
     def _make_rounds(self) -> None:
         try:
-            with own_stream(self._peers.device), torch.no_grad():
+            with own_stream(self._device), torch.no_grad():
                 while not self._all_stop():
                     self._make_round()
                     self._wants_stop.wait(self._interval_s)
@@ -196,7 +185,7 @@ class AveragingLoop:
 
     def _all_stop(self) -> bool:
         wants_stop = torch.tensor(int(self._wants_stop.is_set()), device="cpu")
-        self._reduce(wants_stop, self._peers.agreement, dist.ReduceOp.MIN)
+        self._reduce(wants_stop, self.agreement, dist.ReduceOp.MIN)
         return bool(wants_stop)
 
     def _make_round(self) -> None:
@@ -205,8 +194,8 @@ class AveragingLoop:
             del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
-            self._reduce(values, self._peers.data, dist.ReduceOp.SUM)
-            values.div_(self._peers.data.size()).sub_(own)
+            self._reduce(values, self._data, dist.ReduceOp.SUM)
+            values.div_(self._data.size()).sub_(own)
         with self._turn() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
@@ -232,7 +221,7 @@ class AveragingLoop:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Handle]:
         """Have the owner, and the lock on its weights, in this block."""
-        if not self._turns.take():
+        if not self.turns.take():
             raise _OverError
         try:
             owner = self._owner()
@@ -240,7 +229,7 @@ class AveragingLoop:
                 raise _OverError
             yield owner
         finally:
-            self._turns.give()
+            self.turns.give()
 
 
 _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
@@ -249,5 +238,4 @@ _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     for loop in list(_loops):
-        loop.end()
-        loop.join()
+        loop.close()

@@ -7,32 +7,38 @@ Nodes have equal numbers of ranks, and a node's ranks follow each other, as with
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
 
-_next_number = 0  # of the groups that are made next; a name is never used again
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    `leaders` are the ranks that communicate for all: every rank, if not hierarchical. It is None
-    on ranks that do not. `index` is this rank's place among them. `node` is None where a node is
-    one rank.
+    `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
+    the others. `node` is None where a node is one rank. `place` is the index of this rank or node,
+    and their number.
     """
 
-    everyone: dist.ProcessGroup
-    leaders: dist.ProcessGroup | None
-    node: dist.ProcessGroup | None
-    num_leaders: int
-    index: int
+    def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
+        """Make them with the ranks, the backend and the timeout of `parent`. Collective."""
+        ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
+        first = rank - rank % ranks_per_node
+        self.place = (rank // ranks_per_node, len(ranks) // ranks_per_node)
+        name = _new_name(parent)
+        self.everyone = _make_group(name, ranks, parent, device)
+        self.leaders: dist.ProcessGroup | None = self.everyone
+        self.node: dist.ProcessGroup | None = None
+        if ranks_per_node > 1:
+            members, leaders = ranks[first : first + ranks_per_node], ranks[::ranks_per_node]
+            self.node = _make_group(f"{name}-node-{first}", members, parent, device)
+            self.leaders = None
+            if rank == first:
+                self.leaders = _make_group(f"{name}-leaders", leaders, parent, device)
 
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
@@ -44,34 +50,19 @@ class Groups:
         if self.node is not None:
             dist.broadcast(values, group=self.node, group_src=0)
 
+    def reduce(
+        self, values: torch.Tensor, by_leaders: Callable[[torch.Tensor, dist.ProcessGroup], None]
+    ) -> None:
+        """Average within each node, then among leaders as they do, in place. Collective."""
+        self.average_node(values)
+        if self.leaders is not None:
+            by_leaders(values, self.leaders)
+        self.tell_node(values)
+
     def end(self) -> None:
         """Destroy them. All ranks have to be done with them, or some lose their connections."""
         for group in {self.everyone, self.leaders, self.node} - {None}:
             dist.destroy_process_group(group)
-
-
-def make_groups(parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> Groups:
-    """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
-    ranks, place = dist.get_process_group_ranks(parent), dist.get_rank(parent)
-    first = place // ranks_per_node * ranks_per_node
-    name = _new_name(parent)
-
-    def make(kind: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        return _make_group(f"{name}{kind}", ranks, parent, device, dist.get_backend(parent))
-
-    leaders: dist.ProcessGroup | None
-    node: dist.ProcessGroup | None = None
-    everyone = leaders = make("", ranks)
-    if ranks_per_node > 1:
-        node = make("-node", ranks[first : first + ranks_per_node])
-        leaders = make("-leaders", ranks[::ranks_per_node]) if place == first else None
-    return Groups(
-        everyone=everyone,
-        leaders=leaders,
-        node=node,
-        num_leaders=len(ranks) // ranks_per_node,
-        index=place // ranks_per_node,
-    )
 
 
 def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -81,12 +72,10 @@ def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dis
 
 
 def _new_name(parent: dist.ProcessGroup) -> str:
-    """Return a name that none of the ranks has used before. Collective."""
-    global _next_number  # noqa: PLW0603  # names are the process's
-    numbers = [0] * parent.size()
-    dist.all_gather_object(numbers, _next_number, group=parent)
-    _next_number = max(numbers) + 1
-    return f"ddpopt-{max(numbers)}"
+    """Return a name that was never used before, on all ranks. Collective."""
+    name = [f"ddpopt-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(name, group=parent, group_src=0)
+    return name[0]
 
 
 def _make_group(
@@ -94,15 +83,14 @@ def _make_group(
     ranks: Sequence[int],
     parent: dist.ProcessGroup,
     device: torch.device,
-    backend: str,
+    backend: str = "",
 ) -> dist.ProcessGroup:
     """Make a group, for which only its ranks have to call this."""
-    digest = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-    with _torch.naming_groups(f"{name}-{digest}"):
+    with _torch.naming_groups(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=_torch.group_timeout(parent, device),
-            backend=backend,
+            backend=backend or dist.get_backend(parent),
             use_local_synchronization=True,
         )
     return group

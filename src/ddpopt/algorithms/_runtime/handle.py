@@ -1,4 +1,4 @@
-"""`Handle`: an algorithm at work on a model; what all algorithms share.
+"""`Algorithm`, and `Handle`: one at work on a model; what all algorithms share.
 
 [Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
 of `no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
@@ -10,27 +10,54 @@ with the next step's forward, so that all ranks communicate equally often.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime import comm_hook
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.groups import make_groups, mean
+from ddpopt.algorithms._runtime.groups import Groups, mean
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact, Word, agree
 from ddpopt.ranks.faults import communicating
 from ddpopt.reducer import Parameter
 
+Bucket = Any  # torch.distributed.GradBucket
+GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses annotations of other names
+
 _COUNTERS = ("num_steps", "num_communications")
+
+# What reduces the buckets of a DDP module now. It can have a comm hook only once in its life, so it
+# stays in here when its algorithm goes; and its Reducer keeps the hook alive from C++, where no
+# cycle is collected, so that all references are weak.
+_attached: weakref.WeakKeyDictionary[
+    DistributedDataParallel, Callable[[], Callable[[Bucket], GradientFuture] | None]
+] = weakref.WeakKeyDictionary()
+
+
+def _comm_hook(find_ddp, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
+    ddp = find_ddp()
+    reduce = _attached[ddp]()
+    return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
+
+
+def check_free(ddp: DistributedDataParallel) -> None:
+    """Raise AttachError if `ddp` has an algorithm, or a comm hook that is not ours."""
+    if ddp not in _attached and _torch.has_comm_hook(ddp):
+        raise AttachError(
+            "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
+            "module without"
+        )
+    if ddp in _attached and _attached[ddp]() is not None:
+        raise AttachError("this model has an algorithm already; detach it first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,54 +80,72 @@ class Training:
         return next(iter(self.parameters)).device
 
 
-class AnyAlgorithm(Protocol):
-    """What a handle has to know of its algorithm: part of `Algorithm` in `api.py`."""
+HandleT = TypeVar("HandleT", bound="Handle")
+
+
+class Algorithm(Generic[HandleT]):
+    """What ranks communicate and when; a frozen dataclass that checks its values when made.
+
+    Its values raise OptionError if they are out of range, TypeError if they have another type.
+    `handle_type` is what puts it to work.
+    """
+
+    __slots__ = ()
+    handle_type: type[HandleT]
 
     @property
     def name(self) -> str:
-        """Its class's name."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its values, as plain data."""
+        """Its class's name, as in logs and states."""
+        return type(self).__name__
 
     def ranks_per_node(self, num_ranks: int) -> int:
         """Return how many ranks average before their node communicates."""
+        return 1
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached there, by what this rank knows alone."""
 
 
-def find_problem(check: Callable[..., None], *arguments: Any) -> Exception | None:
-    """Return what a check on this rank raises, for `agree` to raise it on all ranks."""
+def agree_on(
+    ddp: DistributedDataParallel,
+    check: Callable[[], list[Fact]],
+    remedy: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise what `check` raises on a rank, or AttachError if its facts differ, on all ranks."""
     try:
-        check(*arguments)
+        word = Word(check())
     except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
-        return problem
-    return None
+        word = Word([], problem)
+    agree(ddp, word, AttachError, remedy, group=group)
 
 
 class Handle:
     """An algorithm at work on a model, from `attach` to `detach`.
 
-    The methods that are marked as collective have to be called by all ranks, in the same step.
+    All ranks call what is collective, in the same step; PeerError is raised if one does not.
 
     Attributes:
         num_steps: Steps so far; see [Note: steps] in `algorithms/_runtime/handle.py`.
         num_communications: How often ranks exchanged weights, or reduced gradients.
     """
 
-    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
+    def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         self.algorithm = algorithm
         self.training = training
         self.weights = FlatWeights(training.parameters)
         ranks_per_node = algorithm.ranks_per_node(training.group.size())
-        self.groups = make_groups(training.group, training.device, ranks_per_node)
+        self.groups = Groups(training.group, training.device, ranks_per_node)
         self.num_steps = 0
         self.num_communications = 0
         self._is_attached = True
         self._num_pauses = 0
         self._is_open = False  # a step has begun and not ended
         self._has_run_backward = False
-        self._is_updating = False  # before_update was called in this step
         self._updated: set[torch.optim.Optimizer] = set()
+        if training.ddp not in _attached:
+            training.ddp.register_comm_hook(weakref.ref(training.ddp), _comm_hook)
+        _attached[training.ddp] = weakref.WeakMethod(self.on_bucket)
         on_forward = _torch.uncompiled(lambda *_: self.on_forward())
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
         for optimizer in training.optimizers:
@@ -115,20 +160,17 @@ class Handle:
         """Return the future gradients of a bucket; by default they stay as they are."""
         return noop_hook(None, bucket)
 
-    def before_forward(self) -> None:
-        """Run before each forward with gradients on, counted or not."""
-
     def begin_step(self) -> None:
         """Run before the forward of a step; `num_steps` already counts it."""
 
     def before_update(self) -> None:
-        """Run before the first optimizer's update, or where that is skipped."""
+        """Run before each optimizer's update, and where updates are skipped: once or more."""
 
     def after_update(self) -> None:
         """Run after the last optimizer's update, or where that is skipped."""
 
     def end_step(self) -> None:
-        """Run after that, if it ended a step."""
+        """Run after that, where a step has ended."""
 
     def begin_pause(self) -> None:
         """Run when `paused` begins."""
@@ -139,23 +181,20 @@ class Handle:
     def close(self) -> None:
         """End what runs in the background."""
 
-    def end_groups(self) -> None:
-        """Destroy the process groups, once no rank communicates on them any more."""
-        self.groups.end()
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what `state_dict` keeps beyond the counters: tensors and plain data."""
-        return {}
-
-    def check_own_state(self, state: dict[str, Any]) -> None:
-        """Raise OptionError if `load_own_state` cannot take `state`."""
-
-    def facts_of(self, state: dict[str, Any]) -> list[Fact]:
-        """List what of `state` has to be equal on all ranks."""
+    def check_state(self, state: dict[str, Any]) -> list[Fact]:
+        """Return what of `state` has to be equal on all ranks; raise why it cannot be loaded."""
+        if not isinstance(state, dict):
+            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise OptionError(
+                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
+                    "attach the algorithm that the state was saved from"
+                )
+        for name in _COUNTERS:
+            if not isinstance(state.get(name), int) or state[name] < 0:
+                raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
         return [Fact(name, str(state[name])) for name in _COUNTERS]
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take over what `own_state` returned."""
 
     # ---- what users do -----------------------------------------------------------------------
 
@@ -165,7 +204,6 @@ class Handle:
 
         For evaluation: between two steps. Blocks can be nested.
         """
-        self.check_attached()
         self.settle()
         if not self._num_pauses:
             self.begin_pause()
@@ -178,12 +216,7 @@ class Handle:
                 self.end_pause()
 
     def average(self) -> None:
-        """Give all ranks the mean of their weights, as after the last step. Collective.
-
-        Raises:
-            PeerError: a rank did not take part.
-        """
-        self.check_attached()
+        """Give all ranks the mean of their weights, as after the last step. Collective."""
         with self.paused(), communicating("averaging the weights of all ranks"):
             flat = self.weights.copy()
             for values in flat:
@@ -193,11 +226,9 @@ class Handle:
     def detach(self, *, average: bool = True) -> None:
         """End the algorithm and its process groups, and give DDP its allreduce back. Collective.
 
-        Ranks may have different weights now, and would keep the difference: they are averaged
-        first. With `average=False` nothing is communicated, as is right when a rank has failed;
-        then this is not collective, and the process groups stay until DDP's group ends, since
-        other ranks may be waiting on them. The step that is running ends here. Does nothing when
-        called again.
+        The step that is running ends here, and weights, which may differ, are averaged. With
+        `average=False`, which is right when a rank has failed, nothing is communicated: it is not
+        collective, and process groups that others may be waiting on stay until DDP's ends.
 
         Raises:
             PeerError: a rank did not take part; the model is detached all the same.
@@ -211,65 +242,36 @@ class Handle:
             self._is_attached = False
             for removable in self._removable:
                 removable.remove()
-            comm_hook.release(self.training.ddp)
+            _attached[self.training.ddp] = lambda: None
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):
                 dist.barrier(self.training.group)  # or a rank might still be receiving the mean
-            self.end_groups()
+            self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues this algorithm, of this rank: tensors and plain data.
-
-        Ranks differ, in weights and optimizer state too: each keeps its own checkpoint.
-        """
-        self.check_attached()
+        """Return what continues this algorithm, on this rank: each has a checkpoint of its own."""
         self.settle()
-        return {
-            "algorithm": self.algorithm.name,
-            "settings": self.algorithm.settings,
-            **{name: getattr(self, name) for name in _COUNTERS},
-            **self.own_state(),
-        }
+        return {**self._identity(), **{name: getattr(self, name) for name in _COUNTERS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict` of this rank; load weights and optimizer as well. Collective.
 
         Raises:
-            OptionError: on all ranks, if on any of them it is not of an algorithm like this one,
-                or is malformed.
-            AttachError: on all ranks, if their states are not of the same step.
+            OptionError, TypeError: a state is malformed, or not of an algorithm like this one.
+            AttachError: they are not of the same step.
         """
-        self.check_attached()
         self.settle()
-        problem = find_problem(self._check_state, state)
-        word = Word([] if problem else self.facts_of(state), problem)
         remedy = "load what all ranks saved after the same step"
-        agree(self.training.ddp, word, AttachError, remedy, group=self.groups.everyone)
+        everyone = self.groups.everyone
+        agree_on(self.training.ddp, lambda: self.check_state(state), remedy, everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
-        self.load_own_state(state)
 
-    def _check_state(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict):
-            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
-        expected = {"algorithm": self.algorithm.name, "settings": self.algorithm.settings}
-        for name, value in expected.items():
-            if state.get(name) != value:
-                raise OptionError(
-                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
-                    "attach the algorithm that the state was saved from"
-                )
-        for name in _COUNTERS:
-            if not isinstance(state.get(name), int) or state[name] < 0:
-                raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
-        self.check_own_state(state)
+    def _identity(self) -> dict[str, Any]:
+        settings = dataclasses.asdict(self.algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
+        return {"algorithm": self.algorithm.name, "settings": settings}
 
     # ---- how a step goes ---------------------------------------------------------------------
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether a `paused` block is open."""
-        return self._num_pauses > 0
 
     def check_attached(self) -> None:
         """Raise AttachError after `detach`."""
@@ -279,24 +281,21 @@ class Handle:
             )
 
     def settle(self) -> None:
-        """End the step that is open, whether or not its update was made."""
+        """End the step that is open, if any, whether or not its update was made."""
+        self.check_attached()
         if self._is_open:
-            self._start_update()
+            self.before_update()
             self._end_step()
 
     def on_forward(self) -> None:
         """Count a forward of DDP's, if it begins a step."""
         ddp = self.training.ddp
-        if not torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
+        is_repeated = self._is_open and not self._has_run_backward
+        if self._num_pauses or is_repeated or not is_training:
             return
-        if not self.is_paused:
-            self.before_forward()
-        if not ddp.training or not ddp.require_backward_grad_sync or self.is_paused:
-            return
-        if self._is_open and not self._has_run_backward:
-            return  # another forward before the same backward
         self.settle()
-        self._is_open, self._has_run_backward, self._is_updating = True, False, False
+        self._is_open, self._has_run_backward = True, False
         self.num_steps += 1
         self.begin_step()
 
@@ -306,31 +305,25 @@ class Handle:
         return self.reduce(bucket)
 
     def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Note that an optimizer is about to update the weights; `args` begins with it."""
+        """Get ready for an optimizer's update; `args` begins with it."""
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
                 "which runs forward in the middle of an update; call forward and backward before"
             )
-        self._start_update()
+        self.before_update()
 
     def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
-        """Note that an optimizer has updated the weights."""
+        """End the step with its last optimizer's update."""
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):
             self._end_step()
 
-    def _start_update(self) -> None:
-        if not self._is_updating:
-            self._is_updating = True
-            self.before_update()
-
     def _end_step(self) -> None:
-        is_step = self._is_open
-        self._is_open = self._is_updating = False
+        was_open, self._is_open = self._is_open, False
         self._updated.clear()
         self.after_update()
-        if is_step:
+        if was_open:
             self.end_step()
 
 

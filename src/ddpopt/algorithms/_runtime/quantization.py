@@ -2,18 +2,15 @@
 
 [Note: codes] Each chunk has its own range (min, max) and scale = 255 / (max - min + 1e-7). A
 value x has the level rint(x * scale), and its code is that level minus the lowest one, clamped to
-[0, 255]. Levels are whole multiples of 1 / scale, so 0 stays 0; x changes by at most half a level,
-(max - min + 1e-7) / 510, beside float32 rounding. Both sides compute the scale from the range that
-is sent. Arithmetic is in float32, whatever the values' type. A chunk with NaN, infinite or too
-large values has a range that shows it (`are_finite`): its values mean nothing, and the sender has
-to see to it that all ranks raise.
+[0, 255]: 0 stays 0, and x changes by at most half a level, beside float32 rounding. Both sides
+compute the scale from the range that is sent, in float32. A chunk with NaN, infinite or too large
+values has a range that shows it (`are_finite`), and the sender has to see to it that all ranks
+raise.
 Source: Bagua's MinMaxUInt8 (Gan et al., arXiv 2107.01499), with a clamp, without which codes of
 symmetric ranges could wrap around.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -22,49 +19,41 @@ NUM_STEPS = 255
 RANGE_BYTES = 8
 
 
-class Compressed(NamedTuple):
-    """Chunks as codes: uint8 [num_chunks, chunk_size], and float32 [num_chunks, 2]: min, max."""
-
-    codes: torch.Tensor
-    ranges: torch.Tensor
-
-
 @torch.no_grad()
-def compress(values: torch.Tensor) -> Compressed:
-    """Return 8-bit codes of floats of shape [num_chunks, chunk_size]; see [Note: codes]."""
+def compress(values: torch.Tensor) -> torch.Tensor:
+    """Return the message of floats of shape [num_chunks, chunk_size]; see [Note: codes].
+
+    It has a row for each chunk, its range and its codes: uint8 [num_chunks, 8 + chunk_size].
+    """
     values = values.float()
     ranges = torch.stack([values.amin(dim=1), values.amax(dim=1)], dim=1)
     scale, lowest = _levels(ranges)
     # The clamp is for ties at both ends of a symmetric range. No level is above the highest one,
     # since rounding is monotonic.
     levels = torch.mul(values, scale).round_().sub_(lowest).clamp_(0, NUM_STEPS)
-    return Compressed(levels.to(torch.uint8), ranges)
+    return torch.cat([ranges.view(torch.uint8), levels.to(torch.uint8)], dim=1)
 
 
 @torch.no_grad()
-def decompress(compressed: Compressed) -> torch.Tensor:
-    """Return the values, float32 [num_chunks, chunk_size], that codes stand for."""
-    scale, lowest = _levels(compressed.ranges)
-    return compressed.codes.to(torch.float32).add_(lowest).div_(scale)
+def decompress(message: torch.Tensor) -> torch.Tensor:
+    """Return the values, float32 [num_chunks, chunk_size], that a message stands for."""
+    scale, lowest = _levels(read_ranges(message))
+    return message[:, RANGE_BYTES:].to(torch.float32).add_(lowest).div_(scale)
 
 
-def are_finite(ranges: torch.Tensor) -> torch.Tensor:
-    """Return whether chunks with these ranges can be decompressed, as one bool on their device."""
+def are_finite(message: torch.Tensor) -> torch.Tensor:
+    """Return whether all chunks can be decompressed, as one bool on their device."""
+    ranges = read_ranges(message)
     width = ranges[:, 1] - ranges[:, 0]
     lowest = _levels(ranges)[1]
     return (width.isfinite() & lowest.squeeze(1).isfinite()).all()
 
 
-def pack(compressed: Compressed) -> torch.Tensor:
-    """Return a message of one row a chunk, uint8 [num_chunks, 8 + chunk_size]: range and codes."""
-    return torch.cat([compressed.ranges.view(torch.uint8), compressed.codes], dim=1)
-
-
-def unpack(message: torch.Tensor) -> Compressed:
-    """Return what was packed."""
+def read_ranges(message: torch.Tensor) -> torch.Tensor:
+    """Return each chunk's smallest and largest value, float32 [num_chunks, 2]."""
     # A copy, since a row need not begin where a float32 may.
     ranges = message[:, :RANGE_BYTES].clone(memory_format=torch.contiguous_format)
-    return Compressed(message[:, RANGE_BYTES:], ranges.view(torch.float32))
+    return ranges.view(torch.float32)
 
 
 def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

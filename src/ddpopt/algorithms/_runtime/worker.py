@@ -1,7 +1,4 @@
-"""A thread that communicates in order, while the thread that computes goes on.
-
-`Worker` is the thread; `BackgroundHandle` is for algorithms that have one.
-"""
+"""`Worker`: a thread that communicates while another one computes; `BackgroundHandle` has one."""
 
 from __future__ import annotations
 
@@ -15,20 +12,18 @@ from typing import Any
 import torch
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime.comm_hook import Bucket, GradientFuture
-from ddpopt.algorithms._runtime.handle import AnyAlgorithm, Handle, Training
+from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
 from ddpopt.ranks.faults import communicating
 
 _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
 
 
 class Worker:
-    """Runs tasks one after the other, in the order in which they were submitted.
+    """Runs tasks in the order in which they were submitted, which has to be that of all ranks.
 
-    All ranks have to submit the same collectives in the same order, on a process group that
-    nobody else uses. On an accelerator tasks run on a stream of their own, after what had been
-    queued when they were submitted; waiting for a result has the waiting thread's stream wait too.
-    The thread ends with `close`, or when `owner` is collected: tasks may refer to the owner, but
+    On an accelerator they run on a stream of their own, after what had been queued when they were
+    submitted; waiting for a result has the waiting thread's stream wait too. `close` ends the
+    thread after the tasks that are queued, as does the end of `owner`: tasks may refer to it, but
     the thread keeps none that it has run.
     """
 
@@ -39,7 +34,7 @@ class Worker:
             target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
         )
         self._thread.start()
-        weakref.finalize(owner, self._tasks.put, None)
+        self.close = weakref.finalize(owner, self._tasks.put, None)
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Return the future result of a task; its exception is raised by `wait`."""
@@ -52,20 +47,15 @@ class Worker:
         self._tasks.put((task, future, queued))
         return future
 
-    def close(self) -> None:
-        """End the thread after the tasks that are queued; does not wait for it."""
-        self._tasks.put(None)
-
 
 def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
-    with own_stream(device) as stream:
+    with own_stream(device) as stream, torch.no_grad():
         while (item := tasks.get()) is not None:
             task, future, queued = item
             try:
                 if queued is not None:
                     stream.wait_event(queued)
-                with torch.no_grad():
-                    future.set_result(task())
+                future.set_result(task())
             except Exception as error:
                 future.set_exception(error)
             del item, task, future, queued  # they keep their owner alive
@@ -86,16 +76,17 @@ def own_stream(device: torch.device) -> Iterator[Any]:
 class BackgroundHandle(Handle):
     """A handle with a worker; backward raises what went wrong in the background."""
 
-    def __init__(self, training: Training, algorithm: AnyAlgorithm) -> None:
+    def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         super().__init__(training, algorithm)
         self.worker = Worker(self, training.device)
         self._failure: Exception | None = None
 
-    def run_behind_backward(self, bucket: Bucket, task: Callable[[], None]) -> GradientFuture:
-        """Have the worker run a task that changes a bucket in place.
+    def run_behind_backward(
+        self, bucket: Bucket, task: Callable[[torch.Tensor], None]
+    ) -> GradientFuture:
+        """Have the worker run a task that changes a bucket's flat values in place.
 
-        DDP shows an exception of a future as one of its own, without type. So the future ends
-        well, and what a task raised is raised when DDP has ended its part of backward.
+        DDP would show its exception without type: it is raised when DDP has ended its part.
         """
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
@@ -107,7 +98,7 @@ class BackgroundHandle(Handle):
             if self._failure is None:  # on a broken connection each task would wait for long
                 try:
                     with communicating(f"reducing gradients in step {step}"):
-                        task()
+                        task(values)
                 except Exception as error:
                     self._failure = error
             return values

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._text import format_ms
 from ddpopt.bucketing import tuner
-from ddpopt.bucketing.estimate import call_model, find_loss
+from ddpopt.bucketing.batch import call_model, find_loss
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
 
-_EAGER, _INTREE = "eager", "intree"
+_BASELINES = ("eager", "intree")
 _WARM_STEPS = 4  # compile, let DDP form its buckets, compile for those
 _MOST_STEPS = 100  # until better buckets are found
 _RECOMPILE_LIMIT = 200
@@ -34,7 +35,6 @@ _ERROR_LENGTH = 300
 class Peer(NamedTuple):
     """A way to train: `options` are those of ddpopt, None for the inner compiler alone."""
 
-    name: str
     description: str
     is_compiled: bool = True
     options: Mapping[str, Any] | None = None
@@ -42,22 +42,25 @@ class Peer(NamedTuple):
 
 
 _AUTO = {"split": "backward", "buckets": "auto"}
-PEERS = (
-    Peer(_EAGER, "DDP, not compiled", is_compiled=False),
-    Peer(_INTREE, "torch.compile as it comes, with PyTorch's own DDPOptimizer"),
-    Peer("nosplit", "torch.compile with optimize_ddp = False: one graph", optimize_ddp=False),
-    Peer("forward", "ddpopt, split: forward", options={"split": "forward"}),
-    Peer("backward", "ddpopt, split: backward", options={"split": "backward"}),
-    Peer("auto", "ddpopt, split: backward, buckets: auto", options=_AUTO),
-)
+PEERS = {
+    "eager": Peer("DDP, not compiled", is_compiled=False),
+    "intree": Peer("torch.compile as it comes, with PyTorch's own DDPOptimizer"),
+    "nosplit": Peer("torch.compile with optimize_ddp = False: one graph", optimize_ddp=False),
+    "forward": Peer("ddpopt, split: forward", options={"split": "forward"}),
+    "backward": Peer("ddpopt, split: backward", options={"split": "backward"}),
+    "auto": Peer("ddpopt, split: backward, buckets: auto", options=_AUTO),
+}
 
 
 def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     """Measure; rank 0 alone reports."""
-    peers = _find_peers(args.peers)
+    names = [name.strip() for name in args.peers.split(",")] if args.peers else list(PEERS)
+    for name in names:
+        if name not in PEERS:
+            raise InputError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
     resolve_options(None, {"inner": args.inner})
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
-        measured = _measure(args, peers, screen)
+        results, failures = _measure(args, list(dict.fromkeys(names)), screen)
         rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank:
         return None
@@ -68,46 +71,31 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         "inner": args.inner,
         "steps": args.steps,
         "rounds": args.rounds,
-        **measured,
+        "results": results,
+        "failures": failures,
     }
-    own = {peer.name for peer in PEERS if peer.options is not None}
-    has_failed = not data["results"] or any(f["peer"] in own for f in data["failures"])
-    return Report(data=data, parts=_parts(data), status=1 if has_failed else 0)
-
-
-def _find_peers(text: str | None) -> list[Peer]:
-    known = {peer.name: peer for peer in PEERS}
-    names = [name.strip() for name in text.split(",")] if text else list(known)
-    for name in names:
-        if name not in known:
-            raise InputError(f"there is no peer {name!r}; there are {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names)]
-
-
-# ---- measuring --------------------------------------------------------------------------------
+    has_failed = any(PEERS[failure["peer"]].options is not None for failure in failures)
+    return Report(data=data, parts=_parts(data), status=1 if has_failed or not results else 0)
 
 
 def _measure(
-    args: argparse.Namespace, peers: Sequence[Peer], screen: Screen
-) -> dict[str, list[dict[str, Any]]]:
-    """Return `results` and `failures` as `--json` prints them; no model is left."""
-    entrants = [(peer, cap_mb) for cap_mb in args.caps for peer in peers]
+    args: argparse.Namespace, names: Sequence[str], screen: Screen
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return results and failures as `--json` prints them; no model is left."""
     factory = find_factory(args.factory)
+    entrants = [(name, cap_mb) for cap_mb in args.caps for name in names]
     trainees: list[_Trainee] = []
     failures = []
-    with screen.progress("measuring", len(entrants) * (1 + args.rounds)) as advance:
-        for peer, cap_mb in entrants:
-            trainee, error = _admit(peer, cap_mb, args.inner, _uncompiled(factory()))
-            if error or trainee is None:
-                failures.append({"peer": peer.name, "cap_mb": cap_mb, "error": error})
-            else:
-                trainees.append(trainee)
-            advance()
-        for _ in range(args.rounds):
-            for trainee in trainees:
-                trainee.take_turn(args.steps)
-                advance()
-    return {"results": [_result(trainee, trainees) for trainee in trainees], "failures": failures}
+    for name, cap_mb in screen.track(entrants, "compiling"):
+        trainee, error = _admit(name, cap_mb, args.inner, _uncompiled(factory()))
+        if trainee is None:
+            failures.append({"peer": name, "cap_mb": cap_mb, "error": error})
+        else:
+            trainees.append(trainee)
+    for trainee in screen.track(trainees * args.rounds, "measuring"):
+        trainee.take_turn(args.steps)
+    known = {(trainee.name, trainee.cap_mb): trainee for trainee in trainees}
+    return [trainee.result(known) for trainee in trainees], failures
 
 
 def _uncompiled(loaded: Loaded) -> Loaded:
@@ -122,25 +110,18 @@ def _uncompiled(loaded: Loaded) -> Loaded:
 class _Trainee:
     """A model that is trained in one of these ways, with DDP's buckets of one size."""
 
-    def __init__(self, peer: Peer, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
-        self.peer = peer
+    def __init__(self, name: str, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
+        self.name = name
         self.cap_mb = cap_mb
         self.turns_s: list[float] = []
         self._inputs = loaded.inputs
         with self._settings():
-            cap: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
-            self._ddp = DistributedDataParallel(loaded.model, **cap)
-            self._call = _compile(peer, self._ddp, inner)
+            self._ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
+            self._call = _compile(PEERS[name], self._ddp, inner)
         trained = [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
         # A step costs the same at any rate, and at 0 a sum for a loss does not diverge.
         self._optimizer = torch.optim.SGD(trained, lr=0.0)
         self._device = trained[0].device
-
-    @property
-    def tuning(self) -> str:
-        """What was found where better buckets are looked for."""
-        search = tuner.of(self._ddp)
-        return search.outcome if search else ""
 
     def warm_up(self) -> None:
         """Train until nothing is compiled and no bucket is changed any more."""
@@ -159,6 +140,18 @@ class _Trainee:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         self.turns_s.append(statistics.median(slowest.tolist()))
 
+    def result(self, known: Mapping[tuple[str, float | None], _Trainee]) -> dict[str, Any]:
+        """Return medians over the turns; a throughput above 1 is faster than that peer's."""
+        result: dict[str, Any] = {"peer": self.name, "cap_mb": self.cap_mb}
+        result["step_s"] = statistics.median(self.turns_s)
+        for name in _BASELINES:
+            other = known.get((name, self.cap_mb))
+            pairs = zip(other.turns_s, self.turns_s, strict=True) if other else ()
+            ratios = [theirs_s / own_s for theirs_s, own_s in pairs]
+            result[f"throughput_of_{name}"] = statistics.median(ratios) if ratios else None
+        search = tuner.of(self._ddp)
+        return {**result, "tuning": search.outcome if search else ""}
+
     def _step_s(self) -> float:
         with self._settings():
             dist.barrier()
@@ -172,7 +165,7 @@ class _Trainee:
 
     def _settings(self) -> Any:
         return _torch.dynamo_settings(
-            optimize_ddp=self.peer.optimize_ddp, recompile_limit=_RECOMPILE_LIMIT
+            optimize_ddp=PEERS[self.name].optimize_ddp, recompile_limit=_RECOMPILE_LIMIT
         )
 
     def _synchronize(self) -> None:
@@ -198,63 +191,37 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
 
 
 def _admit(
-    peer: Peer, cap_mb: float | None, inner: str, loaded: Loaded
+    name: str, cap_mb: float | None, inner: str, loaded: Loaded
 ) -> tuple[_Trainee | None, str]:
-    """Compile and train a model; return the error too, if that fails on any rank."""
+    """Compile and train a model, or return the error if that fails on any rank."""
     trainee, error = None, ""
     try:
-        trainee = _Trainee(peer, cap_mb, inner, loaded)
+        trainee = _Trainee(name, cap_mb, inner, loaded)
         trainee.warm_up()
     except Exception as raised:  # one way that cannot train this model does not stop others
         error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
     errors = [error] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    return trainee, next(filter(None, errors), "")
-
-
-def _result(trainee: _Trainee, trainees: Sequence[_Trainee]) -> dict[str, Any]:
-    """Return medians over the rounds; a throughput above 1 is faster than that peer's."""
-    ratios: dict[str, float | None] = dict.fromkeys((_EAGER, _INTREE))
-    for other in trainees:
-        if other.peer.name in ratios and other.cap_mb == trainee.cap_mb:
-            pairs = zip(other.turns_s, trainee.turns_s, strict=True)
-            ratios[other.peer.name] = statistics.median(theirs / own for theirs, own in pairs)
-    return {
-        "peer": trainee.peer.name,
-        "cap_mb": trainee.cap_mb,
-        "step_s": statistics.median(trainee.turns_s),
-        **{f"throughput_of_{name}": ratio for name, ratio in ratios.items()},
-        "tuning": trainee.tuning,
-    }
-
-
-# ---- showing ----------------------------------------------------------------------------------
+    error = next(filter(None, errors), "")
+    return (None if error else trainee), error
 
 
 def _parts(data: Mapping[str, Any]) -> list[str | Table]:
-    results = data["results"]
+    rows = []
+    for result in data["results"]:
+        ratios = [result[f"throughput_of_{name}"] for name in _BASELINES]
+        shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        peer, description = result["peer"], PEERS[result["peer"]].description
+        rows.append((_cap(result), peer, format_ms(result["step_s"]), *shown, description))
+    header = ("cap MiB", "peer", "step ms", *(f"of {name}" for name in _BASELINES), "")
     parts: list[str | Table] = [
         f"{data['world_size']} ranks ({data['backend']}), inner compiler {data['inner']}, "
         f"{data['rounds']} rounds of {data['steps']} steps; throughput as a multiple\n",
-        Table(
-            header=("cap MiB", "peer", "step ms", "of eager", "of intree", ""),
-            rows=[_row(result) for result in results],
-        ),
+        Table(header=header, rows=rows),
     ]
-    notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in results if r["tuning"]]
+    notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in data["results"] if r["tuning"]]
     notes += [f"{f['peer']} ({_cap(f)}) failed: {f['error']}" for f in data["failures"]]
     return [*parts, "\n" + "\n".join(notes)] if notes else parts
-
-
-def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    ratios: list[float | None] = [result[f"throughput_of_{name}"] for name in (_EAGER, _INTREE)]
-    return (
-        _cap(result),
-        result["peer"],
-        f"{result['step_s'] * 1e3:.1f}",
-        *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-        next(peer.description for peer in PEERS if peer.name == result["peer"]),
-    )
 
 
 def _cap(result: Mapping[str, Any]) -> str:

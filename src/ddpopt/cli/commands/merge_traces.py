@@ -6,13 +6,12 @@ import argparse
 import json
 
 from ddpopt._files import write_text
-from ddpopt.cli.output import InputError, Report, Screen, Table, check_can_write, explained
+from ddpopt.cli.output import InputError, Report, Screen, Table, explained
 from ddpopt.inspection.traces import merge_traces, trace_files
 
 
 def run(args: argparse.Namespace, _screen: Screen) -> Report:
     """Merge, write, and say by how much each rank's clock was set back."""
-    check_can_write(args.output)
     if args.output.resolve() in [path.resolve() for path in trace_files(args.paths)]:
         raise InputError(f"--output is {args.output}, which is one of the traces; name another")
     with explained("a trace cannot be read"):

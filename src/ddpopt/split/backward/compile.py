@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,90 +17,159 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt._events import Label
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.split.backward.cut import SectionGraph, cut_backward
-from ddpopt.split.backward.facts import (
-    ANY,
-    BackwardFacts,
-    find_descent,
-    gradient_nodes,
-    read_backward,
-    saved_arguments,
-)
+from ddpopt.split.backward.cut import SectionGraph
+from ddpopt.split.backward.facts import ANY, find_descent, gradient_nodes, saved_arguments
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.nodes import graph_name, output_values
-from ddpopt.split.plan import BackwardCuts
-from ddpopt.split.sections import Progress, compile_section
+from ddpopt.split.plan import NodeText, SplitPlan
+from ddpopt.split.sections import SectionCompiler
 
-PlanCuts = Callable[[BackwardFacts], BackwardCuts | None]
-Show = Callable[[fx.GraphModule, Sequence[SectionGraph]], None]
+
+class BackwardCut(NamedTuple):
+    """How a backward graph was cut; no sections if it is to be compiled whole.
+
+    `nodes` are those of the sections, for people to read.
+    """
+
+    plan: SplitPlan
+    nodes: tuple[tuple[NodeText, ...], ...]
+    sections: Sequence[SectionGraph]
+
+
+# (backward graph, what `saved_arguments` tells of the forward) -> how it is cut
+Cut = Callable[[fx.GraphModule, Mapping[str, int]], BackwardCut]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What is needed to run compiled sections, in this process or in another.
+
+    `sections` are the fields of `CompiledSection` that are data, each with the place of its
+    callable among the different ones that were compiled; `arguments` is as for `run_first_section`.
+    """
+
+    plan: SplitPlan
+    nodes: tuple[tuple[NodeText, ...], ...]
+    sections: Sequence[tuple[int, dict[str, Any]]]
+    arguments: Sequence[int | None]
+    has_descent: bool
 
 
 def compile_gated(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     aot: _torch.AOTCompilerFn,
-    plan_cuts: PlanCuts,
-    show: Show,
-) -> GatedGraph:
-    """Return the compiled graph, with Dynamo's signature, and gates where `plan_cuts` cuts it.
+    cut: Cut,
+    key: str | None,
+) -> tuple[SplitPlan, tuple[tuple[NodeText, ...], ...], GatedGraph]:
+    """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
-    `gm` is a copy, which is used up. `plan_cuts` is given the backward graph's facts before the
-    first section is compiled; it returns None to have backward compiled whole.
+    `gm` is a copy, which is used up. `key` stands for all that `cut` depends on besides the graph:
+    where an equal graph was cut by an equal key before, the result may come from torch's cache,
+    with its plan and nodes. None has it compiled in any case.
 
     Raises:
         CutRefusedError: this graph's backward cannot be cut.
         SectionCompileError: the inner compiler raised on a section.
     """
-    device = _gradient_device(example_inputs)
-    num_inputs = len(example_inputs)
-    was_autocast_on = _torch.is_autocast_on()
-    further: list[CompiledSection] = []
-    saved: dict[str, int] = {}
-    places: dict[Hashable, int] = {}
-    descent: dict[int, int] = {}
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if any(map(_torch.is_subclass, tensors)):
+        raise CutRefusedError(ForwardInstead.SUBCLASSES)
+    device = next(tensor.device for tensor in tensors if tensor.requires_grad)
+    _add_token(gm)
+    token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
+    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key)
+    compiled = aot(gm, [*example_inputs, token], cutting)
+    kept = cutting.kept
+    assert kept is not None, "AOTAutograd returned a forward without its backward"
+    gated = GatedGraph(compiled, cutting.further, device, has_descent=kept.has_descent)
+    return dataclasses.replace(kept.plan, graph=graph_name(gm)), kept.nodes, gated
 
-    def edit_forward(graph: fx.GraphModule) -> None:
-        saved.update(saved_arguments(graph))
-        described = _torch.outputs_described(graph)
-        places.update({output: place for place, output in enumerate(described)})
-        _return_token_itself(graph)
 
-    def cut(
-        graph: fx.GraphModule, inputs: list[Any], compile_graph: _torch.CompileSection
-    ) -> Callable[..., Any]:
-        _drop_token_gradient(graph, token_argument=num_inputs)
-        _torch.restride(graph, inputs)
-        devices = {node.meta["val"].device for node in gradient_nodes(graph).values()}
-        if devices - {device}:
+class _Cutting(_torch.Cutting):
+    """Cuts one graph's backward for AOTAutograd. `kept` and `further` are there afterwards."""
+
+    def __init__(
+        self, graph: str, num_inputs: int, device: torch.device, cut: Cut, key: str | None
+    ) -> None:
+        self.key = key
+        self.kept: _Kept | None = None
+        self.further: list[CompiledSection] = []
+        self._graph = graph
+        self._num_inputs = num_inputs
+        self._device = device
+        self._cut = cut
+        self._was_autocast_on = _torch.is_autocast_on()
+        self._saved: dict[str, int] = {}
+        self._places: dict[Hashable, int] = {}
+
+    def edit_forward(self, forward: fx.GraphModule) -> None:
+        self._saved = saved_arguments(forward)
+        described = _torch.outputs_described(forward)
+        self._places = {output: place for place, output in enumerate(described)}
+        _return_token_itself(forward)
+
+    def compile(
+        self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
+    ) -> tuple[Sequence[Any], _Kept]:
+        (output,) = backward.graph.find_nodes(op="output")
+        arguments = _torch.gradient_arguments(backward)
+        returned = zip(output_values(backward), arguments, strict=True)
+        # The gradient of the token, which is no value of the graph's, is the run's handle.
+        output.args = (tuple(None if a == self._num_inputs else value for value, a in returned),)
+        _torch.restride(backward, inputs)
+        devices = {node.meta["val"].device for node in gradient_nodes(backward).values()}
+        if devices - {self._device}:
             raise CutRefusedError(
                 ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
             )
-        cuts = plan_cuts(read_backward(graph, saved))
-        if cuts is None:
-            return compile_graph(graph, inputs, list(range(len(inputs))))
-        descent.update(find_descent(graph, places))
+        plan, nodes, sections = self._cut(backward, self._saved)
+        if not sections:
+            compiled = [compile_section(backward, inputs, list(range(len(inputs))))]
+            return compiled, _Kept(
+                plan=plan, nodes=nodes, sections=(), arguments=arguments, has_descent=False
+            )
+        descent = find_descent(backward, self._places)
         if descent:
             _torch.autograd_node()  # backwards need it; find out now if it has moved
-        sections = cut_backward(graph, cuts)
-        show(graph, sections)
-        first, *rest = _compile_sections(sections, inputs, compile_graph, graph_name(gm), descent)
-        # AOTAutograd's own node does it for the first section.
-        further.extend(dataclasses.replace(s, without_autocast=was_autocast_on) for s in rest)
-        num_kept = sum(len(section.keeps) for section in sections)
-        arguments = _torch.gradient_arguments(graph)
-        return run_first_section(first, arguments, num_inputs, num_kept, device, bool(descent))
+        compiled, places = _compile_sections(sections, inputs, compile_section, self._graph)
+        flows = [
+            {
+                "takes": section.takes,
+                "keeps": section.keeps,
+                "drops": section.drops,
+                "releases": section.releases,
+                "descent": tuple(descent.get(argument, ANY) for argument in section.releases),
+            }
+            for section in sections
+        ]
+        return compiled, _Kept(
+            plan=plan,
+            nodes=nodes,
+            sections=list(zip(places, flows, strict=True)),
+            arguments=arguments,
+            has_descent=bool(descent),
+        )
 
-    _add_token(gm)
-    token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
-    compiled = aot(gm, [*example_inputs, token], edit_forward, cut)
-    return GatedGraph(compiled, further, device, has_descent=bool(descent))
-
-
-def _gradient_device(example_inputs: Sequence[Any]) -> torch.device:
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if any(_torch.is_subclass(tensor) for tensor in tensors):
-        raise CutRefusedError(ForwardInstead.SUBCLASSES)
-    return next(tensor.device for tensor in tensors if tensor.requires_grad)
+    def run(self, sections: Sequence[Any], data: _Kept) -> Callable[[list[Any]], Any]:
+        self.kept = data
+        if not data.sections:
+            (whole,) = sections
+            return whole  # type: ignore[no-any-return]
+        first, *self.further = [
+            CompiledSection(
+                call=sections[place],
+                label=Label(self._graph, index),
+                # AOTAutograd's own node does it for the first section.
+                without_autocast=self._was_autocast_on and index > 0,
+                **flow,
+            )
+            for index, (place, flow) in enumerate(data.sections)
+        ]
+        num_kept = sum(len(flow["keeps"]) for _, flow in data.sections)
+        return run_first_section(
+            first, data.arguments, self._num_inputs, num_kept, self._device, data.has_descent
+        )
 
 
 def _add_token(gm: fx.GraphModule) -> None:
@@ -111,16 +180,10 @@ def _add_token(gm: fx.GraphModule) -> None:
     _torch.mark_as_new(token)
     (output,) = gm.graph.find_nodes(op="output")
     with gm.graph.inserting_before(output):
-        copied = gm.graph.call_method("clone", (token,))
+        # Not the method: AOTAutograd's cache takes methods of values that Dynamo knows alone.
+        copied = gm.graph.call_function(torch.ops.aten.clone.default, (token,))
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
-
-
-def _drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> None:
-    """Have a backward graph return nothing for the token."""
-    (output,) = backward.graph.find_nodes(op="output")
-    values = zip(output_values(backward), _torch.gradient_arguments(backward), strict=True)
-    output.args = (tuple(None if p == token_argument else value for value, p in values),)
 
 
 def _return_token_itself(forward: fx.GraphModule) -> None:
@@ -136,49 +199,37 @@ def _return_token_itself(forward: fx.GraphModule) -> None:
 def _compile_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
-    compile_graph: _torch.CompileSection,
+    compile_section: _torch.CompileSection,
     graph: str,
-    descent: Mapping[int, int],
-) -> tuple[CompiledSection, ...]:
-    """Compile each section of a backward graph; equal ones once.
+) -> tuple[list[Callable[..., Any]], list[int]]:
+    """Compile the different ones of a backward's sections; return for each which of them it is.
 
-    `inputs` are the fake values of the whole graph's inputs, `graph` is its name, `descent` is what
-    `find_descent` returned.
-
-    Raises:
-        SectionCompileError: the inner compiler raised, and torch's `suppress_errors` is off.
+    `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
     """
-    compiled: dict[object, Callable[..., Any]] = {}
-    result = []
-    progress = Progress(graph, len(sections))
+    compiled: list[Callable[..., Any]] = []
+    place_of: dict[object, int] = {}
+    places = []
+    compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
-        progress.tell(index)
         placeholders = section.graph.graph.find_nodes(op="placeholder")
         origins = [slot if slot < len(inputs) else None for slot in section.takes]
         values = [
             node.meta.get("val") if origin is None else inputs[origin]
             for node, origin in zip(placeholders, origins, strict=True)
         ]
-        call = functools.partial(compile_graph, section.graph, values, origins)
         key = _identity(section.graph, values) or index
-        if key not in compiled:
-            compiled[key] = compile_section(
-                f"backward section {index} of {len(sections)}",
-                call,
-                functools.partial(_boxed, section.graph),
+        if key not in place_of:
+            place_of[key] = len(compiled)
+            compiled.append(
+                compiler.compile(
+                    index,
+                    f"backward section {index} of {len(sections)}",
+                    functools.partial(compile_section, section.graph, values, origins),
+                    functools.partial(_run_uncompiled, section.graph),
+                )
             )
-        result.append(
-            CompiledSection(
-                call=compiled[key],
-                takes=section.takes,
-                keeps=section.keeps,
-                drops=section.drops,
-                releases=section.releases,
-                descent=tuple(descent.get(argument, ANY) for argument in section.releases),
-                label=Label(graph, index),
-            )
-        )
-    return tuple(result)
+        places.append(place_of[key])
+    return compiled, places
 
 
 def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
@@ -188,18 +239,13 @@ def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
     """
     if section.graph.find_nodes(op="get_attr"):
         return None
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return None
-    if any(_torch.free_symbols(value) for value in values):
+    if not all(isinstance(v, torch.Tensor) and not _torch.free_symbols(v) for v in values):
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
     return (section.code, tuple(kinds))
 
 
-def _boxed(section: fx.GraphModule) -> Callable[..., Any]:
-    def run(values: list[Any]) -> Any:
-        arguments = tuple(values)
-        values.clear()
-        return section.forward(*arguments)
-
-    return run
+def _run_uncompiled(section: fx.GraphModule, values: list[Any]) -> Any:
+    arguments = tuple(values)
+    values.clear()
+    return section.forward(*arguments)

@@ -57,12 +57,14 @@ def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, 
         for nodes, gradients_of in zip(made, released, strict=True)
     ]
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
+    # Somebody outside of the run holds these: parameters and inputs, tangents.
+    held = {n for n in inputs if n.name.startswith(("primals_", "tangents_"))}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
     slots = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
     sections = []
     for k, nodes in enumerate(made):
         takes = sorted(taken[k], key=slots.__getitem__)
-        freed = {node for node in takes if last_taken[node] == k and not _is_kept_alive(node)}
+        freed = {node for node in takes if last_taken[node] == k and node not in held}
         builder = _Builder(gm, takes, freed)
         for node in nodes:
             builder.value_of(node)
@@ -89,24 +91,14 @@ def _taken(
 ) -> set[fx.Node]:
     """Return what a section that makes and releases these nodes reads from outside."""
     inside = set(made)
-    outside: set[fx.Node] = set()
     pending = [*released, *itertools.chain.from_iterable(n.all_input_nodes for n in made)]
-    seen: set[fx.Node] = set()
+    found: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node in inside or node in seen or node.op == "get_attr":
-            continue
-        seen.add(node)
-        if node in repeats:
-            pending.extend(node.all_input_nodes)
-        else:
-            outside.add(node)
-    return outside
-
-
-def _is_kept_alive(node: fx.Node) -> bool:
-    """Whether somebody outside of the run holds this value: a parameter, an input, a tangent."""
-    return node.op == "placeholder" and node.name.startswith(("primals_", "tangents_"))
+        if node not in inside and node not in found and node.op != "get_attr":
+            found.add(node)
+            pending.extend(node.all_input_nodes if node in repeats else ())
+    return found - repeats
 
 
 class _Builder:

@@ -15,7 +15,7 @@ import enum
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,12 +52,7 @@ class BackwardFacts:
     reads: Sequence[Mapping[int, Tie]]
     num_bytes: Sequence[int]
     gradients: Mapping[int, tuple[int, ...]]
-    argument_reads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def num_calls(self) -> int:
-        """Number of calls."""
-        return len(self.call_names)
+    argument_reads: Mapping[int, Sequence[int]]
 
 
 def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
@@ -97,98 +92,71 @@ def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
 
 
 def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts:
-    """Return the facts about a backward graph; `saved` is what `saved_arguments` returned.
-
-    Raises:
-        CutRefusedError: the graph returns something besides gradients.
-    """
+    """Return the facts about a backward graph; `saved` is what `saved_arguments` returned."""
     calls = call_nodes(gm.graph)
-    position = {node: i for i, node in enumerate(calls)}
-    repeated: set[fx.Node] = set()
-    sources: dict[fx.Node, tuple[int, ...]] = {}
+    repeats = repeats_of(gm)
+    sources: dict[fx.Node, tuple[int, ...]] = {}  # the calls, and the arguments, behind a value
+    arguments = {
+        node: {saved[node.name]}
+        for node in gm.graph.find_nodes(op="placeholder")
+        if node.name in saved
+    }
     reads: list[dict[int, Tie]] = []
-    for node in calls:
+    argument_reads: dict[int, list[int]] = {}
+    for call, node in enumerate(calls):
+        origins = node.all_input_nodes
         found = {
             source: _tie(calls[source], node)
-            for origin in node.all_input_nodes
+            for origin in origins
             for source in sources.get(origin, ())
         }
-        if _is_repeat(node, repeated):
-            repeated.add(node)
-            sources[node] = tuple(found)
+        read = {argument for origin in origins for argument in arguments.get(origin, ())}
+        if node in repeats:
+            sources[node], arguments[node] = tuple(found), read
             reads.append({})
         else:
-            sources[node] = (position[node],)
+            sources[node] = (call,)
             reads.append(found)
+            for argument in read:
+                argument_reads.setdefault(argument, []).append(call)
     return BackwardFacts(
         call_names=[node.name for node in calls],
-        is_repeat=[node in repeated for node in calls],
+        is_repeat=[node in repeats for node in calls],
         is_ordered=[node.is_impure() for node in calls],
         reads=reads,
         num_bytes=[_num_bytes(node.meta.get("val")) for node in calls],
         gradients={a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()},
-        argument_reads=_find_argument_reads(gm, saved, position, repeated),
+        argument_reads=argument_reads,
     )
-
-
-def _find_argument_reads(
-    gm: fx.GraphModule,
-    saved: Mapping[str, int],
-    position: Mapping[fx.Node, int],
-    repeated: AbstractSet[fx.Node],
-) -> dict[int, tuple[int, ...]]:
-    found: dict[int, tuple[int, ...]] = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if node.name in saved:
-            readers: set[int] = set()
-            pending = [node]
-            while pending:
-                for user in pending.pop().users:
-                    if user in repeated:
-                        pending.append(user)
-                    elif user in position:
-                        readers.add(position[user])
-            argument = saved[node.name]
-            found[argument] = (*found.get(argument, ()), *sorted(readers))
-    return found
 
 
 def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
     """Return the calls that each section makes for itself; see [Note: calls and repeats]."""
-    repeated: set[fx.Node] = set()
+    repeats: set[fx.Node] = set()
     for node in call_nodes(gm.graph):
-        if _is_repeat(node, repeated):
-            repeated.add(node)
-    return repeated
-
-
-def _is_repeat(node: fx.Node, repeated: set[fx.Node]) -> bool:
-    if node.is_impure():
-        return False
-    if name_of(node) == "getitem":
-        return node.args[0] in repeated
-    if getattr(node.target, "is_view", False) or name_of(node) == "_unsafe_view.default":
-        return True
-    return not node.all_input_nodes  # a constant
+        if node.is_impure():
+            continue
+        is_constant = not node.all_input_nodes
+        is_view = getattr(node.target, "is_view", False) or name_of(node) == "_unsafe_view.default"
+        if name_of(node) == "getitem":
+            is_view = node.args[0] in repeats
+        if is_view or is_constant:
+            repeats.add(node)
+    return repeats
 
 
 def _tie(value: fx.Node, reader: fx.Node) -> Tie:
-    if not isinstance(value.meta.get("val"), torch.Tensor | torch.SymInt | torch.SymFloat):
+    made = value.meta.get("val")
+    if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):
         return Tie.ONE
-    if _is_matrix_product(value) and name_of(reader).startswith("add."):
+    is_product = name_of(value).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
+    if is_product and name_of(reader).startswith("add."):
         return Tie.UNROUNDED  # the library's product can add to a tensor
-    if not (_is_generated(value) and _is_generated(reader)):
+    if not (isinstance(made, torch.Tensor) and _is_generated(value) and _is_generated(reader)):
         return Tie.NONE
-    return Tie.UNROUNDED if _is_short_float(value.meta["val"]) else Tie.FUSED
-
-
-def _is_short_float(value: torch.Tensor) -> bool:
-    """Whether compilers compute in longer numbers than this tensor stores."""
-    return value.dtype.is_floating_point and value.dtype.itemsize < torch.float32.itemsize
-
-
-def _is_matrix_product(node: fx.Node) -> bool:
-    return name_of(node).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
+    # Compilers compute in longer numbers than a short float's tensor stores.
+    is_short = made.dtype.is_floating_point and made.dtype.itemsize < torch.float32.itemsize
+    return Tie.UNROUNDED if is_short else Tie.FUSED
 
 
 def _is_generated(node: fx.Node) -> bool:
@@ -208,8 +176,6 @@ def _num_bytes(value: Any) -> int:
         return 0
     return math.prod(map(_torch.size_hint, value.shape)) * value.element_size()
 
-
-# ---- Gradients of outputs that the loss does not use -------------------------------------------
 
 # All bits: a gradient that does not depend on outputs, or outputs that all have gradients.
 ANY = -1

@@ -69,7 +69,11 @@ class CompiledSection:
         values = [run[slot] for slot in self.takes]
         for slot in self.drops:
             run[slot] = None
-        made = self.call(values)
+        if self.without_autocast:
+            with _torch.no_autocast():
+                made = self.call(values)
+        else:
+            made = self.call(values)
         num_kept = len(self.keeps)
         for slot, value in zip(self.keeps, made, strict=False):
             run[slot] = value
@@ -109,7 +113,8 @@ def run_first_section(
     token_place = places[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
-        run: Run = [*inputs, *[None] * num_kept, _given_outputs() if has_descent else ANY]
+        given = getattr(_torch.autograd_node(), "ddpopt_given", ANY) if has_descent else ANY
+        run: Run = [*inputs, *[None] * num_kept, given]
         inputs.clear()
         gradients: list[Any] = [None] * len(arguments)
         for place, gradient in zip(released, section.run(run), strict=True):
@@ -125,11 +130,6 @@ def _note_given(gradients: Sequence[torch.Tensor | None]) -> None:
     """Note for the node that is about to run which of its outputs have gradients."""
     given = sum(1 << i for i, gradient in enumerate(gradients) if gradient is not None)
     _torch.autograd_node().ddpopt_given = given
-
-
-def _given_outputs() -> int:
-    """Return what was noted for the node that runs, as bits."""
-    return getattr(_torch.autograd_node(), "ddpopt_given", ANY)
 
 
 class Gate(torch.autograd.Function):
@@ -152,28 +152,10 @@ class Gate(torch.autograd.Function):
             return (None, None, None, *[None] * len(section.releases))
         run: Run = handle.ddpopt_run  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
-            gradients = refuse_double_backward(lambda: _run(section, run), handle)
+            gradients = refuse_double_backward(lambda: section.run(run), handle)
         else:
-            gradients = _run(section, run)
+            gradients = section.run(run)
         return (None, None, None if ctx.is_last else handle, *gradients)
-
-
-def _run(section: CompiledSection, run: Run) -> Sequence[Any]:
-    if not section.without_autocast:
-        return section.run(run)
-    with _torch.no_autocast():
-        return section.run(run)
-
-
-def refuse_double_backward(
-    make: Callable[[], Sequence[Any]], *sources: torch.Tensor
-) -> Sequence[Any]:
-    """Return the gradients that `make` returns, so that differentiating them raises.
-
-    As AOTAutograd's do. Autograd finds out when it is asked for gradients of `sources`, or of what
-    they were made from.
-    """
-    return _once(make, *sources)
 
 
 class _Once(torch.autograd.Function):
@@ -191,7 +173,10 @@ class _Once(torch.autograd.Function):
 # Function.apply looks at each argument for functorch's wrappers, which never reach a compiled
 # graph, and takes a third of a gate's time for it; its base class only applies.
 _gate: Callable[..., torch.Tensor] = super(torch.autograd.Function, Gate).apply
-_once: Callable[..., Sequence[Any]] = _Once.apply
+# `(make, *sources)`: returns the gradients that `make` returns, so that differentiating them
+# raises, as AOTAutograd's do. Autograd finds out when it is asked for gradients of `sources`, or of
+# what they were made from.
+refuse_double_backward: Callable[..., Sequence[torch.Tensor | None]] = _Once.apply
 
 
 class GatedGraph:

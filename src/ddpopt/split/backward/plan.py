@@ -51,13 +51,13 @@ def plan_backward(
 
     `arguments` and `final` are as in `final_positions`.
     """
-    own = [(b, [p for p in b.parameters if p.index in final]) for b in buckets]
-    own = [(bucket, parameters) for bucket, parameters in own if parameters]
+    own = [[p for p in bucket.parameters if p.index in final] for bucket in buckets]
+    own = [parameters for parameters in own if parameters]
     if not own:
         return Fallback.NO_PARAMETERS
     if len(own) == 1:
         return Fallback.ONE_BUCKET
-    released = [[arguments[p.index] for p in parameters] for _, parameters in own]
+    released = [[arguments[p.index] for p in parameters] for parameters in own]
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
     order = _order_calls(facts, stage)
@@ -69,59 +69,47 @@ def plan_backward(
     bounds = [0, *cuts, len(order)]
     # The first section that stops behind the end of a stage completes its bucket.
     completed_in = [bisect.bisect_left(bounds, max(end, 1)) - 1 for end in ends]
-    sections = []
-    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        completed = [own[k] for k, section in enumerate(completed_in) if section == index]
-        parameters = [parameter for _, parameters in completed for parameter in parameters]
-        parameters.sort(key=lambda parameter: (final[parameter.index], -parameter.index))
-        sections.append(
-            Section(
-                index=index,
-                start=start,
-                stop=stop,
-                first_node=facts.call_names[order[start]],
-                parameters=tuple(parameter.name for parameter in parameters),
-                completes=tuple(bucket.index for bucket, _ in completed),
-            )
+    section_of = {p: k for k, parameters in zip(completed_in, own, strict=True) for p in parameters}
+    names: list[list[str]] = [[] for _ in bounds[1:]]
+    for p in sorted(section_of, key=lambda p: (final[p.index], -p.index)):
+        names[section_of[p]].append(p.name)
+    sections = tuple(
+        Section(
+            index=index,
+            start=start,
+            stop=stop,
+            first_node=facts.call_names[order[start]],
+            parameters=tuple(names[index]),
         )
-    return BackwardCuts(
-        order=tuple(order),
-        sections=tuple(sections),
-        releases=_releases(facts, order, bounds, released, completed_in),
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
+    released_in = {arguments[p.index]: section for p, section in section_of.items()}
+    releases = _choose_releases(facts, order, bounds, released_in)
+    return BackwardCuts(order=tuple(order), sections=sections, releases=releases)
 
 
 def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
     """Return the stage of each call: the first bucket that waits for it."""
-    stage = _gradient_stages(facts, released)
-    ordered = len(released) - 1
-    for call in reversed(range(facts.num_calls)):
-        if facts.is_ordered[call]:
-            ordered = stage[call] = min(stage[call], ordered)
-        for source in facts.reads[call]:
-            stage[source] = min(stage[source], stage[call])
-    return stage
-
-
-def _gradient_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
-    """Return the stages of the calls that buckets wait for directly; the last one for others."""
     last = len(released) - 1
-    stage = [last] * facts.num_calls
+    stage = [last] * len(facts.reads)
     reached = -1  # where, in graph order, the last gradient of the buckets so far is made
     reached_by = []
     for k, arguments in enumerate(released):
-        for call in itertools.chain.from_iterable(facts.gradients[a] for a in arguments):
-            stage[call] = min(stage[call], k)
-            reached = max(reached, call)
-        for call in itertools.chain.from_iterable(
-            facts.argument_reads.get(a, ()) for a in arguments
-        ):
-            stage[call] = min(stage[call], k)
+        for argument in arguments:
+            reached = max((reached, *facts.gradients[argument]))
+            for call in (*facts.gradients[argument], *facts.argument_reads.get(argument, ())):
+                stage[call] = min(stage[call], k)
         reached_by.append(reached)
     in_bucket = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
         for call in calls if argument not in in_bucket else ():
             stage[call] = min(stage[call], bisect.bisect_left(reached_by, call))
+    ordered = last
+    for call in reversed(range(len(facts.reads))):
+        if facts.is_ordered[call]:
+            ordered = stage[call] = min(stage[call], ordered)
+        for source in facts.reads[call]:
+            stage[source] = min(stage[source], stage[call])
     return stage
 
 
@@ -131,7 +119,7 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
     A bias's gradient, for example, sums the values from which the weight's is computed. That costs
     nothing while they are in registers; a later section would have to read them from memory.
     """
-    readers: list[list[int]] = [[] for _ in range(facts.num_calls)]
+    readers: list[list[int]] = [[] for _ in range(len(facts.reads))]
     for call, reads in enumerate(facts.reads):
         for source in reads:
             readers[source].append(call)
@@ -190,19 +178,14 @@ def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
 def _choose_cuts(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]) -> list[int]:
     """Return the places to cut: for each stage but the last, the cheapest one allowed."""
     costs = _cut_costs(facts, order)
+    gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
     cuts: set[int] = set()
     for end, following in itertools.pairwise(sorted(set(ends))):
         start = next(c for c in range(max(end, 1), len(costs)) if costs[c] is not None)
-        stop = _first_gradient(facts, order, start, following)
+        stop = next((c for c in range(start, following) if order[c] in gradients), start)
         legal = (c for c in range(start, stop + 1) if costs[c] is not None)
         cuts.add(min(legal, key=lambda c: (costs[c], c)))
     return sorted(cut for cut in cuts if cut < len(order))
-
-
-def _first_gradient(facts: BackwardFacts, order: Sequence[int], start: int, stop: int) -> int:
-    """Return the first place in [start, stop) that makes a gradient."""
-    made = set(itertools.chain.from_iterable(facts.gradients.values()))
-    return next((place for place in range(start, stop) if order[place] in made), start)
 
 
 def _cut_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, int] | None]:
@@ -238,27 +221,21 @@ def _cut_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, in
     return [None if no else (num_rounded, kept) for num_rounded, kept, no in sums]
 
 
-def _releases(
+def _choose_releases(
     facts: BackwardFacts,
     order: Sequence[int],
     bounds: Sequence[int],
-    released: Sequence[Sequence[int]],
-    completed_in: Sequence[int],
+    released_in: Mapping[int, int],
 ) -> tuple[tuple[int, ...], ...]:
     """Return the arguments whose gradients each section releases.
 
-    A bucket's are released together. Any other gradient is released as soon as it is there and its
-    argument is not read any more.
+    Those of buckets are `released_in` the sections given. Any other gradient is released as soon as
+    it is there and its argument is not read any more.
     """
     place = {call: index for index, call in enumerate(order)}
-    section_of = {
-        argument: section
-        for section, arguments in zip(completed_in, released, strict=True)
-        for argument in arguments
-    }
     result: list[list[int]] = [[] for _ in bounds[1:]]
     for argument, calls in facts.gradients.items():
         reads = facts.argument_reads.get(argument, ())
         made = max((place[call] for call in (*calls, *reads)), default=0)
-        result[section_of.get(argument, bisect.bisect_right(bounds, made) - 1)].append(argument)
+        result[released_in.get(argument, bisect.bisect_right(bounds, made) - 1)].append(argument)
     return tuple(tuple(sorted(arguments)) for arguments in result)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt.reducer import Parameter
 from ddpopt.split.forward.writes import find_written_memory, mutation_spans, written_by
-from ddpopt.split.nodes import call_nodes, name_of
-from ddpopt.split.parameters import first_uses
+from ddpopt.split.nodes import attribute_of, call_nodes, is_differentiable, name_of
 
 # Calls that switch a global state on until their partner switches it off, and whose value does
 # not tie the two together. Autocast regions may be cut: split_module closes and reopens them.
@@ -51,10 +52,69 @@ class GraphFacts:
     call_names: Sequence[str]
 
 
+def parameters_of(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
+) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
+    """Return the DDP parameters behind each node, and for each the argument that brings it in.
+
+    Parameters that the graph writes to are left out of the latter. Dynamo makes parameters inputs
+    of its graph; with `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong
+    to modules that it calls.
+    """
+    arguments = {node: slot for slot, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    written = {node for memory in find_written_memory(graph.graph) for node, _, _ in memory.values}
+    owners: dict[fx.Node, list[int]] = {}
+    slots: dict[int, int] = {}
+    for node in graph.graph.nodes:
+        values = []
+        if node in arguments:
+            values = [example_inputs[arguments[node]]]
+        elif node.op == "get_attr":
+            values = [attribute_of(graph, node)]
+        elif node.op == "call_module":
+            values = [*graph.get_submodule(str(node.target)).parameters()]
+        found = [reduced[v].index for v in values if isinstance(v, torch.Tensor) and v in reduced]
+        if found:
+            owners[node] = found
+        if found and node in arguments and node not in written:
+            slots[found[0]] = arguments[node]
+    return owners, slots
+
+
+def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
+    """Return the path of the module whose forward this graph was traced from, () for the root.
+
+    `names` gives the parameter behind each node, by its path from the root. A frame that was given
+    several modules counts as the root's.
+    """
+    owners = set()
+    for node, name in names.items():
+        if node.op == "placeholder":
+            path = name.split(".")[:-1]
+            owners.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
+    return owners.pop() if len(owners) == 1 else ()
+
+
+def has_twin(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
+    """Whether a module may share its graph with another one.
+
+    Dynamo makes parameters inputs, so that one compiled frame serves all modules of a class, such
+    as the blocks of a transformer whose outer loop is not compiled.
+    """
+    if not path:
+        return False
+    module = root.get_submodule(".".join(path))
+    shapes = [parameter.shape for parameter in module.parameters()]
+    return any(
+        other is not module
+        and type(other) is type(module)
+        and [parameter.shape for parameter in other.parameters()] == shapes
+        for other in root.modules()
+    )
+
+
 def read_facts(
-    gm: fx.GraphModule,
-    parameters: Mapping[fx.Node, Sequence[int]],
-    elsewhere: Collection[int] = (),
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]], elsewhere: Collection[int] = ()
 ) -> GraphFacts:
     """Return the facts about a graph; `parameters` gives the DDP parameters behind each node.
 
@@ -63,8 +123,19 @@ def read_facts(
     """
     calls = call_nodes(gm.graph)
     positions = {node: position for position, node in enumerate(calls)}
-    last_use = [_last_use([node], positions, len(calls)) for node in calls]
-    last_effect = [_last_use([n, *written_by(n)], positions, len(calls)) for n in calls]
+
+    def last_use_of(*values: fx.Node) -> int:
+        users = [positions.get(user, len(calls)) for value in values for user in value.users]
+        return max(users, default=positions[values[0]])
+
+    last_use = [last_use_of(node) for node in calls]
+    first_use: dict[int, int] = {}
+    for position, node in enumerate(calls):
+        # all_input_nodes sees nested lists, kwargs and the operands of higher-order ops.
+        for source in (node, *node.all_input_nodes):
+            for index in parameters.get(source, ()):
+                if index not in first_use and index not in elsewhere and is_differentiable(node):
+                    first_use[index] = position
     blocked = itertools.chain(
         _uncrossable_spans(gm, calls, last_use),
         _region_spans(calls),
@@ -72,16 +143,11 @@ def read_facts(
     )
     return GraphFacts(
         num_calls=len(calls),
-        first_use=first_uses(calls, parameters, elsewhere),
+        first_use=first_use,
         legal_cuts=_outside(blocked, len(calls)),
-        last_effect=last_effect,
+        last_effect=[last_use_of(node, *written_by(node)) for node in calls],
         call_names=[node.name for node in calls],
     )
-
-
-def _last_use(values: Sequence[fx.Node], positions: Mapping[fx.Node, int], end: int) -> int:
-    users = [user for value in values for user in value.users]
-    return max((positions.get(user, end) for user in users), default=positions[values[0]])
 
 
 def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:

@@ -6,6 +6,7 @@ sections. `facts.py` reads the graph, `cut.py` cuts it.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
@@ -54,42 +55,36 @@ def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section
     of all buckets before it, because buckets are launched in order. The cut goes in front of that
     position, or further to the front where that place cannot be cut.
     """
-    complete_at = _completion_positions(facts, buckets)
-    positions = sorted(set(complete_at.values()))
+    own = [[p for p in bucket.parameters if p.index in facts.first_use] for bucket in buckets]
+    uses = {p: facts.first_use[p.index] for parameters in own for p in parameters}
+    firsts = [min(uses[p] for p in parameters) for parameters in own if parameters]
+    complete_at = list(itertools.accumulate(firsts, min))
     if not complete_at:
         return Fallback.NO_PARAMETERS
     if len(complete_at) == 1:
         return Fallback.ONE_BUCKET
+    positions = sorted(set(complete_at))
     if len(positions) == 1:
         return Fallback.COMPLETE_TOGETHER
-    wanted = {_legal_cut(facts, position) for position in positions[1:]}
+    legal = [0, *(p for p, is_legal in enumerate(facts.legal_cuts) if is_legal)]
+    wanted = {legal[bisect.bisect_right(legal, position) - 1] for position in positions[1:]}
     cuts = _drop_empty_sections(wanted - {0}, facts)
     if not cuts:
         return Fallback.NO_LEGAL_CUT
     bounds = [0, *cuts, facts.num_calls]
+    names: list[list[str]] = [[] for _ in bounds[1:]]
+    for p in sorted(uses, key=lambda p: (-uses[p], -p.index)):
+        names[bisect.bisect_right(bounds, uses[p]) - 1].append(p.name)
     return tuple(
-        _section(index, start, stop, facts, complete_at, buckets)
+        Section(
+            index=index,
+            start=start,
+            stop=stop,
+            first_node=facts.call_names[start],
+            parameters=tuple(names[index]),
+        )
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
-
-
-def _completion_positions(facts: GraphFacts, buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Map each bucket that has parameters in this graph to the position that completes it."""
-    positions: dict[int, int] = {}
-    reached = facts.num_calls
-    for bucket in buckets:
-        uses = [facts.first_use[p.index] for p in bucket.parameters if p.index in facts.first_use]
-        if uses:
-            reached = min(reached, *uses)
-            positions[bucket.index] = reached
-    return positions
-
-
-def _legal_cut(facts: GraphFacts, position: int) -> int:
-    """Return the last legal cut at or before a position, 0 if there is none."""
-    while position > 0 and not facts.legal_cuts[position]:
-        position -= 1
-    return position
 
 
 def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:
@@ -97,43 +92,17 @@ def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:
 
     split_module loses a section without outputs, and one without gradients releases nothing.
     """
+
+    def hands_on(start: int, stop: int) -> bool:
+        return any(last >= stop for last in facts.last_effect[start:stop])
+
     kept: list[int] = []
     start = 0
     for cut in sorted(cuts):
         completes = any(start <= use < cut for use in facts.first_use.values())
-        if completes and _hands_on(facts, start, cut):
+        if completes and hands_on(start, cut):
             kept.append(cut)
             start = cut
-    while kept and not _hands_on(facts, kept[-1], facts.num_calls):
+    while kept and not hands_on(kept[-1], facts.num_calls):
         kept.pop()
     return kept
-
-
-def _hands_on(facts: GraphFacts, start: int, stop: int) -> bool:
-    """Whether a value made in [start, stop) is used at `stop` or later."""
-    return any(facts.last_effect[position] >= stop for position in range(start, stop))
-
-
-def _section(
-    index: int,
-    start: int,
-    stop: int,
-    facts: GraphFacts,
-    complete_at: Mapping[int, int],
-    buckets: Sequence[Bucket],
-) -> Section:
-    parameters = [
-        (facts.first_use[parameter.index], parameter)
-        for bucket in buckets
-        for parameter in bucket.parameters
-        if start <= facts.first_use.get(parameter.index, -1) < stop
-    ]
-    parameters.sort(key=lambda item: (-item[0], -item[1].index))
-    return Section(
-        index=index,
-        start=start,
-        stop=stop,
-        first_node=facts.call_names[start] if facts.call_names else "",
-        parameters=tuple(parameter.name for _, parameter in parameters),
-        completes=tuple(k for k, position in complete_at.items() if start <= position < stop),
-    )

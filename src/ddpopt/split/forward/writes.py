@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,29 +79,22 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if _torch.is_higher_order(node.target):
         values += node.all_input_nodes if _writes_within(node) else []
     else:
-        for place, name in (*_declared(node), *_undeclared(node)):
+        for place, name in _written_arguments(node):
             values += leaves(_argument(node, place, name))
     return list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
 
 
-def _declared(node: fx.Node) -> Collection[tuple[int | None, str]]:
-    """Return the arguments that are written to by the schema of the operator that is called.
-
-    Functions and methods of torch's have the names and the arguments of their operators.
-    """
+def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
+    # Functions and methods of torch's have the names and the arguments of their operators.
     is_named = node.op == "call_method" or inspect.isbuiltin(node.target)
-    return _torch.written_arguments(node.target, name_of(node) if is_named else "")
-
-
-def _undeclared(node: fx.Node) -> list[tuple[int | None, str]]:
-    """Return the arguments that functions of torch.nn.functional write to, which have no schema."""
-    if node.op != "call_function" or not inspect.isfunction(node.target):
-        return []
-    names = _parameter_names(node.target)
-    written = [name for name in _torch.RUNNING_AVERAGES if name in names]
-    if "max_norm" in names and _argument(node, names.index("max_norm"), "max_norm") is not None:
-        written.append("weight")  # an embedding's rows are made shorter
-    return [(names.index(name), name) for name in written]
+    written = list(_torch.written_arguments(node.target, name_of(node) if is_named else ""))
+    if node.op == "call_function" and inspect.isfunction(node.target):
+        # Functions of torch.nn.functional have no schema.
+        names = _parameter_names(node.target)
+        written += [(names.index(name), name) for name in _torch.RUNNING_AVERAGES if name in names]
+        if "max_norm" in names and _argument(node, names.index("max_norm"), "max_norm") is not None:
+            written.append((names.index("weight"), "weight"))  # an embedding's rows get shorter
+    return written
 
 
 def _argument(node: fx.Node, place: int | None, name: str) -> Any:
@@ -125,29 +118,25 @@ def _writes_within(node: fx.Node) -> bool:
     )
 
 
+_IN_PLACE_OPERATORS = frozenset(
+    name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
+) - {"index", "inv", "invert", "is_", "is_not", "itemgetter"} | {"setitem"}
+
+
 def _is_in_place(node: fx.Node) -> bool:
     if node.op == "call_module":
         return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)
-    if name == "setitem" or name in _IN_PLACE_OPERATORS:
+    if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         return True
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    return node.op == "call_function" and _inplace_argument(node) is True
+    if node.op != "call_function":
+        return False
+    names = _parameter_names(node.target)
+    place = names.index("inplace") if "inplace" in names else None
+    return _argument(node, place, "inplace") is True
 
 
-_IN_PLACE_OPERATORS = frozenset(
-    name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
-) - {"index", "inv", "invert", "is_", "is_not", "itemgetter"}
-
-
-def _inplace_argument(node: fx.Node) -> object:
-    """Return the value of a Python function's `inplace` argument, None where it has none."""
-    names = _parameter_names(node.target) if callable(node.target) else []
-    return _argument(node, names.index("inplace") if "inplace" in names else None, "inplace")
-
-
-def _parameter_names(function: Callable[..., object]) -> list[str]:
+def _parameter_names(function: Any) -> list[str]:
     try:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

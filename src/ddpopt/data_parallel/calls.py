@@ -1,49 +1,25 @@
-"""Whether a call may have to be compiled: has one like it been run before?
+"""Whether a call may have to be compiled: is it like the one before?
 
 [Note: new calls]
 Compiling is not safe beside running replicas (Dynamo and FX keep state that all threads share), so
 replicas run at the same time only where no compile is to be expected. What graphs are guarded on
 is approximated, rather too finely than too coarsely: shapes and types of arguments, plain values
-in them and in the attributes of the module's parts, and the modes of torch. A call that is new in
-one of these costs one forward without concurrency. What is not seen: globals, closures, and what is
-in objects of other classes.
+in them and in the attributes of the module's parts, and the modes of torch. A call that differs in
+one of these from the one before costs one forward without concurrency: also if it is an earlier one
+again, since Dynamo moves the graph that it finds to the front of its list, and a thread that looks
+through the list meanwhile may miss its own, and compile. What is not seen: globals, closures, and
+what is in objects of other classes.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddpopt.data_parallel.scatter import children
-
-_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
-_MAX_STATES = 64
-_MAX_CALLS = 1024
-
-
-class KnownCalls:
-    """The calls that have been run. It forgets them all when they become many."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Hashable, set[Hashable]] = {}
-
-    def __contains__(self, call: tuple[Hashable, Hashable]) -> bool:
-        state, signature = call
-        return signature in self._calls.get(state, ())
-
-    def add(self, call: tuple[Hashable, Hashable]) -> None:
-        """Note a call: the state of the module and the modes, and the arguments' signature."""
-        state, signature = call
-        if state not in self._calls and len(self._calls) >= _MAX_STATES:
-            self._calls.clear()
-        signatures = self._calls.setdefault(state, set())
-        if len(signatures) >= _MAX_CALLS:
-            signatures.clear()
-        signatures.add(signature)
+from ddpopt.data_parallel.scatter import PLAIN, children
 
 
 def signature_of(value: Any) -> Hashable:
@@ -52,7 +28,7 @@ def signature_of(value: Any) -> Hashable:
         layout = value.stride() if value.layout is torch.strided else value.layout
         kind = (type(value), value.dtype, value.device)
         return (*kind, tuple(value.shape), layout, value.requires_grad)
-    if isinstance(value, _VALUES):
+    if isinstance(value, PLAIN):
         return (type(value), value)
     held = children(value)
     if held is None:
@@ -70,7 +46,7 @@ def state_of(module: nn.Module) -> Hashable:
 
 
 def _attribute(value: Any) -> Hashable:
-    if isinstance(value, _VALUES):
+    if isinstance(value, PLAIN):
         return (type(value), value)
     if isinstance(value, dict):  # hooks too: by the numbers that their handles have
         return tuple(value)

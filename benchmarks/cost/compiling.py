@@ -1,0 +1,146 @@
+"""Measure what compiling costs: `python -m benchmarks.cost.compiling --models gpt70,bert`.
+
+Each figure is of a process of its own, which makes the model, wraps it in DDP alone, and takes the
+first step, forward and backward; what `torch.compile` imports is in it. Peers take turns: a round is each peer once with an empty cache
+(cold) and once with the one that this left (warm). CPU seconds are those of the process and of
+what it started, the C++ compiler for example, and hold on a machine that does other things as
+well; with one core they are what a user waits for.
+"""
+# test: skip, minutes; tests/system/test_benchmarks.py runs it small
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness.models import find_model
+from benchmarks.harness.peers import find_peer
+from benchmarks.harness.tables import table
+
+_PEERS = ("nosplit", "intree", "forward", "backward")
+_BASES = ("nosplit", "intree")  # what the others are divided by
+
+
+class Cost(NamedTuple):
+    """What the first step took in a process: CPU seconds, seconds, hits of AOTAutograd's cache."""
+
+    cpu_s: float
+    wall_s: float
+    hits: int
+
+
+def measure(model_name: str, peer_name: str, cap_mb: float, device: str) -> Cost:
+    """Take the first step in this process."""
+    peer, options = find_peer(peer_name)
+    model = find_model(model_name)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch._dynamo.config.optimize_ddp = peer.optimize_ddp
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(model.build().to(device), bucket_cap_mb=cap_mb)
+    batch = {name: value.to(device) for name, value in model.batch().items()}
+    wall_s, cpu_s = time.perf_counter(), _cpu_s()
+    compiled = peer.compile(ddp, "inductor", options)  # which imports the compilers
+    model.loss(compiled(**batch)).backward()
+    return Cost(
+        cpu_s=_cpu_s() - cpu_s,
+        wall_s=time.perf_counter() - wall_s,
+        hits=counters["aot_autograd"]["autograd_cache_hit"],
+    )
+
+
+def _cpu_s() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def run(
+    models: Sequence[str], peers: Sequence[str], cap_mb: float, num_rounds: int, device: str
+) -> dict[str, dict[str, dict[str, list[Cost]]]]:
+    """Return the costs of all rounds by model, peer, and cold or warm."""
+    costs: dict[str, dict[str, dict[str, list[Cost]]]] = {
+        model: {peer: {"cold": [], "warm": []} for peer in peers} for model in models
+    }
+    for model in models:
+        for _ in range(num_rounds):
+            for peer in peers:
+                with tempfile.TemporaryDirectory() as cache:
+                    for state in ("cold", "warm"):
+                        cost = _in_process(model, peer, cap_mb, device, cache)
+                        costs[model][peer][state].append(cost)
+                        print(f"{model} {peer} {state}: {cost}", file=sys.stderr, flush=True)
+    return costs
+
+
+def _in_process(model: str, peer: str, cap_mb: float, device: str, cache: str) -> Cost:
+    arguments = ["--worker", "--models", model, "--peers", peer, "--cap-mb", str(cap_mb)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cost.compiling", *arguments, "--device", device],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Cost(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def report(costs: Mapping[str, Mapping[str, Mapping[str, Sequence[Cost]]]]) -> list[str]:
+    """Return a table in Markdown: medians, and their ratios to those of `_BASES`."""
+    header = ["model, peer"]
+    for state in ("cold", "warm"):
+        header += [f"{state} CPU s", f"{state} s", *(f"of {base}'s" for base in _BASES)]
+    rows = []
+    for model, by_peer in costs.items():
+        for peer, by_state in by_peer.items():
+            row = [f"{model}, {peer}"]
+            for state, of_peer in by_state.items():
+                cpu_s = _median(cost.cpu_s for cost in of_peer)
+                row += [f"{cpu_s:.1f}", f"{_median(cost.wall_s for cost in of_peer):.1f}"]
+                for base in _BASES:
+                    if base not in by_peer:
+                        row.append("-")
+                        continue
+                    row.append(f"{cpu_s / _median(c.cpu_s for c in by_peer[base][state]):.2f}")
+            rows.append(row)
+    return table(header, rows)
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="gpt70", help="names in benchmarks.harness.models")
+    parser.add_argument("--peers", default=",".join(_PEERS), help="names in harness.peers")
+    parser.add_argument("--cap-mb", type=float, default=25.0, help="DDP's bucket_cap_mb")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    models, peers = arguments.models.split(","), arguments.peers.split(",")
+    if arguments.worker:
+        cost = measure(models[0], peers[0], arguments.cap_mb, arguments.device)
+        print(json.dumps(cost), flush=True)
+        os._exit(0)  # neither the compile workers nor the process group are waited for
+    costs = run(models, peers, arguments.cap_mb, arguments.rounds, arguments.device)
+    print("\n".join(report(costs)))
+
+
+if __name__ == "__main__":
+    main()

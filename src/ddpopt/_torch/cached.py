@@ -1,0 +1,75 @@
+"""A cut backward as AOTAutograd's cache holds it.
+
+Loading this module loads Inductor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddpopt._torch import names
+
+if TYPE_CHECKING:
+    _OutputCode = object
+else:
+    _OutputCode = names.OUTPUT_CODE.get()
+
+# (what the sections were compiled to, data to run them by) -> the backward that AOTAutograd runs
+Run = Callable[[Sequence[Any], Any], Callable[[list[Any]], Any]]
+_run: contextvars.ContextVar[Run] = contextvars.ContextVar("ddpopt_run")
+
+
+@contextlib.contextmanager
+def running_by(run: Run) -> Iterator[None]:
+    """Have `run` complete the backwards that are compiled, or loaded, in this block."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+class CutBackward(_OutputCode):
+    """Sections as Inductor compiled them, and data to run them by.
+
+    An entry of the cache holds one in the place of a compiled backward. Whatever is wrong with an
+    entry raises while torch loads it, which torch takes for a miss.
+    """
+
+    def __init__(self, sections: Sequence[Any], data: Any) -> None:
+        self.sections = list(sections)
+        self.data = data
+        self._boxed_call = True  # as AOTAutograd asks
+        self._call: Any = _run.get()(self.sections, data)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Run the first section, and begin a run of the others."""
+        return self._call(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Drop what cannot be stored. torch calls it on a copy, before it stores that."""
+        self._call = None
+        self.sections = [copy.copy(section) for section in self.sections]
+        for section in self.sections:
+            section.prepare_for_serialization()
+
+    def post_compile(self, inputs: Any, _constants: Any, settings: Any) -> None:
+        """Load the sections. torch calls it on what it has read from its cache."""
+        sections = []
+        for section in self.sections:
+            loadable = names.OUTPUT_LOADABLE.get()(section)
+            sections.append(loadable.post_compile(loadable.load(inputs), settings))
+        self.sections = sections
+        self._call = _run.get()(sections, self.data)
+
+    def set_triton_bundle(self, _bundle: Any) -> None:
+        """Leave Triton's kernels to the sections, which have them already."""
+
+
+def is_storable(sections: Sequence[Any]) -> bool:
+    """Whether Inductor made all of them; what it does not compile is a plain function."""
+    return all(isinstance(section, _OutputCode) for section in sections)
