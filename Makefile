@@ -13,7 +13,8 @@ DRIFT  := .venv-$(subst torch==,,$(TORCH))
 .PHONY: demo test test-all drift lint docs clean
 
 demo: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
+		--overlap build/overlap.html
 
 # The quick set, five minutes on two cores. CONTRIBUTING.md says which tests are in it.
 test: .venv/installed

@@ -4,7 +4,8 @@ Trains a small byte-level GPT on Python's own standard library, compiled with dd
 at the end that all ranks hold the same parameters. Gloo on CPU, NCCL where every rank has a GPU;
 several nodes by torchrun's own flags. `--compare eager` trains an uncompiled twin as well, and
 `--algorithm async` (or another) communicates in another way than DDP's allreduce. With
-`torchrun --max-restarts 3` and `--checkpoint run.pt` it survives the loss of a rank.
+`torchrun --max-restarts 3` and `--checkpoint run.pt` it survives the loss of a rank. `--overlap
+page.html` ends with the communication that was exposed, beside that of the model compiled uncut.
 """
 # test: skip, it trains for minutes; tests/system/test_examples.py trains a smaller model
 
@@ -16,6 +17,7 @@ import os
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,7 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
     """Return the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
     device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
     ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
-    options = {"inner": args.inner, "split": args.split} if backend == "ddpopt" else None
+    options = ddpopt_options(args) if backend == "ddpopt" else None
     compiled = ddp if backend == EAGER else torch.compile(ddp, backend=backend, options=options)
     optimizer, handle = start_algorithm(ddp, args)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=20)
@@ -183,6 +185,48 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
     return torch.cat([means, average_over_ranks(losses)]), tokens_per_s
 
 
+def ddpopt_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"inner": args.inner, **({"split": args.split} if args.split else {})}
+
+
+def record_steps(
+    model: GPT, options: dict[str, Any], text: Tensor, args: argparse.Namespace, page: Path | None
+) -> str:
+    """Record eight steps of backward; return what of it waited for communication."""
+    import ddpopt
+
+    ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    windows = text[: args.batch * (args.context + 1)].unflatten(0, (args.batch, -1))
+    windows = windows.to(model.head.weight.device, torch.long)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            dist.barrier()
+            compiled(windows[:, :-1], windows[:, 1:]).backward()
+            ddp.zero_grad()
+
+    steps(5)  # the first one compiles, and DDP tells its buckets in the fourth
+    with ddpopt.record(ddp) as recording:
+        steps(8)
+    if page is not None and dist.get_rank() == 0:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        ddpopt.explain(ddp).save(page)
+    return recording.median_step().summary()
+
+
+def report_overlap(
+    model: GPT, text: Tensor, args: argparse.Namespace, report: Callable[[str], None]
+) -> None:
+    """Compare steps as ddpopt cuts them with the same model compiled uncut, on copies."""
+    uncut = {"inner": args.inner, "enabled": False}
+    without = record_steps(copy.deepcopy(model), uncut, text, args, None)
+    with_cuts = record_steps(copy.deepcopy(model), ddpopt_options(args), text, args, args.overlap)
+    report(f"compiled without cuts: {without}")
+    report(f"compiled with ddpopt:  {with_cuts}")
+    report(f"the timeline of such a step: open {args.overlap} in a browser")
+
+
 def average_over_ranks(losses: list[Tensor]) -> Tensor:
     """Return the mean of each loss, on the CPU."""
     if not losses:
@@ -214,7 +258,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--bucket-cap-mb", type=float, help="DDP's bucket size; its own default if not given")
     add("--backend", default="ddpopt", help=f"a torch.compile backend, or {EAGER}: uncompiled")
     add("--inner", default="inductor", help="what ddpopt compiles its sections with")
-    add("--split", default="forward", choices=["forward", "backward"], help="what ddpopt splits")
+    add("--split", choices=["auto", "forward", "backward"], help="what ddpopt splits")
     add("--algorithm", default=ALLREDUCE, choices=ALGORITHMS, help="how ranks communicate",
         type=lambda name: name.replace("_", "-"))  # fmt: skip
     add("--hierarchical", action="store_true", help="average within each machine first")
@@ -225,6 +269,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=50, help="steps between two saves")
     add("--seed", type=int, default=0)
     add("--compare", choices=["eager"], help="train an uncompiled twin too, compare the losses")
+    add("--overlap", type=Path, help="record some steps at the end, and write them to this page")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
     args = parser.parse_args()
     if args.checkpoint and args.algorithm != ALLREDUCE:
@@ -269,6 +314,8 @@ def main() -> None:
         report(f"{gaps.max():.3g}; in the first 20 steps {gaps[:20].max():.3g}")
     if dist.get_rank() == 0 and args.sample:
         report(f"sample:\n{model.continue_text(b'def ', args.sample)}")
+    if args.overlap:
+        report_overlap(model, text, args, report)
     # Not in a `finally`: a rank that fails must exit at once, so that torchrun ends the others.
     dist.barrier()
     gc.collect()  # DDP and what was compiled have to go before their group: see docs/faq.md

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.algorithms.peers import find_peer
+from benchmarks.algorithms.report import label
 from benchmarks.harness.tables import write_json
 
 _BASE = "allreduce"
@@ -141,20 +142,19 @@ def _write_plot(run: Run, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, panel = pyplot.subplots(figsize=(9, 5))
+    figure, panel = pyplot.subplots(figsize=(10.5, 5), layout="constrained")
     colours = pyplot.get_cmap("tab20").colors
     for index, name in enumerate(run.peers):
         losses = _smooth([statistics.mean(step) for step in _by_step(run.of(name))])
         samples = [(step + 1) * run.batch * run.num_ranks for step in range(len(losses))]
         style = {"color": "black", "linewidth": 2.0} if name == _BASE else {}
         given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
-        panel.plot(samples, losses, label=name, **given)
+        panel.plot(samples, losses, label=label(name), **given)
     panel.set_xlabel("samples")
-    panel.set_ylabel("loss")
+    panel.set_ylabel("loss, smoothed, mean over seeds")
     panel.set_yscale("log")
     panel.set_title(f"{run.task}, {run.num_ranks} ranks")
-    panel.legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.algorithms.peers import find_peer
 from benchmarks.harness.tables import Spread, spread, table
+from benchmarks.overlap.figures import label_of_rate
 
 _MB = 1e6
 _EAGER = "eager"
@@ -220,6 +221,30 @@ def _shown(value: Spread, layout: str) -> str:
     return f"{median} ({low} to {high})"
 
 
+# What readers call the peers of `benchmarks.algorithms.peers`.
+_LABELS = {
+    "eager": "DDP, not compiled",
+    "ddpopt": "ddpopt, DDP's allreduce",
+    "allreduce": "GradientAllReduce",
+    "decentralized": 'Decentralized("all")',
+    "shift_one": 'Decentralized("shift_one")',
+    "low_precision": "LowPrecisionDecentralized",
+    "async": "AsyncModelAverage",
+    "bytegrad": "ByteGrad",
+    "qadam": "QAdam",
+    "allreduce_adam": "GradientAllReduce with Adam",
+    "fp16": "torch's fp16 hook",
+    "powersgd": "torch's PowerSGD",
+    "post_local_sgd": "torch's post-local SGD",
+}
+
+
+def label(peer: str) -> str:
+    """Return what a plot calls a peer, with the options that it was given."""
+    name, _, options = peer.partition(":")
+    return _LABELS.get(name, name) + (f" ({options})" if options else "")
+
+
 def write_plot(cells: Sequence[Cell], path: Path) -> bool:
     """Plot samples/s of eager's at each rate; False where matplotlib is not installed."""
     try:
@@ -238,13 +263,17 @@ def write_plot(cells: Sequence[Cell], path: Path) -> bool:
         bars: list[Any] = [(place, ratio) for place, ratio in found if ratio is not None]
         places = [place + (index - (len(names) - 1) / 2) * width for place, _ in bars]
         errors = [[r.median - r.low for _, r in bars], [r.high - r.median for _, r in bars]]
-        panel.bar(places, [ratio.median for _, ratio in bars], width, yerr=errors, label=name)
+        heights = [ratio.median for _, ratio in bars]
+        panel.bar(places, heights, width, yerr=errors, label=label(name))
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_yscale("log")
-    panel.set_xticks(range(len(cells)), [cell.rate for cell in cells])
-    panel.set_ylabel("samples/s, of eager DDP's")
-    panel.legend(fontsize=8, ncols=3)
-    figure.tight_layout()
+    panel.set_xticks(range(len(cells)), [label_of_rate(cell.rate) for cell in cells])
+    panel.set_ylabel("samples/s, of uncompiled DDP's")
+    panel.set_title(
+        "Bars: medians over rounds. Lines on top of them: quartiles. Higher is better.", fontsize=9
+    )
+    figure.legend(loc="lower center", fontsize=8, ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -1,10 +1,15 @@
-"""Draw: each bucket's life in one backward (SVG and text), and a plot of each model's cells."""
+"""Draw: each bucket's life in one backward (a picture and text), and a plot of each model's cells.
+
+Pictures need matplotlib, and are left out without it.
+"""
 
 from __future__ import annotations
 
-import html
+import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.protocol import BucketTimes, Timeline
 from benchmarks.overlap.results import Cell
@@ -12,22 +17,86 @@ from benchmarks.overlap.results import Cell
 _WIDE = 10  # times the fastest, from where on the axis is logarithmic
 _COLUMNS = 72
 _MB = 1e6
-
-# Of the SVG, in pixels.
-_LABEL_WIDTH, _PLOT_WIDTH, _ROW_HEIGHT, _TITLE_HEIGHT = 230, 640, 12, 22
 _WAITING, _REDUCING, _READY, _END = "#d9a441", "#3b75af", "#222222", "#b03a2e"
+
+# What readers call the peers of `benchmarks.harness.peers`.
+_LABELS = {
+    "eager": "DDP, not compiled",
+    "nosplit": "torch.compile, one graph",
+    "intree": "PyTorch's DDPOptimizer",
+    "python_reducer": "compiled autograd without Reducer",
+    "forward": "ddpopt, cut in forward",
+    "backward": "ddpopt, cut in backward",
+    "auto": "ddpopt, tuned buckets",
+}
+_BARS = "Bars: medians over rounds. Lines on top of them: quartiles. Shorter is better."
+
+
+def label(peer: str) -> str:
+    """Return what a plot calls a peer, with the options that it was given."""
+    name, _, options = peer.partition(":")
+    return _LABELS.get(name, name) + (f" ({options})" if options else "")
+
+
+def label_of_cap(cap: str) -> str:
+    """Return what a plot calls a cap."""
+    return "DDP's default buckets" if cap == "default" else f"buckets of {cap} MiB"
+
+
+def label_of_rate(rate: str) -> str:
+    """Return what a plot calls a rate: `1gbit` as 1 Gbit/s."""
+    found = re.fullmatch(r"(\d+)([kmg])bit(.*)", rate)
+    if found is None:
+        return rate.replace("free", "no limit", 1)
+    return f"{found[1]} {found[2].replace('m', 'M').replace('g', 'G')}bit/s{found[3]}"
 
 
 def write_timelines(cell: Cell, stem: Path) -> Path | None:
-    """Write the timelines of a cell as `stem.svg`, which is returned, and as `stem.txt`."""
+    """Write the timelines of a cell as `stem.txt`, and as `stem.png`, which is returned."""
     timelines = {name: peer.timeline for name, peer in cell.peers.items() if peer.timeline}
     if not timelines:
         return None
-    title = f"{cell.model}, cap {cell.cap}, {cell.rate}"
+    title = ", ".join([cell.model, label_of_cap(cell.cap), label_of_rate(cell.rate)])
     stem.with_suffix(".txt").write_text("\n".join([title, *_text(timelines)]) + "\n")
-    picture = stem.with_suffix(".svg")
-    picture.write_text("\n".join(_svg(title, timelines)) + "\n")
-    return picture
+    pyplot = _pyplot()
+    if pyplot is None:
+        return None
+    num_rows = sum(len(timeline.buckets) for timeline in timelines.values())
+    figure, panels = pyplot.subplots(
+        len(timelines),
+        1,
+        sharex=True,
+        squeeze=False,
+        figsize=(9, 1.4 + 0.45 * len(timelines) + 0.16 * num_rows),
+        height_ratios=[2 + len(timeline.buckets) for timeline in timelines.values()],
+    )
+    for panel, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+        _draw_timeline(panel, label(name), timeline)
+    panels[0, 0].set_xlim(0, 1.02e3 * _end_s(timelines))
+    panels[-1, 0].set_xlabel("ms from the start of backward")
+    figure.suptitle(f"Each bucket of one backward: {title}", fontsize=11)
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    _save(pyplot, figure, stem.with_suffix(".png"), bottom=0.05)
+    return stem.with_suffix(".png")
+
+
+def _draw_timeline(panel: Any, title: str, timeline: Timeline) -> None:
+    rows = range(len(timeline.buckets))
+    ready, launched, finished = (
+        [1e3 * getattr(bucket, field) for bucket in timeline.buckets]
+        for field in ("ready_s", "launched_s", "finished_s")
+    )
+    waits = [b - a for a, b in zip(ready, launched, strict=True)]
+    reductions = [b - a for a, b in zip(launched, finished, strict=True)]
+    panel.barh(rows, waits, 0.4, left=ready, color=_WAITING, label="waiting to be launched")
+    panel.barh(rows, reductions, 0.8, left=launched, color=_REDUCING, label="reducing")
+    panel.plot(ready, rows, "|", color=_READY, markersize=8, label="gradients ready")
+    panel.axvline(1e3 * timeline.backward_s, color=_END, linewidth=1.2, label="backward ends")
+    sizes = [f"{bucket.bucket}: {bucket.num_bytes / _MB:.1f} MB" for bucket in timeline.buckets]
+    panel.set_yticks(rows, sizes, fontsize=6)
+    panel.invert_yaxis()
+    panel.set_title(f"{title}: {timeline.backward_s * 1e3:.0f} ms", fontsize=9, loc="left")
 
 
 def _end_s(timelines: dict[str, Timeline]) -> float:
@@ -47,90 +116,42 @@ def _text(timelines: dict[str, Timeline]) -> Iterator[str]:
                 for time_s in (bucket.ready_s, bucket.launched_s, bucket.finished_s)
             )
             bar = "." * ready + "-" * (launched - ready) + "=" * (finished - launched)
-            yield f"{_label(bucket)} |{bar.ljust(_COLUMNS)}|"
+            yield f"{_line(bucket)} |{bar.ljust(_COLUMNS)}|"
 
 
-def _label(bucket: BucketTimes) -> str:
+def _line(bucket: BucketTimes) -> str:
     times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
     ready, launched, finished = (f"{time_s * 1e3:6.0f}" for time_s in times)
     return f"{bucket.bucket:3} {bucket.num_bytes / _MB:5.1f} MB {ready}{launched}{finished}"
 
 
-def _svg(title: str, timelines: dict[str, Timeline]) -> Iterator[str]:
-    num_rows = sum(len(timeline.buckets) for timeline in timelines.values())
-    height = 3 * _TITLE_HEIGHT + len(timelines) * _TITLE_HEIGHT + num_rows * _ROW_HEIGHT
-    width = _LABEL_WIDTH + _PLOT_WIDTH + 20
-    scale = _PLOT_WIDTH / _end_s(timelines)
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="10">'
-    )
-    yield f'<rect width="{width}" height="{height}" fill="white"/>'
-    yield _svg_text(8, 16, html.escape(title), size=13)
-    legend = (
-        (_READY, "gradients ready"),
-        (_WAITING, "waiting"),
-        (_REDUCING, "reducing"),
-        (_END, "backward ends"),
-    )
-    for place, (colour, meaning) in enumerate(legend):
-        x = _LABEL_WIDTH + place * 120
-        yield _svg_bar(x, 8, 10, 10, colour)
-        yield _svg_text(x + 14, 17, meaning)
-    y = 2 * _TITLE_HEIGHT
-    for name, timeline in timelines.items():
-        top = y
-        text = f"{name}: {timeline.backward_s * 1e3:.0f} ms"
-        yield _svg_text(8, y + 13, html.escape(text), size=12)
-        y += _TITLE_HEIGHT
-        for bucket in timeline.buckets:
-            ready, launched, finished = (
-                _LABEL_WIDTH + time_s * scale
-                for time_s in (bucket.ready_s, bucket.launched_s, bucket.finished_s)
-            )
-            yield _svg_text(20, y + 9, f"bucket {bucket.bucket}, {bucket.num_bytes / _MB:.1f} MB")
-            yield _svg_bar(ready, y + 4, launched - ready, 4, _WAITING)
-            yield _svg_bar(launched, y + 2, finished - launched, 8, _REDUCING)
-            yield _svg_bar(ready, y + 1, 1.5, 10, _READY)
-            y += _ROW_HEIGHT
-        end = _LABEL_WIDTH + timeline.backward_s * scale
-        yield _svg_bar(end, top + 4, 1.5, y - top, _END)
-    yield "</svg>"
-
-
-def _svg_text(x: float, y: float, text: str, size: int = 10) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}">{text}</text>'
-
-
-def _svg_bar(x: float, y: float, width: float, height: float, colour: str) -> str:
-    size = f'width="{max(width, 0):.1f}" height="{height:.1f}"'
-    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} fill="{colour}"/>'
-
-
 def write_plot(model: str, cells: Sequence[Cell], path: Path) -> bool:
     """Plot the iterations of all cells of a model; False where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: PLC0415  # optional
-    except ImportError:
+    pyplot = _pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
     caps = list(dict.fromkeys(cell.cap for cell in cells))
     figure, panels = pyplot.subplots(
-        1, len(caps), figsize=(6 * len(caps), 4), squeeze=False, sharey=True
+        1, len(caps), figsize=(max(6.5, 5.5 * len(caps)), 4.6), squeeze=False, sharey=True
     )
     for panel, cap in zip(panels[0], caps, strict=True):
-        own = [cell for cell in cells if cell.cap == cap]
-        _plot_cells(panel, own)
-        panel.set_title(f"{model}, cap {cap}")
+        _plot_cells(panel, [cell for cell in cells if cell.cap == cap])
+        panel.set_title(f"{model}, {label_of_cap(cap)}")
         if _is_wide(cells):
             panel.set_yscale("log")
-        panel.set_ylabel("iteration, ms")
-    panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    panels[0][0].set_ylabel("iteration, ms")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        names,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.05),
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+    figure.text(0.5, 0.02, _BARS, ha="center", fontsize=8)
+    _save(pyplot, figure, path, bottom=0.22)
     return True
 
 
@@ -140,7 +161,7 @@ def _is_wide(cells: Sequence[Cell]) -> bool:
     return max(times) > _WIDE * min(times)
 
 
-def _plot_cells(panel: object, cells: Sequence[Cell]) -> None:
+def _plot_cells(panel: Any, cells: Sequence[Cell]) -> None:
     """Draw bars with quartiles for each peer, and the bound, for each rate."""
     peers = list(dict.fromkeys(name for cell in cells for name in cell.peers))
     width = 0.8 / len(peers)
@@ -153,9 +174,27 @@ def _plot_cells(panel: object, cells: Sequence[Cell]) -> None:
                 heights.append(median)
                 errors.append((median - low, high - median))
         yerr = list(zip(*errors, strict=True))
-        panel.bar(places, heights, width, yerr=yerr, label=name)  # type: ignore[attr-defined]
+        panel.bar(places, heights, width, yerr=yerr, label=label(name))
     for place, cell in enumerate(cells):
         bound_ms = cell.bounds.bound_s * 1e3
-        label = {"label": "bound"} if place == 0 else {}
-        panel.hlines(bound_ms, place - 0.45, place + 0.45, "black", **label)  # type: ignore[attr-defined]
-    panel.set_xticks(range(len(cells)), [cell.rate for cell in cells])  # type: ignore[attr-defined]
+        named = {"label": "bound: perfect overlap"} if place == 0 else {}
+        panel.hlines(bound_ms, place - 0.45, place + 0.45, "black", **named)
+    panel.set_xticks(range(len(cells)), [label_of_rate(cell.rate) for cell in cells])
+
+
+def _pyplot() -> Any:
+    """Return matplotlib's interface, None where it is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    import matplotlib  # noqa: PLC0415  # optional
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    return pyplot
+
+
+def _save(pyplot: Any, figure: Any, path: Path, *, bottom: float) -> None:
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,12 +1,12 @@
 """Computes how a GPT-2-large-sized model scales to 1,024 ranks, for docs/simulation.md.
 
 Run `python docs/figures/gpt2_large.py` in the repository: it prints the table and writes
-docs/images/scaling-gpt2-large.svg. Nothing here is measured; the constants are the assumptions.
+docs/images/scaling-gpt2-large.png, which needs matplotlib. Nothing here is measured; the constants
+are the assumptions.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ LATENCY_S = 10e-6
 GBIT_PER_S = (800, 200, 100)  # of a node's link; the lines of the picture
 WORLD_SIZES = tuple(2**k for k in range(3, 11))
 
-IMAGE = Path(__file__).parents[1] / "images" / "scaling-gpt2-large.svg"
+IMAGE = Path(__file__).parents[1] / "images" / "scaling-gpt2-large.png"
 
 
 class Parameter(NamedTuple):
@@ -149,86 +149,47 @@ def markdown(shown: list[Curve]) -> list[str]:
     return lines
 
 
-LEFT, RIGHT, TOP, BOTTOM = 80, 620, 100, 470  # of the plot, in pixels
 COLOURS = ("#1a7f37", "#0969da", "#bc4c00")
-DASHES = (
-    ("planned for each point", ""),
-    ("DDP's default buckets", "7 4"),
-    ("one at the end", "2 4"),
-)
+STYLES = {
+    "planned for each point": "solid",
+    "DDP's default buckets": "dashed",
+    "one at the end": "dotted",
+}
 
 
-def svg(shown: list[Curve]) -> str:
-    """Return the picture."""
-    lowest = math.floor(10 * min(min(each.at_end + each.default) for each in shown)) / 10
+def draw(shown: list[Curve], path: Path) -> None:
+    """Draw efficiency over ranks; a colour for each speed, a style for each kind of buckets."""
+    import matplotlib as mpl  # noqa: PLC0415  # optional
 
-    def x(index: int) -> float:
-        return LEFT + (RIGHT - LEFT) * index / (len(WORLD_SIZES) - 1)
+    mpl.use("Agg")
+    from matplotlib import pyplot, ticker  # noqa: PLC0415
+    from matplotlib.lines import Line2D  # noqa: PLC0415
 
-    def y(efficiency: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * (efficiency - lowest) / (1 - lowest)
-
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="880" height="540" viewBox="0 0 880 540"',
-        '     font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328" role="img"',
-        '     aria-labelledby="title description">',
-        '  <title id="title">Weak scaling of a GPT-2-large-sized model, computed</title>',
-        '  <desc id="description">Efficiency over 8 to 1,024 ranks for three speeds of a node\'s '
-        "link, with buckets planned for each point, DDP's default buckets, and one allreduce "
-        "after backward. The numbers are in the table of docs/simulation.md.</desc>",
-        '  <rect x="0.5" y="0.5" width="879" height="539" rx="8" fill="#ffffff" stroke="#d0d7de"/>',
-        '  <text x="24" y="36" font-size="17" font-weight="bold">'
-        "Weak scaling of a GPT-2-large-sized model</text>",
-        '  <text x="24" y="60" fill="#57606a">Hierarchical allreduces; computed '
-        "from FLOP counts and link speeds, not measured</text>",
-        '  <text x="24" y="88" font-size="12" fill="#57606a">efficiency</text>',
-        f'  <text x="{(LEFT + RIGHT) / 2:g}" y="516" text-anchor="middle" font-size="12" '
-        f'fill="#57606a">ranks ({RANKS_PER_NODE} a node)</text>',
-    ]
-    for tenth in range(round(lowest * 10), 11):
-        at = y(tenth / 10)
-        parts += [
-            f'  <path d="M{LEFT},{at:.1f} H{RIGHT}" stroke="#d8dee4"/>',
-            f'  <text x="{LEFT - 10}" y="{at + 5:.1f}" text-anchor="end">{tenth * 10} %</text>',
-        ]
-    for index, world_size in enumerate(WORLD_SIZES):
-        parts.append(
-            f'  <text x="{x(index):.1f}" y="{BOTTOM + 22}" text-anchor="middle">{world_size}</text>'
-        )
+    figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for each, colour in zip(shown, COLOURS, strict=True):
         lines = (each.planned, each.default, each.at_end)
-        for efficiencies, (_, dash) in zip(lines, DASHES, strict=True):
-            points = " ".join(f"{x(i):.1f},{y(e):.1f}" for i, e in enumerate(efficiencies))
-            parts.append(f'  <polyline points="{points}" {_stroke(colour, dash)}/>')
-    for row, (each, colour) in enumerate(zip(shown, COLOURS, strict=True)):
-        parts += _legend(TOP + 40 + 26 * row, _stroke(colour, ""), f"{each.gbit_per_s} Gbit/s")
-    for row, (name, dash) in enumerate(DASHES):
-        parts += _legend(TOP + 160 + 26 * row, _stroke("#57606a", dash), name)
-    parts += [
-        f'  <text x="650" y="{TOP + 16}" font-size="12" fill="#57606a">link of a node</text>',
-        f'  <text x="650" y="{TOP + 136}" font-size="12" fill="#57606a">allreduces</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _stroke(colour: str, dash: str) -> str:
-    dashes = f'stroke-width="1.7" stroke-dasharray="{dash}"' if dash else 'stroke-width="2.6"'
-    return f'fill="none" stroke="{colour}" {dashes}'
-
-
-def _legend(y: int, stroke: str, name: str) -> list[str]:
-    return [
-        f'  <path d="M650,{y} H690" {stroke}/>',
-        f'  <text x="700" y="{y + 5}">{name}</text>',
-    ]
+        for efficiencies, style in zip(lines, STYLES.values(), strict=True):
+            panel.plot(WORLD_SIZES, efficiencies, color=colour, linestyle=style)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(WORLD_SIZES, list(map(str, WORLD_SIZES)))
+    panel.yaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))
+    panel.grid(axis="y", color="#d8dee4")
+    panel.set_xlabel(f"ranks ({RANKS_PER_NODE} a node)")
+    panel.set_ylabel("efficiency")
+    panel.set_title("Weak scaling of a GPT-2-large-sized model: computed, not measured", loc="left")
+    speeds = zip(shown, COLOURS, strict=True)
+    handles = [Line2D([], [], color=c, label=f"{s.gbit_per_s} Gbit/s a node") for s, c in speeds]
+    handles += [Line2D([], [], color="#57606a", linestyle=s, label=k) for k, s in STYLES.items()]
+    figure.legend(handles=handles, loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def main() -> None:
     """Print the table and write the picture."""
     computed = curves()
     print("\n".join(markdown(computed)))
-    IMAGE.write_text(svg(computed[:-1]))
+    draw(computed[:-1], IMAGE)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def relink(markdown: str, uri: str) -> str:
     if uri.startswith("benchmarks/"):
         markdown = _INDENTED_COMMAND.sub(_fence, markdown)
         return markdown.replace("](../docs/", "](../")
-    return markdown.replace("](../README.md)", "](getting-started.md)").replace("](../", "](")
+    return markdown.replace("](../", "](")
 
 
 def _fence(found: re.Match[str]) -> str:

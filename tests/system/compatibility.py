@@ -1,8 +1,8 @@
-"""Write docs/compatibility.md: every row's outcome, ddpopt's beside the in-tree optimizer's.
+"""Write what works into two pages: every row's outcome, ddpopt's beside the in-tree optimizer's.
 
 python -m tests.system.compatibility
 """
-# test: skip, it writes the page; tests/system/test_compatibility.py runs the rows
+# test: skip, it writes the pages; tests/system/test_compatibility.py runs the rows
 
 from __future__ import annotations
 
@@ -15,72 +15,46 @@ from tests.support.ranks import RankError, Ranks
 from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
 from tests.system.scenarios.running import Outcome, run_row
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+MODELS, TRAINING = _DOCS / "compatibility.md", _DOCS / "compatibility-training.md"
+_FIRST_OF_TRAINING = "static_graph"  # this row and those after it are about DDP and training
 
 COLUMNS = ("forward", "backward", "in-tree")
 
-# Measured by hand, with `make drift`; renew it before a release.
-_RELEASES = """\
-## Releases of torch
-
-The range is `torch>=2.11`, without an upper bound: a release that moved a private name costs
-overlap and a warning, not the run. `make drift TORCH=torch==2.11.0` runs the core of the tests
-on another release; `ddpopt doctor` says what one lacks. The table is of 2026-11-22, a run of pytest
-for each file, by the name that the file had on that day, on a busy machine of two cores:
-
-| tests | torch 2.11.0 | torch 2.15.0 |
-|---|---|---|
-| torch | 3 passed | 3 passed |
-| backend | 25 passed | 25 passed |
-| buckets | 6 passed | 6 passed |
-| config | 15 passed | 15 passed |
-| forward_split | 5 passed | 5 passed |
-| gradients | 14 passed | 14 passed |
-| sections | 13 passed | 13 passed |
-| gates | 32 passed | 32 passed |
-| dump | 22 passed | 22 passed |
-| overlap | 17 passed | 17 passed |
-| gated | 14 passed | 14 passed |
-| exactness | 28 passed, 1 skipped | 29 passed |
-| verification | 35 passed | 35 passed |
-| warming | 21 passed | 21 passed |
-| options | 16 passed | 16 passed |
-| runner | 14 passed | 14 passed |
-| data_parallel | 89 passed | 89 passed |
-| attachment | 22 passed | 22 passed |
-| agreement | 19 passed | 19 passed |
-| cli, `-k doctor` | 4 passed | 4 passed |
-| training | 168 passed | 168 passed |
-| drift | 38 passed | 38 passed |
-
-What was skipped: 2.11's DDP refuses fractional caps where parameters are delayed. CUDA builds run
-`bf16_compress_hook` on gloo too, which the CPU build below refuses: equal. Private names: all
-that `ddpopt doctor` lists were found in 2.11.0, 2.13.0 and 2.15.0.
-
-## Models
-"""
+_EAGER = "eager raises "  # of a cell, until its row is written
 
 _INTRODUCTION = """\
 # What works
 
-{releases}
 Each row trains a small model on two gloo processes, with different data on each, for at least
 three steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are
 clipped in every row that has no sparse ones. The inner compiler is `aot_eager`, or Inductor where
-a row says so. This file is written by `python -m tests.system.compatibility`, here with torch
-{torch}; `tests/system/test_training.py` checks ddpopt's columns: *forward* and *backward* are its
-two splits.
-[Architectures](architectures.md) is the same for tiny models of transformers and timm.
+a row says so. `python -m tests.system.compatibility` writes this page, here with torch {torch};
+`tests/system/test_training.py` checks ddpopt's columns: *forward* and *backward* are its two
+splits. The rows here are about models; [What works in training](compatibility-training.md) has
+those about DDP's options, hooks and the loop, [Architectures](architectures.md) those about tiny
+models of transformers and timm. [Releases of torch](releases.md) says what was run on which.
 
-- *3 of 3*: the graph was split into three sections, for three buckets of the Reducer. With graph
-  breaks and recompiles there is one number of sections for each graph. *whole* is a graph that was
-  not split; `explain` and a warning say why.
+- *3/4*: equal to eager DDP, with the graph in three sections, for four buckets of the Reducer. With
+  graph breaks and recompiles there is one number of sections for each graph: *2+2/8*. *whole* is
+  equal too, and was not split; `explain` and the log say why.
 - The in-tree optimizer is PyTorch's own, with `backend="aot_eager"` or `"inductor"`. It refuses
   caps below its first bucket's, 1 MiB; for these models that is lowered to the row's cap. Its
   buckets may be others than ddpopt's: they are formed from the order in which gradients first
   arrive, and within one of its sections that is arbitrary, so it can have more of them.
-- *not possible in eager DDP*: eager DDP raises this, and so does the compiled model.
+- *eager raises*: the error in the note, and so does the compiled model.
 
+"""
+
+_INTRODUCTION_OF_TRAINING = """\
+# What works in training
+
+DDP's options, hooks, training loops, and rows on Inductor. [What works](compatibility.md) says what
+is compared and what the cells mean: *3/4* is equal to eager DDP, three sections for four buckets.
+
+"""
+
+_HEADER = """\
 | row | forward | backward | in-tree | note |
 |---|---|---|---|---|
 """
@@ -93,10 +67,20 @@ def all_rows() -> list[tuple[str, str, str]]:
 
 
 def documented_rows() -> list[str]:
-    """Return the titles in the document."""
-    lines = DOCUMENT.read_text().splitlines()
-    table = lines[lines.index("|---|---|---|---|---|") + 1 :]
-    return [line.split("|")[1].strip() for line in table]
+    """Return the titles in the pages."""
+    tables = [path.read_text().partition(_HEADER)[2] for path in (MODELS, TRAINING)]
+    return [line.split("|")[1].strip() for table in tables for line in table.splitlines()]
+
+
+def write_pages(lines: list[str]) -> None:
+    """Write the rows, in the order of `all_rows`, into the two pages."""
+    first = [title for title, _, _ in all_rows()].index(_FIRST_OF_TRAINING)
+    pages = {
+        MODELS: (_INTRODUCTION.format(torch=torch.__version__), lines[:first]),
+        TRAINING: (_INTRODUCTION_OF_TRAINING, lines[first:]),
+    }
+    for path, (introduction, rows) in pages.items():
+        path.write_text("\n".join([introduction + _HEADER + rows[0], *rows[1:], ""]))
 
 
 def _lines() -> Iterator[str]:
@@ -104,16 +88,24 @@ def _lines() -> Iterator[str]:
     try:
         for title, name, inner in all_rows():
             cells = [_run(ranks, name, optimizer, inner) for optimizer in COLUMNS]
-            yield f"| {' | '.join([title, *cells, SCENARIOS[name]().note])} |"
+            yield row(title, cells, SCENARIOS[name]().note)
     finally:
         ranks.stop()
+
+
+def row(title: str, cells: list[str], note: str) -> str:
+    """Return a line of the table; what eager DDP raises is said once, in the note."""
+    raised = dict.fromkeys(cell.removeprefix(_EAGER) for cell in cells if cell.startswith(_EAGER))
+    notes = [*filter(None, [note]), *map(_short, raised)]
+    shown = ["eager raises" if cell.startswith(_EAGER) else cell for cell in cells]
+    return f"| {' | '.join([title, *shown, '; '.join(notes)])} |"
 
 
 def _run(ranks: Ranks, name: str, optimizer: str, inner: str) -> str:
     try:
         outcomes: list[Outcome] = ranks.run(run_row, name, optimizer, inner)
     except RankError as error:
-        return f"error: {str(error).strip().splitlines()[-1]}"
+        return f"error: {_short(str(error).strip().splitlines()[-1])}"
     if any(outcome.error for outcome in outcomes):
         ranks.stop()  # a failed backward may have left DDP, or the group, in any state
     return next((text for text in map(_failure, outcomes) if text), _splits(outcomes[0]))
@@ -121,7 +113,7 @@ def _run(ranks: Ranks, name: str, optimizer: str, inner: str) -> str:
 
 def _failure(outcome: Outcome) -> str | None:
     if outcome.eager_error is not None and outcome.error == outcome.eager_error:
-        return f"not possible in eager DDP: {_short(outcome.error)}"
+        return f"{_EAGER}{outcome.error}"
     if outcome.error is not None:
         return f"error: {_short(outcome.error)}"
     if outcome.difference is not None:
@@ -131,8 +123,8 @@ def _failure(outcome: Outcome) -> str | None:
 
 def _splits(outcome: Outcome) -> str:
     if set(outcome.pieces) == {1}:
-        return "equal, whole"
-    return f"equal, {' + '.join(map(str, outcome.pieces))} of {outcome.num_buckets}"
+        return "whole"
+    return f"{'+'.join(map(str, outcome.pieces))}/{outcome.num_buckets}"
 
 
 def _short(text: str, length: int = 100) -> str:
@@ -142,7 +134,4 @@ def _short(text: str, length: int = 100) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    table = "\n".join(_lines())
-    DOCUMENT.parent.mkdir(exist_ok=True)
-    introduction = _INTRODUCTION.format(torch=torch.__version__, releases=_RELEASES)
-    DOCUMENT.write_text(introduction + table + "\n")
+    write_pages(list(_lines()))

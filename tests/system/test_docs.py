@@ -53,8 +53,8 @@ import error_tables
 
 # What a page says that its commands write.
 WRITTEN = {
-    "docs/index.md": ("explanation.html", "trace.json"),
     "docs/reading-the-logs.md": ("dumps",),
+    "docs/ten-minutes.md": ("explanation.html", "trace.json"),
 }
 ON_TWO_NODES = "run on two emulated nodes"
 FILES_FROM = "docs/getting-started.md"  # for pages that run a train.py without showing it
@@ -74,7 +74,7 @@ ELSEWHERE = {
 RECORDS = {"CHANGELOG.md", "benchmarks/RESULTS.md"}
 # Pages whose Python blocks are only compiled.
 COMPILE_ONLY = {
-    "README.md": "each line is in tests of its own: planning, rebucketing, simulation",
+    "README.md": "Getting started has the same lines, and those are run",
     "benchmarks/README.md": "MyModule is the reader's",
 }
 
@@ -245,6 +245,13 @@ def test_all_pages_are_looked_at() -> None:
     for folder in ("benchmarks", "docs", "examples", "src", "tests"):
         found |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.md")}
     assert found == {*PAGES, *RECORDS}
+
+
+def test_no_page_is_too_long_to_read() -> None:
+    """As `wc -w` counts, code and tables too: a README of one screen, and pages of ten minutes."""
+    limits = dict.fromkeys(DOCS.glob("*.md"), 1500) | {ROOT / "README.md": 600}
+    num_words = {path: len(path.read_text().split()) for path in limits}
+    assert {p.name: num_words[p] for p in limits if num_words[p] > limits[p]} == {}
 
 
 def test_what_is_left_out_has_a_reason() -> None:

@@ -29,16 +29,20 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
     assert "all 2 ranks hold the same 110 parameters" in text
 
 
-def test_train_gpt_learns_and_equals_its_eager_twin() -> None:
-    """Plan table, falling loss, equal ranks, sample, and a loss difference of rounding size."""
+def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
+    """Plan table, falling loss, equal ranks, sample, overlap, and a loss difference of rounding."""
     text = run_command(
         f"{_TORCHRUN} examples/train_gpt.py --steps 30 --layers 2 --width 64 --heads 2 "
-        "--context 64 --bucket-cap-mb 0.1 --inner aot_eager --compare eager --sample 20"
+        "--context 64 --bucket-cap-mb 0.1 --inner aot_eager --compare eager --sample 20 "
+        f"--overlap {tmp_path}/pages/overlap.html"
     )
     assert re.search(r"\d+ sections for \d+ DDP buckets", text)
     assert "loss fell" in text
     assert float(re.search(r"\n([\d.e-]+); in the first", text).group(1)) < 1e-3
     assert "sample:\ndef " in text
+    waiting = r"backward [\d.]+ ms, [\d.]+ of it waiting for communication"
+    assert re.search(rf"without cuts: {waiting}.*\n.*with ddpopt:  {waiting}", text)
+    assert "<html" in (tmp_path / "pages" / "overlap.html").read_text()
     assert "all ranks hold bitwise equal parameters" in text
 
 

@@ -1,4 +1,4 @@
-"""docs/architectures.md, from a sweep's log."""
+"""docs/architectures.md and the pages with its rows, from a sweep's log."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from tests.system.fuzzing.checking import (
     ROUNDED,
 )
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "architectures.md"
+DOCS = Path(__file__).parents[3] / "docs"
+DOCUMENT = DOCS / "architectures.md"
+_ROWS = "architectures-{}.md"  # as many as it takes; mkdocs.yml leaves them out of the menu
+_MAX_WORDS = 1400  # of a page, less its heading; tests/system/test_docs.py allows 1,500 in all
 
 _WORDS = {
     EQUAL: "equal",
-    EQUAL_TO_UNSPLIT: "equal, rounded",
-    ROUNDED: "equal, rounded",
+    EQUAL_TO_UNSPLIT: "rounded",
+    ROUNDED: "rounded",
     AS_UNSPLIT: "as unsplit",
     REFUSED: "eager raises",
     REFUSED_UNSPLIT: "unsplit raises",
@@ -41,9 +44,9 @@ _INTRODUCTION = """\
 {number} architectures of transformers {transformers} and timm {timm}, tiny and with random weights,
 each trained for three steps by two gloo ranks with different data on each. Losses, the gradients
 of each step, parameters and buffers are compared with eager DDP, to the bit; where they are not
-equal, the unsplit compile decides, as in [the fuzz](safety.md#random-models). Caps are chosen so
-that there are about six buckets. `tests/system/test_architectures.py` runs a handful. This page is
-written by
+equal, the unsplit compile decides, as in [the fuzz](fuzzing.md#random-models). Caps are chosen so
+that there are about six buckets. `tests/system/test_architectures.py` runs a handful. This page and
+those with the rows are written by
 
 <!-- test: skip, it takes hours; tests/system/test_architectures.py runs a handful -->
 ```
@@ -56,16 +59,16 @@ which takes some hours, can be continued, and needs `pip install transformers ti
 - *whole* is `torch.compile(ddp)`, *regional* `layer.compile()` of each repeated layer before DDP is
   made. *Checkpointed* is the model's own: `gradient_checkpointing_enable()` of transformers,
   `set_grad_checkpointing()` of timm. Models that have none have no such rows.
-- *5 + 1 of 5*: a graph in five sections and one that is whole, for five buckets of the Reducer.
-- *equal* is to the bit; *equal, rounded* within 1e-4 of the largest element. *As unsplit*: it is
-  not what eager gives, but what the unsplit compile gives.
+- *5+1/5*: equal to eager DDP to the bit, with a graph in five sections and one that is whole, for
+  five buckets of the Reducer. *rounded 5/5*: equal within 1e-4 of the largest element. *as unsplit
+  5/5*: not what eager gives, but what the unsplit compile gives.
 - *looks for unused*: parameters get no gradient, so DDP has `find_unused_parameters=True`.
 
 """
 
 # Written by hand, from what the log says; to be renewed with the tables.
 _CAUSES = {
-    "*equal, rounded* in the forward split": "a value that several sections use gets its gradients "
+    "*rounded* in the forward split": "a value that several sections use gets its gradients "
     "added in another order, as with the in-tree optimizer",
     "timm's models with batch norm, whole and checkpointed: *as unsplit*": "eager computes the "
     "forward again, which counts each batch twice in the running statistics; compiled it counts "
@@ -78,7 +81,7 @@ _CAUSES = {
     "strides do not allow it (torch 2.13)",
     "swin, regional, in-tree: *error*": "a symbolic size that tracing found to be a number crosses "
     "a cut; ddpopt writes the number in its place",
-    "image classifiers of transformers: `5 + 5 of 5`": "the first step writes `problem_type` into "
+    "image classifiers of transformers: `5+5/5`": "the first step writes `problem_type` into "
     "the configuration, and Dynamo compiles anew, with any backend",
 }
 
@@ -92,11 +95,22 @@ _TABLE = """\
 |---|---|---|---|---|
 """
 
+_LEGEND = """\
+[Architectures](architectures.md) says what is compared and what the cells mean. What is empty has
+not been run."""
+
+_ON_INDUCTOR = "Whole, without any option (default) and with the backward split.\n\n"
+
+_TABLE_ON_INDUCTOR = """\
+| architecture | default | backward |
+|---|---|---|
+"""
+
 _COLUMNS = ("forward", "backward", "in-tree")
 
 
 def write_document(log: Log) -> None:
-    """Write the page."""
+    """Write the page, and those with the rows."""
     names = [name for name in ARCHITECTURES if any(name == other for other, _ in log.results)]
     packages = {name: metadata.version(name) for name in ("transformers", "timm")}
     runs = [(name, way) in log.results for name in ARCHITECTURES for way in ways_of(name)]
@@ -106,10 +120,39 @@ def write_document(log: Log) -> None:
     text += _SUMMARY + "".join(_summary(log))
     text += "\n## What is not equal, and why\n\n| row | cause |\n|---|---|\n"
     text += "".join(f"| {row} | {cause} |\n" for row, cause in _CAUSES.items())
-    text += "\n## All rows\n\nWhat is empty has not been run.\n\n" + _TABLE
-    text += "".join(line for name in names for line in _rows(log, name))
-    text += "".join(_on_inductor(log, names))
+    rows = {name: "".join(_rows(log, name)) for name in names}
+    on_inductor = {name: "".join(_on_inductor(log, name)) for name in names}
+    write_pages(text, rows, on_inductor)
+
+
+def write_pages(text: str, rows: dict[str, str], on_inductor: dict[str, str]) -> None:
+    """Write the page, whose text this is, and the rows, as many architectures a page as fit."""
+    for path in DOCS.glob(_ROWS.format("*")):
+        path.unlink()
+    text += "\n## All rows\n\n"
+    parts = [(_TABLE, part) for part in _parts(rows)]
+    parts += [(_ON_INDUCTOR + _TABLE_ON_INDUCTOR, part) for part in _parts(on_inductor)]
+    for number, (head, part) in enumerate(parts, start=1):
+        kind = ", on Inductor" if head.startswith(_ON_INDUCTOR) else ""
+        ends = dict.fromkeys([next(iter(part)), list(part)[-1]])
+        title = f"Architectures{kind}: {' to '.join(ends)}"
+        path = DOCS / _ROWS.format(number)
+        text += f"- [{title}]({path.name})\n"
+        path.write_text(f"# {title}\n\n{_LEGEND}\n\n{head}{''.join(part.values())}")
     DOCUMENT.write_text(text)
+
+
+def _parts(rows: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Give all architectures that have rows, in parts of no more than _MAX_WORDS."""
+    part: dict[str, str] = {}
+    for name, lines in rows.items():
+        if part and len(" ".join([*part.values(), lines]).split()) > _MAX_WORDS:
+            yield part
+            part = {}
+        if lines:
+            part[name] = lines
+    if part:
+        yield part
 
 
 def _summary(log: Log) -> Iterator[str]:
@@ -141,14 +184,11 @@ def _rows(log: Log, name: str) -> Iterator[str]:
             title = ""
 
 
-def _on_inductor(log: Log, names: list[str]) -> Iterator[str]:
-    yield "\n## On Inductor\n\nWhole, without any option (forward) and with the backward split.\n\n"
-    yield "| architecture | forward | backward |\n|---|---|---|\n"
-    for name in names:
-        ways = [Way(optimizer=o, inner="inductor") for o in ("default", "backward")]
-        results = [log.results.get((name, way)) for way in ways]
-        if any(results):
-            yield f"| {name} | {' | '.join(map(_cell, results))} |\n"
+def _on_inductor(log: Log, name: str) -> Iterator[str]:
+    ways = [Way(optimizer=o, inner="inductor") for o in ("default", "backward")]
+    results = [log.results.get((name, way)) for way in ways]
+    if any(results):
+        yield f"| {name} | {' | '.join(map(_cell, results))} |\n"
 
 
 def _cell(result: Result | None) -> str:
@@ -160,7 +200,8 @@ def _cell(result: Result | None) -> str:
     word = _WORDS[result.outcome]
     if not result.sections:
         return word
-    return f"{word}, {' + '.join(map(str, result.sections))} of {result.num_buckets}"
+    sections = f"{'+'.join(map(str, result.sections))}/{result.num_buckets}"
+    return sections if result.outcome == EQUAL else f"{word} {sections}"
 
 
 def _said(detail: str) -> str:

@@ -1,0 +1,95 @@
+"""The pictures of the documentation: what is read from recordings, and that they can be drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpopt.inspection.recording import (
+    RecordedBucket,
+    RecordedSection,
+    RecordedStep,
+    Recording,
+)
+from tests.system.documents import DOCS, ROOT
+
+
+@pytest.fixture
+def figure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """docs/figures/step.py as a module."""
+    spec = importlib.util.spec_from_file_location("step_figure", DOCS / "figures" / "step.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _step(start_s: float, stretch: float) -> RecordedStep:
+    """Forward of 10 ms, two sections to 30 and 50, two allreduces to 40 and 70, times a factor."""
+    at_30, at_40, at_50, at_70 = (start_s + stretch * t for t in (0.03, 0.04, 0.05, 0.07))
+    begin = start_s + stretch * 0.01
+    return RecordedStep(
+        forward_start_s=start_s,
+        forward_stop_s=begin,
+        backward_stop_s=at_70,
+        sections=(
+            RecordedSection("0/0", 0, "backward", begin, at_30),
+            RecordedSection("0/0", 1, "backward", at_30, at_50),
+        ),
+        buckets=(
+            RecordedBucket(0, 1000, at_30, at_30, at_40),
+            RecordedBucket(1, 1000, at_50, at_50, at_70),
+        ),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trace for each way of compiling, of three steps of which the second is the median."""
+    for way in ("without", "with"):
+        (tmp_path / way).mkdir()
+        recording = Recording(rank=0, world_size=2, host="here", machine="this", origin_unix_ns=0)
+        recording.steps = (_step(0.0, 3.0), _step(1.0, 1.0), _step(2.0, 0.5))
+        recording.save(tmp_path / way / "rank0.json")
+    return tmp_path
+
+
+def test_the_picture_of_a_step_shows_the_median_one(figure: Any, folder: Path) -> None:
+    """In ms from its forward; what runs after the last gradient is exposed."""
+    step = figure.median_step(folder / "with" / "rank0.json")
+    assert step.forward == pytest.approx((0, 10), abs=0.01)
+    assert step.ready == pytest.approx(50, abs=0.01)
+    assert step.end == pytest.approx(70, abs=0.01)
+    assert step.exposed == pytest.approx(20, abs=0.01)
+    assert [round(span.stop) for span in step.sections] == [30, 50]
+    assert [round(span.stop) for span in step.allreduces] == [40, 70]
+
+
+def test_the_picture_of_a_step_is_drawn_from_traces(figure: Any, folder: Path) -> None:
+    """By the command that its docstring names, without the recording."""
+    pytest.importorskip("matplotlib", reason="pip install 'ddpopt[benchmarks]'")
+    image = folder / "step.png"
+    figure.main(["--draw", "--folder", str(folder), "--image", str(image)])
+    assert image.stat().st_size > 1000
+
+
+def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every peer has a label of its own, which is not its name in the code."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.algorithms import peers as algorithms
+    from benchmarks.algorithms import report
+    from benchmarks.harness.peers import PEERS
+    from benchmarks.overlap import figures
+
+    for names, label in ((PEERS, figures.label), (algorithms.PEERS, report.label)):
+        labels = {label(name) for name in names}
+        assert len(labels) == len(names)
+        assert labels.isdisjoint(names)
+    assert figures.label("auto:buckets=8") == "ddpopt, tuned buckets (buckets=8)"
+    assert figures.label_of_rate("1gbit") == "1 Gbit/s"
+    assert figures.label_of_rate("free") == "no limit"
+    assert figures.label_of_cap("default") == "DDP's default buckets"
