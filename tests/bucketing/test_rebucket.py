@@ -50,7 +50,7 @@ SIZES = (1, 4, 5, 2)
 
 
 def _train_rebucketed(
-    rank: int, options: dict[str, Any], compiled: bool, hook: Any, as_before: bool
+    rank: int, options: dict[str, Any], split: str, hook: Any, as_before: bool
 ) -> None:
     """Rebucket after two steps; every step equals that of a DDP module that keeps its buckets."""
     torch._dynamo.reset()
@@ -64,9 +64,11 @@ def _train_rebucketed(
                 each._register_builtin_comm_hook(hook)
             else:
                 each.register_comm_hook(None, hook)
-    forward = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    run: Any = ddp
+    if split:
+        chosen = {"inner": "aot_eager", "split": split}
+        run = torch.compile(ddp, backend="ddpopt", options=chosen)
     inputs = batches(rank, [(4, 64)] * 3)
-    run = forward if compiled else ddp
     for trained, call in ((ddp, run), (expected, None)):
         train(trained, inputs, call)
     assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
@@ -84,11 +86,11 @@ def _train_rebucketed(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("split", ["", "backward", "forward"], ids=["eager", "backward", "forward"])
 def test_training_goes_on_with_exactly_the_planned_buckets(
-    ranks: Ranks, options: dict[str, Any], compiled: bool
+    ranks: Ranks, options: dict[str, Any], split: str
 ) -> None:
-    ranks.run(_train_rebucketed, options, compiled, None, True)
+    ranks.run(_train_rebucketed, options, split, None, True)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_training_goes_on_with_exactly_the_planned_buckets(
     ids=["python", "built in"],
 )
 def test_comm_hooks_stay(ranks: Ranks, hook: Any) -> None:
-    ranks.run(_train_rebucketed, {}, True, hook, True)
+    ranks.run(_train_rebucketed, {}, "auto", hook, True)
 
 
 def _refuse(rank: int, case: str) -> str:

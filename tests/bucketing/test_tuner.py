@@ -22,7 +22,9 @@ import ddpopt
 from ddpopt import AllreduceCost
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing import tuner as tuning
+from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.ranks import rendezvous
+from ddpopt.split import driver
 from ddpopt.split import state as records
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
@@ -80,7 +82,7 @@ def _train(
     }
 
 
-@pytest.mark.parametrize(("split", "graphs"), [("backward", 1), ("forward", 2)])
+@pytest.mark.parametrize(("split", "graphs"), [("auto", 1), ("backward", 1), ("forward", 2)])
 def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
     ranks: Ranks, split: str, graphs: int
 ) -> None:
@@ -139,6 +141,24 @@ def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Rank
     assert told["graphs"] == 2
     assert told["sections"][0] > 1
     assert told["sections"][-1] == 0
+
+
+def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
+    refused = CutRefusedError(ForwardInstead.ATTRIBUTES)
+    with mock.patch.object(driver, "_split_backward", side_effect=refused):
+        return _train(rank, "auto", cost, {})
+
+
+@pytest.mark.parametrize("cost", [SLOW, FREE], ids=["change", "stay"])
+def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
+    ranks: Ranks, cost: AllreduceCost
+) -> None:
+    """Where "auto" was to cut the backward: for the buckets that were found, or DDP's own."""
+    for told in ranks.run(_train_forward_instead, cost):
+        assert told["outcome"].startswith("buckets change" if cost is SLOW else "buckets stay")
+        assert told["graphs"] == 2
+        assert told["sections"][0] > told["sections"][-1]
+        assert told["as_planned"] == [True] * len(told["buckets"][-1])
 
 
 def _train_unevenly(rank: int) -> dict[str, Any]:

@@ -187,11 +187,16 @@ ROWS: dict[str, Row] = {
 }
 
 
+@pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize("name", ROWS)
-def test_predicted_buckets_are_the_reducers(one_rank: None, name: str) -> None:
-    """The parameter sets are equal in every row, in launch order, after the rebuild."""
+def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: str) -> None:
+    """The parameter sets are equal in every row, in launch order, after the rebuild.
+
+    What has sections can be cut in backward, in every row.
+    """
     row = ROWS[name]
-    model = torch.compile(row.model(), backend="ddpopt", options={"inner": "aot_eager"})
+    options = {"inner": "aot_eager", "split": split}
+    model = torch.compile(row.model(), backend="ddpopt", options=options)
     ddp = DistributedDataParallel(model, **row.options)
     for _ in range(4):
         ddp(torch.randn(3, row.width)).float().sum().backward()
@@ -199,6 +204,8 @@ def test_predicted_buckets_are_the_reducers(one_rank: None, name: str) -> None:
     predicted = [{p.index for p in bucket.parameters} for bucket in plan.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
     assert len(plan.sections) >= row.min_sections
+    if plan.sections:
+        assert plan.split == ("backward" if split == "auto" else split)
 
 
 def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:

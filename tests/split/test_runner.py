@@ -20,25 +20,27 @@ from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train
 CAP = 0.03
 
 
-def _compile(module: nn.Module) -> Any:
-    return torch.compile(module, backend="ddpopt", options={"inner": "aot_eager"})
+def _compile(module: nn.Module, split: str = "auto") -> Any:
+    return torch.compile(module, backend="ddpopt", options={"inner": "aot_eager", "split": split})
 
 
+@pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_the_first_gradients_arrive_in_the_planned_order(
-    one_rank: None, static_graph: bool
+    one_rank: None, static_graph: bool, split: str
 ) -> None:
     """Parameter hooks see the plan's order, until DDP has rebuilt its buckets."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP, static_graph=static_graph)
     arrived: list[str] = []
     for name, parameter in ddp.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-    compiled = _compile(ddp)
+    compiled = _compile(ddp, split)
     for x in batches(0, [(2, WIDTH)] * 4):
         was_rebuilt = ddp._has_rebuilt_buckets
         arrived.clear()
         compiled(x).sum().backward()
         (plan,) = ddpopt.explain(ddp).plans
+        assert plan.split == split
         if not was_rebuilt and not ddp._has_rebuilt_buckets:
             assert arrived == [p.name for p in plan.arrival]
     assert ddp._has_rebuilt_buckets
@@ -161,7 +163,8 @@ def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> None:
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None, split: str) -> None:
     """It gets no alias: a write under no_grad would go through that. Embeddings may write too."""
 
     class Clamped(MLP):
@@ -177,7 +180,7 @@ def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None) -> 
 
     eager, ddp = twins(Clamped(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 4)
-    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    assert_equal_states(train(ddp, inputs, _compile(ddp, split)), train(eager, inputs))
 
 
 def test_buckets_other_than_planned_are_warned_about_with_the_first_parameter(
@@ -216,14 +219,15 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize(("cap", "sections"), [(CAP, 0), (0.0157, 2)])
 def test_a_graph_shared_by_blocks_is_planned_for_one_block(
-    one_rank: None, caplog: pytest.LogCaptureFixture, cap: float, sections: int
+    one_rank: None, caplog: pytest.LogCaptureFixture, cap: float, sections: int, split: str
 ) -> None:
     """A small block is not cut, whatever bucket boundary of the whole model falls into it."""
     eager, ddp = twins(Blocks(WIDTH), bucket_cap_mb=cap)
     inputs = batches(0, [(2, WIDTH)] * 4)
-    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    assert_equal_states(train(ddp, inputs, _compile(ddp, split)), train(eager, inputs))
     plans = ddpopt.explain(ddp).plans
     assert all(plan.is_shared for plan in plans)
     assert {len(plan.sections) for plan in plans} == {sections}
@@ -253,10 +257,11 @@ def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
 
 
-def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None) -> None:
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None, split: str) -> None:
     """Even when DDP formed other buckets than planned: they are final, and known by then."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
-    compiled = _compile(ddp)
+    compiled = _compile(ddp, split)
     x = compiled(torch.randn(2, WIDTH)).detach()
     for i in (5, 0, 4, 1, 3, 2):
         x = ddp.module.layers[i](x).relu()
@@ -265,6 +270,7 @@ def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None) -> None:
         compiled(torch.randn(2, WIDTH)).sum().backward()
     compiled(torch.randn(3, WIDTH)).sum().backward()
     first, second = ddpopt.explain(ddp).plans
+    assert first.split == second.split == split
     actual = [bucket.actual for bucket in ddpopt.explain(ddp).buckets]
     assert [tuple(p.name for p in bucket.parameters) for bucket in second.buckets] == actual
     assert first.buckets != second.buckets

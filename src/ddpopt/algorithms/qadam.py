@@ -33,8 +33,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
     With `QAdam` attached, `p.grad` is m, averaged over all ranks, from backward to `zero_grad`.
 
     Args:
-        params, lr, betas, eps, weight_decay: As `torch.optim.Adam` has them.
+        params: Parameters or groups of them; this and all but `warmup_steps` as for Adam.
+        lr: Learning rate.
         warmup_steps: Updates, at least 1, until the variance is known well enough.
+        betas: How much of momentum and variance is kept from update to update.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty: this times the parameter is added to its gradient.
 
     Raises:
         OptionError: a value is out of its range.
