@@ -44,6 +44,7 @@ def _step(
     dtype: torch.dtype = torch.float32,
     context: Callable[[], Any] = contextlib.nullcontext,
     dynamic: bool | None = None,
+    retain_graph: bool = False,
     **options: Any,
 ) -> Step:
     """Take the first step of a new model, as a new process would; `expected` is eager's."""
@@ -55,8 +56,11 @@ def _step(
     compiled = torch.compile(ddp, backend="ddpopt", dynamic=dynamic, options=options)
     inputs = (torch.randn(8, WIDTH) if batch is None else batch).to(dtype)
     with context():
-        eager(inputs).square().sum().backward()
-        compiled(inputs).square().sum().backward()
+        for forward in (eager, compiled):
+            loss = forward(inputs).square().sum()
+            if retain_graph:
+                loss.backward(retain_graph=True)
+            loss.backward()
     explanation = ddpopt.explain(ddp)
     (plan,) = explanation.plans
     return Step(
@@ -90,6 +94,13 @@ def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
     assert warm.shown == cold.shown
     assert all(map(torch.equal, warm.gradients, cold.gradients))
     torch.testing.assert_close(warm.gradients, warm.expected)
+
+
+def test_what_was_compiled_without_retain_graph_serves_with_it(cold: Step) -> None:
+    """No entry's backward overwrites what the next one needs."""
+    again = _step(retain_graph=True)
+    assert again.is_hit
+    torch.testing.assert_close(again.gradients, again.expected)
 
 
 def test_an_unsplit_compile_takes_nothing_from_a_split_one(cold: Step) -> None:
