@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import codecache
 from torch._inductor.utils import fresh_cache
@@ -38,7 +37,6 @@ class Step(NamedTuple):
 
 def _step(
     *,
-    model: nn.Module | None = None,
     cap_mb: float = CAP_MB,
     batch: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
@@ -51,7 +49,7 @@ def _step(
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    eager = (model or MLP()).to(dtype)
+    eager = MLP().to(dtype)
     ddp = DistributedDataParallel(copy.deepcopy(eager), bucket_cap_mb=cap_mb)
     compiled = torch.compile(ddp, backend="ddpopt", dynamic=dynamic, options=options)
     inputs = (torch.randn(8, WIDTH) if batch is None else batch).to(dtype)
