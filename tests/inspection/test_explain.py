@@ -96,8 +96,12 @@ def test_explain_of_something_else_is_an_error() -> None:
 def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
     one_rank: None,
 ) -> None:
-    """Its plans have no parameters; those of training plans still count as used before."""
-    ddp = DistributedDataParallel(SCENARIOS["graph break"]().model, bucket_cap_mb=CAP_MB)
+    """Its plans have no parameters; those of training plans still count as used before.
+
+    The first graph of all had to guess the order in the second, where a weight's gradient comes
+    before its bias's; with this cap buckets differ by that.
+    """
+    ddp = DistributedDataParallel(SCENARIOS["graph break"]().model, bucket_cap_mb=0.03)
     compiled = _compile(ddp)
     for batch in (2, 3):
         compiled(torch.randn(batch, 64)).sum().backward()
@@ -109,4 +113,4 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
         if plan.buckets
     ]
     assert len(planned) == 4
-    assert all(buckets == planned[0] for buckets in planned)
+    assert planned[0] != planned[1] == planned[2] == planned[3]
