@@ -1,7 +1,7 @@
 """Where ddpopt's messages go: torch's loggers, under the `TORCH_LOGS` names that people know.
 
 - `dynamo`, `distributed` or `ddp`: bucket boundaries and fallbacks, no graphs;
-- `ddp_graphs`: the original, each section's and the stitched graph;
+- `ddp_graphs`: the graph that was cut and those of its sections, a forward's stitched one too;
 - `+ddpopt`: the messages of the first kind.
 
 Nothing is formatted while its logger is off: pass objects whose `str` does the work.

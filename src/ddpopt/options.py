@@ -26,9 +26,8 @@ class Options:
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
-    backward graph that AOTAutograd makes, or why there is none. `split` may be "auto": what can be
-    cut, backward first. `drift` names what this torch
-    lacks to have them as asked.
+    backward graph that AOTAutograd makes, or why there is none. `drift` names what this torch lacks
+    to have them as asked.
     """
 
     inner: _torch.CompilerFn

@@ -1,6 +1,8 @@
 """What is shown of a split: the graphs and the plan of each compile, in logs and as files.
 
-    <config.dump_dir>/rank0-pid123/4_0/original.py, section_0.py, ..., stitched.py, plan.json
+    <config.dump_dir>/rank0-pid123/4_0/plan.json, original.py, and of
+        a cut backward: original_backward.py, backward_section_0.py, ...
+        a cut forward: section_0.py, ..., stitched.py
 
 Each graph is there as code and in Graphviz' language DOT. Nothing is formatted for what is off,
 and a dump that fails costs a warning, never the training run. `dump_dir` may be shared with others:

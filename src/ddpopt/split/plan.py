@@ -77,7 +77,7 @@ class SplitPlan:
     DDP module. `fallback` is None for a graph that is split; `detail` completes the fallback's
     sentence. Where `is_shared`, the same compiled graph may run for several modules; it is planned
     for its first module alone. `split` says which graph was cut; where that is the forward although
-    the backward was asked for, `instead` says why.
+    a backward was wanted, `instead` says why.
     """
 
     graph: str
@@ -151,16 +151,16 @@ class SplitPlan:
         if self.is_shared:
             graph += ", planned alone because modules of one class share it"
         detail = f"\n  {self.detail}" if self.detail else ""
+        instead = f"because {self.instead.value}{detail}" if self.instead else ""
         if self.fallback is not None:
-            return f"{graph}: compiled whole, because {self.fallback.value}{detail}"
+            line = f"{graph}: compiled whole, because {self.fallback.value}"
+            return f"{line}; its backward is not cut {instead}" if instead else f"{line}{detail}"
         total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
         kind = "backward sections" if self.split == "backward" else "sections"
         line = (
             f"{graph}: {len(self.sections)} {kind} for {len(self.buckets)} DDP buckets of {total}"
         )
-        if self.instead is None:
-            return line
-        return f"{line}; cut in forward, not in backward, because {self.instead.value}{detail}"
+        return f"{line}; cut in forward, not in backward, {instead}" if instead else line
 
 
 def frame_of(graph: str) -> str:
