@@ -36,7 +36,7 @@ def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
         "--context 64 --bucket-cap-mb 0.1 --inner aot_eager --compare eager --sample 20 "
         f"--overlap {tmp_path}/pages/overlap.html"
     )
-    assert re.search(r"\d+ sections for \d+ DDP buckets", text)
+    assert re.search(r"\d+ backward sections for \d+ DDP buckets", text)
     assert "loss fell" in text
     assert float(re.search(r"\n([\d.e-]+); in the first", text).group(1)) < 1e-3
     assert "sample:\ndef " in text

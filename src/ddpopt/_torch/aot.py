@@ -156,7 +156,7 @@ def _cached() -> Any:
     if not names.OUTPUT_CODE.is_expected:
         return None
     try:
-        names.OUTPUT_CODE.get()
+        names.CACHE_KEY.of(names.OUTPUT_CODE.get()())
         names.OUTPUT_LOADABLE.get()
         return importlib.import_module("ddpopt._torch.cached")  # which loads Inductor
     except TorchDriftError as error:
