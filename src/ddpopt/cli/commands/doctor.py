@@ -169,7 +169,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "boxed function": lambda: names.BOXED_NOP.get()(fx.GraphModule({}, fx.Graph()), []),
         "Inductor wrapper": lambda: _torch.inductor(None, {}),
         "Inductor's triton config": names.TRITON.get,
-        "OutputCode": lambda: names.OUTPUT_CODE.get()(),
+        "OutputCode": lambda: names.OUTPUT_CODE.get()(),  # noqa: PLW0108  # not before it is called
     }
     if ddp is not None:
         group, device = ddp.process_group, torch.device("cpu")
