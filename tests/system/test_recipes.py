@@ -16,6 +16,11 @@ RECIPES = {
 }
 
 
+def test_every_recipe_is_tested() -> None:
+    """A file in the folder is a row of the table."""
+    assert {path.name for path in (ROOT / "examples" / "recipes").glob("*.py")} == set(RECIPES)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:
     """Each graph that trains is cut between DDP's buckets, which are the planned ones."""
@@ -39,8 +44,3 @@ def test_accelerate_takes_no_backend_by_its_name() -> None:
     accelerate = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
     with pytest.raises(ValueError, match="DDPOPT"):
         accelerate.TorchDynamoPlugin(backend="ddpopt")
-
-
-def test_every_recipe_is_tested() -> None:
-    """A file in the folder is a row of the table."""
-    assert {path.name for path in (ROOT / "examples" / "recipes").glob("*.py")} == set(RECIPES)

@@ -123,7 +123,7 @@ def test_the_forward_has_as_many_kernels_as_unsplit_whatever_the_caps(one_rank: 
         unsplit, _ = _count_forward_kernels(25, enabled=False)
         split = [_count_forward_kernels(cap, split="backward") for cap in (0.05, 0.001)]
     assert {kernels for kernels, _ in split} == {unsplit}
-    assert split[0][1] < split[1][1] < split[2][1], "smaller caps, more sections"
+    assert split[0][1] < split[1][1], "smaller caps, more sections"
 
 
 def _peak(run: Callable[[], None]) -> int:
@@ -212,10 +212,10 @@ print(hash(str(plan)))
 _UNSPLIT_FIRST = '_train(_stack(2), enabled=False); _train(_stack(2), split="forward")'
 
 
-def _in_new_process(cache: Path, before: str = "", **env: str) -> tuple[str, str, int, int]:
+def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
     """Return digests of results and plan, hits of AOTAutograd's cache, misses of Inductor's."""
     code = _CACHED.format(tests=str(Path(__file__).parents[3]), before=before)
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0", **env}
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
     )
@@ -225,14 +225,12 @@ def _in_new_process(cache: Path, before: str = "", **env: str) -> tuple[str, str
 
 
 def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
-    """Cold, warm, off, and filled by the same model compiled without this split before."""
+    """Cold, warm, and filled by the same model compiled without this split before."""
     digest, plan, _, misses = _in_new_process(tmp_path / "a")
     assert misses > 0
     warm = _in_new_process(tmp_path / "a")
     assert warm[:2] == (digest, plan)
     assert warm[2:] == (1, 0), "all comes from one entry"
-    off = _in_new_process(tmp_path / "b", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
-    assert off == (digest, plan, 0, 0)
     after = _in_new_process(tmp_path / "c", before=_UNSPLIT_FIRST)
     assert after[0] == digest
 
