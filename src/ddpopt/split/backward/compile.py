@@ -21,8 +21,9 @@ from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.backward.facts import ANY, find_descent, gradient_nodes, saved_arguments
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.nodes import graph_name, output_values
-from ddpopt.split.plan import NodeText, SplitPlan
+from ddpopt.split.plan import SplitPlan
 from ddpopt.split.sections import SectionCompiler
+from ddpopt.split.state import Nodes
 
 
 class BackwardCut(NamedTuple):
@@ -32,7 +33,7 @@ class BackwardCut(NamedTuple):
     """
 
     plan: SplitPlan
-    nodes: tuple[tuple[NodeText, ...], ...]
+    nodes: Nodes
     sections: Sequence[SectionGraph]
 
 
@@ -49,7 +50,7 @@ class _Kept:
     """
 
     plan: SplitPlan
-    nodes: tuple[tuple[NodeText, ...], ...]
+    nodes: Nodes
     sections: Sequence[tuple[int, dict[str, Any]]]
     arguments: Sequence[int | None]
     has_descent: bool
@@ -61,7 +62,7 @@ def compile_gated(
     aot: _torch.AOTCompilerFn,
     cut: Cut,
     key: str | None,
-) -> tuple[SplitPlan, tuple[tuple[NodeText, ...], ...], GatedGraph]:
+) -> tuple[SplitPlan, Nodes, GatedGraph]:
     """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
     `gm` is a copy, which is used up. `key` stands for all that `cut` depends on besides the graph:
