@@ -121,8 +121,8 @@ class Fallback(enum.Enum):
     )
     COMPLETE_TOGETHER = (
         "DDP's buckets all become complete at one place in backward, so no cut would release one "
-        "earlier; register parameters in the order of their use, or leave find_unused_parameters "
-        "off"
+        "earlier; register parameters in the order of their use, or have ddpopt find buckets, "
+        "options={'buckets': 'auto'}"
     )
     NO_LEGAL_CUT = (
         "no place between the buckets can be cut (one region, or a value that cannot be passed "
@@ -185,11 +185,6 @@ class ForwardInstead(enum.Enum):
 class DDPMode(enum.Enum):
     """A mode of a DDP module in which its Reducer, or its allreduce, cannot be replaced."""
 
-    UNUSED_PARAMETERS = (
-        "it looks for unused parameters in each iteration (find_unused_parameters=True), and then "
-        "forms buckets by the order of registration; set static_graph=True if the same parameters "
-        "are used in all iterations"
-    )
     MIXED_PRECISION = "it has DDP's mixed_precision; use autocast instead"
     OPTIMIZER_IN_BACKWARD = "an optimizer runs in its backward (apply_optimizer_in_backward)"
     DELAYED_PARAMETERS = (

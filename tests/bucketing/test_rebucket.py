@@ -30,6 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"static_graph": True},
     {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
     {"static_graph": True, "find_unused_parameters": True},
     {"broadcast_buffers": False, "bucket_cap_mb": 0.02},
 ]
@@ -105,11 +106,10 @@ def test_comm_hooks_stay(ranks: Ranks, hook: Any) -> None:
 def _refuse(rank: int, case: str) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    options = {"find_unused_parameters": True} if case == "unused" else {}
     module: nn.Module = MLP()
     if case == "dtypes":
         module.layers[0].half()  # type: ignore[operator]
-    ddp = DistributedDataParallel(module, **options)
+    ddp = DistributedDataParallel(module)
     if case == "PowerSGD":
         ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     plan = _plan_for(MLP(), SIZES)
@@ -144,7 +144,6 @@ def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> Non
         ),
         ("other model", r"on rank 1: 2 parameters are not in the plan \(layers.5"),
         ("other size", r"layers.0.weight has 16384 bytes, and 4096 in the plan"),
-        ("unused", "set static_graph=True"),
         ("dtypes", "several dtypes"),
         ("PowerSGD", "PowerSGD, which keeps errors by bucket"),
         ("in backward", "a backward is running"),

@@ -50,7 +50,6 @@ def _frozen() -> DistributedDataParallel:
 
 
 MADE = {
-    DDPMode.UNUSED_PARAMETERS: lambda: _ddp(find_unused_parameters=True),
     DDPMode.MIXED_PRECISION: _mixed,
     DDPMode.OPTIMIZER_IN_BACKWARD: _stepping,
     DDPMode.DELAYED_PARAMETERS: _delaying,
@@ -72,8 +71,3 @@ def test_join_keeps_both(one_rank: None) -> None:
     assert find_mode(ddp, KEEPING_BUCKETS) is None
     with ddp.join():
         assert find_mode(ddp, KEEPING_BUCKETS) is find_mode(ddp, KEEPING_ALLREDUCE) is DDPMode.JOIN
-
-
-def test_static_graphs_may_have_unused_parameters(one_rank: None) -> None:
-    """DDP looks for them once."""
-    assert find_mode(_ddp(find_unused_parameters=True, static_graph=True), KEEPING_BUCKETS) is None

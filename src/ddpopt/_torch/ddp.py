@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,11 +56,16 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
 _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def rebuilt_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
     """Return the Reducer's final buckets by parameter index, None where DDP does not tell (yet).
 
-    DDP's log has them from the step after the one that rebuilt the buckets.
+    DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
+    those it was made with tells them itself.
     """
+    if not follows_arrival_order(ddp):
+        asked = _ask_buckets(ddp)
+        index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
+        return asked and tuple(tuple(index_of[p] for p in bucket) for bucket in asked)
     reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
     if not reported:
         return None
@@ -113,21 +119,30 @@ def _describe(
     return found
 
 
-_reduced: weakref.WeakKeyDictionary[Any, frozenset[torch.Tensor]] = weakref.WeakKeyDictionary()
+_asked: weakref.WeakKeyDictionary[Any, tuple[tuple[torch.Tensor, ...], ...]]
+_asked = weakref.WeakKeyDictionary()
 
 
-def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
-    """Ask the Reducer, once: DDP forgets what it gave it."""
+def _ask_buckets(ddp: DistributedDataParallel) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+    """Ask the Reducer, once, for the parameters of the buckets that it was made with.
+
+    None where it does not tell: a sparse gradient has no bucket before the first backward.
+    """
     reducer = names.REDUCER.of(ddp)
-    if reducer not in _reduced:
+    if reducer not in _asked:
         ask, mode = names.ZEROS_LIKE_BUCKETS.of(reducer), names.FAKE_TENSOR_MODE.get()
         try:
             with mode(allow_non_fake_inputs=True):  # or it would allocate all buckets again
-                buckets = ask()
-        except RuntimeError:  # a sparse gradient has no bucket before the first backward
-            return _required_tensors(ddp)
-        _reduced[reducer] = frozenset(p for bucket in buckets for p in bucket.parameters())
-    return _reduced[reducer]
+                _asked[reducer] = tuple(tuple(bucket.parameters()) for bucket in ask())
+        except RuntimeError:
+            return None
+    return _asked[reducer]
+
+
+def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
+    """Return what the Reducer reduces; DDP forgets what it gave it."""
+    buckets = _ask_buckets(ddp)
+    return _required_tensors(ddp) if buckets is None else frozenset(itertools.chain(*buckets))
 
 
 def _required_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:

@@ -252,7 +252,7 @@ class _Reader:
         ]
         self._allreduces = None if events is None else sorted(found)  # in the order of their launch
         self._num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-        self._buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp) or ()
+        self._buckets = state.of(ddp).buckets or _torch.final_buckets(ddp) or ()
         if not self._buckets:
             note = "buckets: DDP has not told its own; record after the first four steps"
             self.notes.append(note)

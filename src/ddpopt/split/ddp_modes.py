@@ -13,7 +13,6 @@ from ddpopt import _torch
 from ddpopt.errors import DDPMode
 
 KEEPING_BUCKETS = (
-    DDPMode.UNUSED_PARAMETERS,
     DDPMode.MIXED_PRECISION,
     DDPMode.OPTIMIZER_IN_BACKWARD,
     DDPMode.JOIN,
@@ -27,7 +26,6 @@ KEEPING_ALLREDUCE = (
 KEEPING_FROM_REHEARSAL = (DDPMode.FROZEN, *KEEPING_ALLREDUCE)
 
 _IS_IN: dict[DDPMode, Callable[[DistributedDataParallel], bool]] = {
-    DDPMode.UNUSED_PARAMETERS: lambda ddp: not _torch.follows_arrival_order(ddp),
     DDPMode.MIXED_PRECISION: lambda ddp: ddp.mixed_precision is not None,
     DDPMode.OPTIMIZER_IN_BACKWARD: _torch.has_optimizer_in_backward,
     DDPMode.DELAYED_PARAMETERS: _torch.has_delayed_parameters,

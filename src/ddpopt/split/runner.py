@@ -67,7 +67,7 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     The first parameter out of place is warned about: from there on allreduces start late.
     """
     known = state.of(ddp)
-    if known.told_buckets is not None or not _torch.follows_arrival_order(ddp):
+    if known.told_buckets is not None:
         return True
     if not ddp.require_backward_grad_sync:
         return False  # DDP writes its log in steps that communicate

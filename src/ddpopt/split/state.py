@@ -33,7 +33,7 @@ class DDPState:
     """What is known of one DDP module.
 
     `nodes` has those of the sections of each graph, by the graph's name. `told_buckets` are the
-    Reducer's as it told them after it rebuilt them, empty if it could not. `is_copy` says that a
+    Reducer's final ones as it told them, empty if it could not. `is_copy` says that a
     check made the module. `is_searched` says that better buckets are being looked for, so that
     graphs are cut finely, and `is_trial` that they will be cut again afterwards. `code` is what
     Dynamo compiled for the module, as `_torch.forget_code` takes it.
@@ -118,7 +118,8 @@ class DDPState:
     @property
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it told them, or as they were given to it."""
-        return self.told_buckets or self._given_buckets
+        known, ddp = self.told_buckets or self._given_buckets, self._module()
+        return known or (None if _torch.follows_arrival_order(ddp) else _torch.final_buckets(ddp))
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often that was done since they changed.
@@ -128,7 +129,7 @@ class DDPState:
         """
         self._num_questions += 1
         self.told_buckets = ()
-        self.told_buckets = _torch.rebuilt_buckets(self._module())
+        self.told_buckets = _torch.final_buckets(self._module())
         return self._num_questions
 
     def give_buckets(self, buckets: Buckets) -> None:

@@ -66,7 +66,7 @@ def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
         is_synced=_is_synced(compiled.module),
         pieces=pieces.by_graph() or tuple(max(1, len(plan.sections)) for plan in plans),
         num_buckets=sum(_num_buckets(ddp) for ddp in ddps),
-        buckets=tuple(_torch.rebuilt_buckets(ddp) for ddp in ddps),
+        buckets=tuple(_torch.final_buckets(ddp) for ddp in ddps),
         plans=plans,
     )
 
