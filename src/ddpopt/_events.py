@@ -23,6 +23,7 @@ class Turn(enum.IntEnum):
     VERIFY = enum.auto()
     REBUCKET = enum.auto()
     TUNER = enum.auto()
+    ADVICE = enum.auto()
     RECORDER = enum.auto()
     COMPILED = enum.auto()
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events, _logs, _torch, config
 from ddpopt._events import Observer, Turn, ask_at_first, ignore
-from ddpopt.bucketing import tuner
+from ddpopt.bucketing import advice, tuner
 from ddpopt.checks import verify, warmup
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
@@ -54,8 +54,8 @@ def backend(
             faults.introduce_if_asked()  # before compiling, in which a rank may be lost too
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
-        if reason is None and ddp is not None and resolved.buckets == "auto":
-            tuner.start(ddp, is_trial=resolved.cuts_forward_alone)
+        if reason is None and ddp is not None:
+            _see_to_buckets(ddp, resolved)
         if reason in (None, Fallback.NO_DDP):
             version = _guard_on_rules(gm, example_inputs, ddp)
     except TorchDriftError as error:
@@ -74,6 +74,13 @@ def backend(
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
         agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
     return compiled
+
+
+def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
+    if options.buckets == "ddp":
+        advice.watch(ddp)
+    else:
+        tuner.start(ddp, options.buckets, is_trial=options.cuts_forward_alone)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:

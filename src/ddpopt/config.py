@@ -28,11 +28,18 @@ def check_boolean(name: str, value: object, error: type[Exception] = OptionError
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise OptionError unless `value` is one of `choices`; without choices, unless it is a str."""
-    if choices and value not in choices:
+    """Raise OptionError unless `value` is one of `choices`; without choices, unless it is a str.
+
+    A choice such as `*.json` stands for the paths of such files.
+    """
+    if choices and not any(isinstance(value, str) and _is_choice(value, c) for c in choices):
         raise OptionError(f"{name} is {value!r}; valid values are {list(choices)}")
     if not isinstance(value, str):
         raise OptionError(f"{name} is {value!r}, a {type(value).__name__}; give a str")
+
+
+def _is_choice(value: str, choice: str) -> bool:
+    return value.endswith(choice[1:]) if choice.startswith("*") else value == choice
 
 
 def check_flag(flag: str, value: object) -> None:
@@ -63,9 +70,10 @@ def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
 enabled: bool = _declare("enabled", True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
-buckets: str = _declare("buckets", "ddp", ("ddp", "auto"))
-"""Whose buckets DDP reduces: its own (`"ddp"`), or the best that are found in the first iterations
-(`"auto"`). Read when a graph is compiled. Environment: `DDPOPT_BUCKETS`."""
+buckets: str = _declare("buckets", "ddp", ("ddp", "auto", "*.json"))
+"""Whose buckets DDP reduces: its own (`"ddp"`), the best that are found in the first iterations
+(`"auto"`), or those of a saved plan (the path of its file, which ends in `.json`). Read when a
+graph is compiled. Environment: `DDPOPT_BUCKETS`."""
 
 dump_dir: str = _declare("dump_dir", "")
 """The folder that each compile's graphs and plan are written to; `""` writes none. Read when a

@@ -7,6 +7,7 @@ options do.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     """
     given = dict(options or {})
     enabled, buckets = (given.pop(flag, getattr(config, flag)) for flag in ("enabled", "buckets"))
+    buckets = os.fspath(buckets) if isinstance(buckets, os.PathLike) else buckets
     config.check_flag("enabled", enabled)
     config.check_flag("buckets", buckets)
     split = given.pop("split", SPLITS[0])

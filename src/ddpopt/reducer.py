@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +91,14 @@ def known_buckets(
     by_index = {parameter.index: parameter for parameter in parameters}
     members = ([by_index[index] for index in bucket] for bucket in actual)
     return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])
+
+
+def in_launch_order(
+    parameters: Iterable[Parameter], buckets: Sequence[Bucket]
+) -> tuple[Parameter, ...]:
+    """Return parameters by their buckets; those of one bucket stay in their order."""
+    turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
+    return tuple(sorted(parameters, key=lambda parameter: turn[parameter.index]))
 
 
 # Where fine buckets end, as parts of all bytes: finer at both ends, because the first bucket and

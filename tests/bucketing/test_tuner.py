@@ -6,10 +6,12 @@ a machine that is busy for a moment would make the best buckets others.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import AllreduceCost
-from ddpopt.bucketing import rebucket
+from ddpopt.bucketing import decision, rebucket, stopwatch
 from ddpopt.bucketing import tuner as tuning
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.ranks import rendezvous
@@ -34,13 +36,33 @@ SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long a
 TICK_S = 1e-3
 FREE = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
 DECIDED = 9  # the step in which buckets change
+JUDGED = DECIDED + 8
+CHANGED = 160  # readings of the clock, of which a step makes fifteen
 SHAPE = (256, 64)
 
 
-def _clock(tick_s: float = TICK_S) -> mock.Mock:
-    """Return a `time` by which any two readings are `tick_s` apart."""
+def _clock(tick_s: float = TICK_S, later: float = 1.0) -> mock.Mock:
+    """Return a `time` by which any two readings are `tick_s` apart, `later` times that at last.
+
+    That is between the step in which buckets change and those that are compared with the first.
+    """
     readings = itertools.count()
-    return mock.Mock(perf_counter=lambda: next(readings) * tick_s)
+
+    def read() -> float:
+        number = next(readings)
+        early = min(number, CHANGED)
+        return (early + (number - early) * later) * tick_s
+
+    return mock.Mock(perf_counter=read)
+
+
+@contextlib.contextmanager
+def _given(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
+    with (
+        mock.patch.object(tuning, "calibrate", return_value=cost),
+        mock.patch.object(stopwatch, "time", clock or _clock()),
+    ):
+        yield
 
 
 def _train(
@@ -64,8 +86,10 @@ def _train(
     options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     buckets = []
-    with mock.patch.multiple(tuning, **{"calibrate": lambda *_: cost, "time": _clock()} | patches):
-        for x in batches(rank, [SHAPE] * (DECIDED + 4)):
+    clock, num_steps = patches.pop("clock", None), patches.pop("num_steps", DECIDED + 4)
+    planner = patches.pop("plan_buckets", decision.plan_buckets)
+    with _given(cost, clock), mock.patch.object(decision, "plan_buckets", planner):
+        for x in batches(rank, [SHAPE] * num_steps):
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
             buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
     search, plan = tuning.of(ddp), rebucket.plan_of(ddp)
@@ -130,7 +154,7 @@ def _reduce_and_count(state, bucket):
 
 def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
     for told in ranks.run(_train, "backward", FREE, {}):
-        assert told["outcome"].startswith("buckets stay DDP's own: iterations would get 0% shorter")
+        assert told["outcome"].startswith("buckets stay DDP's own, 1: with the best, ")
         assert told["hash"] is None
         assert told["buckets"][2] == told["buckets"][-1]
 
@@ -141,6 +165,43 @@ def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Rank
     assert told["graphs"] == 2
     assert told["sections"][0] > 1
     assert told["sections"][-1] == 0
+
+
+def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
+    patches = {"clock": _clock(later=later), "num_steps": JUDGED + 2}
+    return _train(rank, split, SLOW, patches)
+
+
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, split: str) -> None:
+    """On all ranks in one step, and the same steps follow as before."""
+    first, second = ranks.run(_train_until_judged, split, 1.0)
+    for told in (first, second):
+        assert "buckets are DDP's own again: iterations, predicted to get " in told["outcome"]
+        assert told["hash"] is None
+        assert told["graphs"] == (1 if split == "auto" else 3)
+        assert told["as_planned"] == [True]
+    assert first["outcome"] == second["outcome"]
+    assert first["buckets"] == second["buckets"]
+    before, after = first["buckets"][2], first["buckets"][JUDGED - 1 :]
+    assert len(first["buckets"][DECIDED]) > 1
+    assert after == [before] * len(after)
+
+
+def test_what_a_change_has_brought_is_told_beside_what_was_predicted(ranks: Ranks) -> None:
+    for told in ranks.run(_train_until_judged, "auto", 0.75):
+        assert "measured: iterations got 25% shorter (" in told["outcome"]
+        assert told["hash"]
+        assert len(told["buckets"][-1]) > 1
+
+
+def test_where_unused_parameters_are_looked_for_buckets_change_too(ranks: Ranks) -> None:
+    """The Reducer keeps those that it is made with, and tells them."""
+    for split in ("auto", "forward"):
+        for told in ranks.run(_train, split, SLOW, {}, {"find_unused_parameters": True}):
+            assert told["outcome"].startswith("buckets change, 1 to ")
+            assert told["as_planned"] == [True] * len(told["buckets"][-1])
+            assert len(told["buckets"][-1]) > 1
 
 
 def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
@@ -163,7 +224,7 @@ def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
 
 def _train_unevenly(rank: int) -> dict[str, Any]:
     """Rank 1 measures three times the times."""
-    return _train(rank, "backward", SLOW, {"time": _clock(TICK_S * (3 if rank else 1))})
+    return _train(rank, "backward", SLOW, {"clock": _clock(TICK_S * (3 if rank else 1))})
 
 
 def test_ranks_that_measure_different_times_get_one_plan(ranks: Ranks) -> None:
@@ -198,7 +259,7 @@ def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, ab
     """Nor does it keep ranks from finding each other for the next module, an equal one."""
     told = ranks.run(_train_apart, absent)
     present = told[1 - absent]
-    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} did not look")
+    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} did not begin it")
     assert present["hash"] is None
     assert told[0]["buckets"] == told[1]["buckets"]
     for outcome in ranks.run(_outcome, {}):
@@ -215,7 +276,7 @@ def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP())
     timeout = datetime.timedelta(seconds=8)
     with mock.patch.object(tuning._torch, "group_timeout", return_value=timeout):
-        assert tuning._Tuner(ddp)._limit_s == 2.0
+        assert tuning._Tuner(ddp, "auto")._limit_s == 2.0
 
 
 def _train_with(rank: int, kind: str, split: str) -> str:
@@ -225,7 +286,7 @@ def _train_with(rank: int, kind: str, split: str) -> str:
     ddp = DistributedDataParallel(module)
     options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()):
+    with _given(SLOW):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 3)), 1):
             if kind == "sanity" and rank == 0 and step in (1, 3, DECIDED):
                 ddp(x)
@@ -266,8 +327,8 @@ def _train_in_join(rank: int) -> str:
 
 def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
     first, second = ranks.run(_train_in_join)
-    assert "on rank 0: this DDP module's buckets cannot be changed: it is in its join()" in first
-    assert second == "not decided yet"
+    assert "this DDP module's buckets cannot be changed: it is in its join()" in first
+    assert second == first.replace("on rank 0: ", "")
 
 
 def _train_at_the_limit(rank: int) -> str:
@@ -276,7 +337,7 @@ def _train_at_the_limit(rank: int) -> str:
     ddp = DistributedDataParallel(compiled)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
-        mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()),
+        _given(SLOW),
     ):
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -312,7 +373,7 @@ def _train_oddly(rank: int, kind: str) -> str:
     ddp = DistributedDataParallel(module)
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with mock.patch.multiple(tuning, calibrate=lambda *_: SLOW, time=_clock()):
+    with _given(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 4)):
             for model, call in ((ddp, compiled), (expected, expected)):
                 if kind == "two forwards":
@@ -389,4 +450,4 @@ def _count_log_lines(rank: int) -> int:
     lines: list[str] = []
     with mock.patch.object(tuning._logs, "info", lambda text, *args: lines.append(text % args)):
         outcome = _train(rank, "backward", SLOW, {})["outcome"]
-    return lines.count(outcome)
+    return lines.count(outcome.rpartition("\n")[0])

@@ -63,9 +63,9 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
     those it was made with tells them itself.
     """
     if not follows_arrival_order(ddp):
-        asked = _ask_buckets(ddp)
         index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
-        return asked and tuple(tuple(index_of[p] for p in bucket) for bucket in asked)
+        asked = _ask_buckets(ddp) or ()
+        return tuple(tuple(index_of[p] for p in bucket) for bucket in asked) or None
     reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
     if not reported:
         return None
@@ -75,6 +75,23 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
 def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
     """Return what DDP logged of the module's present Reducer."""
     return names.GET_LOGGING_DATA.of(ddp)()
+
+
+def step_times_s(ddp: DistributedDataParallel) -> tuple[int, dict[str, float]]:
+    """Return the number of DDP's last step and what DDP's log has of its times, in seconds.
+
+    `forward`, `backward` (its computation), `communication` from the first launch to the last end,
+    and `overlap` of the two. DDP takes the times of the first ten steps, then of every hundredth.
+    """
+    logged = _log_of(ddp)
+    fields = {
+        "forward": "forward_compute_time",
+        "backward": "backward_compute_time",
+        "communication": "backward_comm_time",
+        "overlap": "backward_compute_comm_overlap_time",
+    }
+    times = {name: float(logged.get(key, 0)) / 1e9 for name, key in fields.items()}
+    return int(logged.get("iteration", 0)), times
 
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:

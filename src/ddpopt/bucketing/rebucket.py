@@ -47,6 +47,11 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why no plan can be applied to `ddp` now; "" if one can."""
     if _torch.is_in_backward():
         return "a backward is running; call rebucket between a step and the next forward"
+    return find_lasting_obstacle(ddp)
+
+
+def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
+    """Say why no plan can be applied to `ddp` as it is set up; "" if one can."""
     mode = find_mode(ddp, KEEPING_BUCKETS)
     if mode is not None:
         return f"this DDP module's buckets cannot be changed: {mode.value}"
@@ -67,9 +72,11 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
 
 def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """Say why `plan` cannot be applied to `ddp` on this rank now; "" if it can."""
-    obstacle = find_obstacle(ddp)
-    if obstacle:
-        return obstacle
+    return find_obstacle(ddp) or find_misfit(ddp, plan)
+
+
+def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
+    """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they do not."""
     own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
     planned = {gradient.name: gradient.num_bytes for gradient in plan.profile.gradients}
     remedy = "plan for this very model"
@@ -103,11 +110,25 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """Give `ddp` the buckets of a plan that fits."""
-    index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
-    buckets = [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
+    buckets = indices_of(ddp, plan)
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
     state.of(ddp).give_buckets(buckets)
     _applied[ddp] = plan
+
+
+def take_back(
+    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+) -> None:
+    """Give `ddp` the buckets that it had before a plan was applied, by index, and their limits."""
+    _torch.replace_reducer(ddp, buckets, caps_bytes)
+    state.of(ddp).give_buckets(buckets)
+    del _applied[ddp]
+
+
+def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
+    """Return the buckets of a plan that fits by parameter index."""
+    index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
+    return [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
 
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:

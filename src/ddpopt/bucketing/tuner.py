@@ -7,25 +7,21 @@ gradients: these are the same on all ranks, whatever forwards one of them runs b
 forward that follows one and the same backward, ranks meet by the process group's store, with a time
 limit: a rank that does not come, or cannot go on, makes all ranks stay. From there on they are at
 the same place, and use collectives: measure the network, gather the times, rank 0 plans and
-broadcasts, each says whether the plan fits it, and all apply it, or none does.
+broadcasts, each says whether the plan fits it, and all apply it, or none does. A few iterations
+later they meet once more, and take the change back if iterations did not get shorter.
+
+A plan from a file is applied at such a meeting too, after the second backward.
 
 No rank waits where the answer is known already. Each announces itself one step ahead, and one that
-cannot go on says so at once. A search is named after the backward in which it began, so ranks whose
-searches began in different ones do not wait either.
+cannot go on says so at once. What ranks meet for is named after the backward in which they began
+to count, so ranks that began in different ones do not wait either.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
-import itertools
-import statistics
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,52 +29,63 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._text import printable
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing.calibrate import calibrate
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
-from ddpopt.bucketing.plan import BucketPlan, plan_buckets
-from ddpopt.bucketing.timeline import predict, undisturbed
+from ddpopt.bucketing.decision import STAY, Decision, decide, judge
+from ddpopt.bucketing.plan import BucketPlan
+from ddpopt.bucketing.stopwatch import Measured, Stopwatch, device_of
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.ranks.agreement import gather
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
 
-_FIRST_MEASURED = 4  # step, counted from 1; buckets are rebuilt in the second, and caches fill
-_NUM_MEASURED = 5
-_LEAST_COMPLETE = 2  # of those, steps of one forward and one backward
-_LEAST_GAIN = 0.03  # of an iteration
-_DECIDED_AFTER = _FIRST_MEASURED + _NUM_MEASURED - 1  # backwards
 _MEETING_S = 30.0  # that ranks wait for each other, at most
 _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
-_TITLE = "looking for better buckets"
+
+
+class _Stage(NamedTuple):
+    """What ranks meet for, and how many backwards come before; the first are not timed."""
+
+    title: str
+    num_untimed: int
+    num_backwards: int
+
+
+# Buckets are rebuilt in a Reducer's second step, and caches fill.
+_SEARCH = _Stage("looking for better buckets", 3, 8)
+_TRIAL = _Stage("comparing new buckets with DDP's own", 3, 8)
+_GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
-# Those of modules for which code was compiled with buckets="auto" since.
+# Those of modules for which code was compiled with these buckets since.
 _in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
 
-def start(ddp: DistributedDataParallel, *, is_trial: bool) -> None:
-    """Look for better buckets of `ddp`, unless that was done before.
+def start(ddp: DistributedDataParallel, buckets: str, *, is_trial: bool) -> None:
+    """Find better buckets for `ddp`, or take those of a file, unless that was done before.
 
-    `is_trial` says that the forward is cut, where sections cost time if they are not needed;
-    sections of a backward hardly cost any.
+    `buckets` is "auto" or the path of a plan. `is_trial` says that the forward is cut, where
+    sections cost time if they are not needed; sections of a backward hardly cost any.
+
+    Raises:
+        PlanError: there is no plan in the file, or it does not fit the model.
     """
     if ddp in _in_use:
         return
-    if ddp not in _tuners:
-        _tuners[ddp] = _Tuner(ddp)
+    if ddp not in _tuners or _tuners[ddp].source != buckets:
+        _tuners[ddp] = _Tuner(ddp, buckets)
         observe(ddp, Turn.TUNER, _tuners[ddp])
-    tuner = _in_use[ddp] = _tuners[ddp]
-    if not tuner.is_done:
-        state.of(ddp).begin_search(is_trial=is_trial)
+    _in_use[ddp] = _tuners[ddp]
+    _tuners[ddp].prepare_cuts(ddp, is_trial=is_trial)
 
 
 def restart(ddp: DistributedDataParallel) -> None:
     """Look for better buckets once more, on all ranks in the same step."""
     _tuners.pop(ddp, None)
     _in_use.pop(ddp, None)
-    start(ddp, is_trial=False)
+    start(ddp, "auto", is_trial=False)
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
@@ -87,7 +94,7 @@ def of(ddp: DistributedDataParallel) -> _Tuner | None:
 
 
 def is_searching(ddp: DistributedDataParallel) -> bool:
-    """Whether better buckets are looked for, so that graphs are to be cut finely."""
+    """Whether the buckets of `ddp` may still be changed."""
     tuner = of(ddp)
     return tuner is not None and not tuner.is_done
 
@@ -99,341 +106,221 @@ def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
         _in_use[copy] = tuner
 
 
-class _Tuner(Observer):
-    """See [Note: tuning]."""
+def take_over(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
+    """Have `ddp` do what compiling its copy has begun."""
+    begun = of(copy)
+    if begun is not None and of(ddp) is None:
+        start(ddp, begun.source, is_trial=state.of(copy).is_trial)
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.is_done = False
-        self.outcome = "not decided yet"
+
+class _Tuner(Observer):
+    """See [Note: tuning]. `best` is the best plan that was found, or the one from the file."""
+
+    def __init__(self, ddp: DistributedDataParallel, source: str) -> None:
+        self.source = source
         self.best: BucketPlan | None = None
-        self._stopwatch: _Stopwatch | None = None
+        self._outcome = ""
+        self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
+        self._stopwatch: Stopwatch | None = None
         self._appointment: Appointment | None = None
         self._limit_s = _MEETING_S
+        self._own = _Own((), ())
+        self._gain = 0.0
+        if self._stage is _GIVEN:
+            self.best = _load(ddp, source)
         group = ddp.process_group
-        log: Callable[..., object] = _logs.info
         try:  # whether it is clear from the start that nothing can be changed or won
             _torch.check_names_for_tuning(ddp)
-            timeout_s = _torch.group_timeout(group, _device_of(ddp)).total_seconds()
+            timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
             self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
             _torch.num_collectives(group)
-            if dist.get_world_size(group) < 2:
-                self.stay("one rank communicates nothing")
-        except TorchDriftError as error:
-            self.stay(str(error))
-            log = _logs.warning
-        except RuntimeError as error:  # its backend does not count collectives
-            self.stay(str(error))
-        if self.is_done:
-            log("%s", self.outcome)
+            obstacle = _find_lasting_obstacle(ddp, source)
+        except (TorchDriftError, RuntimeError) as error:  # or its backend counts no collectives
+            obstacle = str(error)
+        if obstacle:
+            self._refuse(ddp, obstacle)
+        elif self._stage is _SEARCH and dist.get_world_size(group) < 2:
+            self._stage = None
+            self._tell(f"{STAY}: one rank communicates nothing")
 
-    def stay(self, reason: str) -> None:
-        """Decide for DDP's own buckets."""
-        self.is_done = True
-        self.outcome = f"buckets stay DDP's own: {reason}"
+    @property
+    def is_done(self) -> bool:
+        """Whether buckets are what they are going to be."""
+        return self._stage is None
+
+    @property
+    def outcome(self) -> str:
+        """What came of it so far, and how far it is."""
+        progress = ""
+        if self._stage is not None:
+            done = self._stopwatch.num_backwards if self._stopwatch else 0
+            progress = f"{self._stage.title}: {done} of {self._stage.num_backwards} steps"
+        return "\n".join(filter(None, [self._outcome, progress]))
+
+    def prepare_cuts(self, ddp: DistributedDataParallel, *, is_trial: bool) -> None:
+        """Have graphs cut for any buckets while they are looked for, or for those to come."""
+        if self._stage is _SEARCH:
+            state.of(ddp).begin_search(is_trial=is_trial)
+        elif self._stage is _GIVEN and self.best is not None:
+            state.of(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Count, measure, or decide."""
-        if self.is_done:
+        if self._stage is None:
             ignore(ddp, Turn.TUNER)
             return
         if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
             return
-        stopwatch = self._begin_step(ddp)
-        if stopwatch.num_backwards == _DECIDED_AFTER - 1 and self._appointment is None:
-            absence = "did not look for them in the same steps"
+        stopwatch = self._begin_step(ddp, self._stage)
+        if stopwatch.num_backwards == self._stage.num_backwards - 1 and self._appointment is None:
             try:
                 self._appointment = Appointment(
-                    ddp.process_group, _TITLE, stopwatch.key, self._limit_s, absence=absence
+                    ddp.process_group,
+                    self._stage.title,
+                    stopwatch.key,
+                    self._limit_s,
+                    absence="did not begin it in the same step",
                 )
             except PeerError as error:
-                self.stay(str(error))
                 stopwatch.remove()
                 state.of(ddp).end_search()
-        if stopwatch.num_backwards == _DECIDED_AFTER:
-            self._finish(ddp, stopwatch)
+                self._refuse(ddp, str(error))
+        elif stopwatch.num_backwards == self._stage.num_backwards:
+            self._meet(ddp, self._stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         """Note the time."""
-        if not self.is_done:
+        if self._stage is not None:
             # This may have been made in the forward that ends here.
-            (self._stopwatch or self._begin_step(ddp)).end_forward()
+            (self._stopwatch or self._begin_step(ddp, self._stage)).end_forward()
 
-    def _begin_step(self, ddp: DistributedDataParallel) -> _Stopwatch:
+    def _begin_step(self, ddp: DistributedDataParallel, stage: _Stage) -> Stopwatch:
         if self._stopwatch is None:
-            self._stopwatch = _Stopwatch(ddp)
+            self._stopwatch = Stopwatch(ddp, stage.num_untimed)
         self._stopwatch.begin_step()
         return self._stopwatch
 
-    def _finish(self, ddp: DistributedDataParallel, stopwatch: _Stopwatch) -> None:
+    def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
         assert self._appointment is not None
+        appointment = self._appointment
         stopwatch.remove()
-        self._stopwatch = None
-        self.is_done = True
+        self._stopwatch = self._appointment = self._stage = None
         state.of(ddp).end_search()
-        problem = self._appointment.keep(_find_obstacle(ddp))
-        self._appointment = None  # it has a connection to the store
-        if problem:
-            self.stay(problem)
+        problem = appointment.keep(_find_obstacle(ddp, stage, self.best, self.source))
+        if problem and stage is _TRIAL:
+            self._tell(f"what came of it is not known: {problem}")
+        elif problem:
+            self._refuse(ddp, problem)
+        elif stage is _TRIAL:
+            self._judge(ddp, stopwatch.measured())
+        elif stage is _GIVEN:
+            self._take_given(ddp)
         else:
-            self.outcome, self.best = _decide(ddp, stopwatch.measured())
-        _logs.info("%s", self.outcome)
+            self._decide(ddp, stopwatch.measured())
 
+    def _take_given(self, ddp: DistributedDataParallel) -> None:
+        assert self.best is not None
+        rebucket.agree(ddp, self.best)
+        rebucket.apply(ddp, self.best)
+        _torch.prepare_reducer(ddp)  # what is compiled was cut for these
+        self._tell(f"buckets are those of {printable(self.source)}")
 
-def _device_of(ddp: DistributedDataParallel) -> torch.device:
-    return next(iter(_torch.reducer_parameters(ddp))).device
-
-
-# ---- measuring --------------------------------------------------------------------------------
-
-
-_Moment = Any  # in seconds, or an event on a device's stream
-
-
-@dataclass(slots=True)
-class _Step:
-    """What was noted of one step."""
-
-    began: _Moment
-    forward_ended: _Moment = None
-    backward_ended: _Moment = None
-    num_forwards: int = 1
-    ended: _Moment = None
-    ready: dict[int, _Moment] = field(default_factory=dict)  # by parameter index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
-
-    `ready_s` is in the order of `buckets`, which are by parameter index. `problem` says why there
-    are none.
-    """
-
-    problem: str = ""
-    buckets: tuple[tuple[int, ...], ...] = ()
-    ready_s: tuple[float, ...] = ()
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    between_s: float = 0.0
-
-
-class _Stopwatch:
-    """Notes when gradients arrive, by hooks on autograd's nodes that accumulate them.
-
-    `key` is set by the first backward: this search has it on all ranks, and no other search.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.key = ""
-        self._ddp = weakref.ref(ddp)  # the tuner that holds this must not hold its module
-        parameters = _torch.reducer_parameters(ddp)
-        self._parameters = tuple(parameters)
-        self._device = _device_of(ddp)
-        self._steps: list[_Step] = []
-        self._hooks = []
-        for tensor, parameter in parameters.items():
-            node = _torch.accumulate_node(tensor)  # it lives as long as we hold it
-            note = functools.partial(self._note_arrival, parameter.index)
-            self._hooks.append((node, node.register_prehook(note)))
-
-    @property
-    def num_backwards(self) -> int:
-        """How many backwards have reduced gradients."""
-        return sum(bool(step.backward_ended) for step in self._steps)
-
-    def begin_step(self) -> None:
-        """A forward begins, and with it the end of the step before.
-
-        One whose parameters are all frozen, such as a GAN's discriminator's, is no part of a step.
-        """
-        if not any(parameter.requires_grad for parameter in self._parameters):
+    def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
+        """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
+        group = ddp.process_group
+        cost = calibrate(group, device_of(ddp))
+        gathered = gather(ddp, measured, _SEARCH.title)
+        decision = [Decision("")]
+        if dist.get_rank(group) == 0:
+            try:
+                decision = [decide(ddp, gathered, cost)]
+            except Exception as error:  # the others wait for a word
+                decision = [Decision(f"{STAY}: planning raised {error!r}")]
+        dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
+        (decided,) = decision
+        self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
+        if self.best is None or not decided.is_better:
+            self._tell(decided.text)
             return
-        now = self._now()
-        if self._steps and not self._steps[-1].backward_ended:
-            self._steps[-1].num_forwards += 1
+        try:
+            rebucket.agree(ddp, self.best)
+        except PlanError as error:
+            self._refuse(ddp, str(error))
             return
-        if self._steps:
-            self._steps[-1].ended = now
-        self._steps.append(_Step(began=now))
+        self._tell(decided.text)
+        self._own = _Own(gathered[0].buckets, tuple(gathered), _torch.reducer_caps(ddp))
+        self._gain = decided.gain
+        rebucket.apply(ddp, self.best)
+        _begin_with_new_reducer(ddp)
+        self._stage = _TRIAL
 
-    def end_forward(self) -> None:
-        """A forward has ended; if it is none of a step that is measured, nothing is noted."""
-        if self._steps and not self._steps[-1].forward_ended:
-            self._steps[-1].forward_ended = self._now()
+    def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
+        """Take the change back if iterations did not get shorter."""
+        own, self._own = self._own, _Own((), ())
+        verdict = judge(own.measured, gather(ddp, measured, _TRIAL.title), self._gain)
+        self._tell(verdict.text)
+        if verdict.is_worse:
+            rebucket.take_back(ddp, own.buckets, own.caps_bytes)
+            _begin_with_new_reducer(ddp)
 
-    def remove(self) -> None:
-        """Stop measuring."""
-        for _, hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def _tell(self, news: str) -> None:
+        self._outcome = "\n".join(filter(None, [self._outcome, news]))
+        _logs.info("%s", news)
 
-    def measured(self) -> _Measured:
-        """Return the medians over the complete steps."""
-        ddp = self._ddp()
-        assert ddp is not None
-        buckets = state.of(ddp).buckets or _torch.rebuilt_buckets(ddp)
-        if not buckets:
-            return _Measured(problem="DDP did not tell its buckets")
-        arrival = list(itertools.chain.from_iterable(buckets))
-        complete = [
-            step
-            for step in self._steps[_FIRST_MEASURED - 1 :]
-            if step.ended and step.num_forwards == 1 and step.ready.keys() >= set(arrival)
-        ]
-        if len(complete) < _LEAST_COMPLETE:
-            return _Measured(
-                problem="too few steps of one forward and one backward that used all parameters "
-                "could be measured"
-            )
-
-        def median_s(starts: Iterable[_Moment], stops: Iterable[_Moment]) -> float:
-            return statistics.median(map(_seconds, starts, stops))
-
-        forward_ended = [step.forward_ended for step in complete]
-        backward_ended = [step.backward_ended for step in complete]
-        return _Measured(
-            buckets=tuple(map(tuple, buckets)),
-            ready_s=tuple(median_s(forward_ended, [s.ready[k] for s in complete]) for k in arrival),
-            forward_s=median_s([step.began for step in complete], forward_ended),
-            backward_s=median_s(forward_ended, backward_ended),
-            between_s=median_s(backward_ended, [step.ended for step in complete]),
-        )
-
-    def _note_arrival(self, index: int, _gradients: object) -> None:
-        if not self._steps or self._steps[-1].backward_ended:
-            return  # it is the backward of a step that does not communicate
-        ready = self._steps[-1].ready
-        if not ready:
-            _torch.at_end_of_backward(self._end_backward)
-        ready[index] = self._now()
-
-    def _end_backward(self) -> None:
-        self._steps[-1].backward_ended = self._now()
-        ddp = self._ddp()
-        if not self.key and ddp is not None:
-            parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
-            digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-            # How many collectives came before tells in which backward a search is asked for.
-            self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
-
-    def _now(self) -> _Moment:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
+    def _refuse(self, ddp: DistributedDataParallel, reason: str) -> None:
+        """Stay although something else was asked for, and warn; of a copy its original warns."""
+        self._stage, self._outcome = None, f"{STAY}: {reason}"
+        log = _logs.info if state.is_copy(ddp) else _logs.warning
+        log("buckets=%r changes nothing: %s", printable(self.source), self._outcome)
 
 
-def _seconds(start: _Moment, stop: _Moment) -> float:
-    if not isinstance(stop, torch.Event):
-        return float(stop - start)
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3
+class _Own(NamedTuple):
+    """DDP's own buckets, what all ranks measured with them, and their limits."""
+
+    buckets: Sequence[Sequence[int]]
+    measured: Sequence[Measured]
+    caps_bytes: Sequence[int] = ()
 
 
-# ---- deciding ---------------------------------------------------------------------------------
+def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
+    try:
+        plan = BucketPlan.load(path)
+    except OSError as error:
+        raise PlanError(
+            f"buckets={printable(path)!r} cannot be read: {error.strerror}; give the path of a "
+            "file that BucketPlan.save wrote"
+        ) from error
+    misfit = rebucket.find_misfit(ddp, plan)
+    if misfit:
+        raise PlanError(f"buckets={printable(path)!r} does not fit this model: {misfit}")
+    return plan
 
 
-def _find_obstacle(ddp: DistributedDataParallel) -> str:
+def _find_lasting_obstacle(ddp: DistributedDataParallel, source: str) -> str:
     """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
-    if ddp not in _in_use:
-        return "torch._dynamo.reset() was called, and nothing is compiled with buckets='auto' since"
-    if _torch.hook_states(ddp):
+    if source == "auto" and _torch.hook_states(ddp):
         return (
             "its comm hook keeps a state, which may be by bucket; call ddpopt.rebucket if it is not"
         )
-    return rebucket.find_obstacle(ddp)
+    return rebucket.find_lasting_obstacle(ddp)
 
 
-class _Decision(NamedTuple):
-    """Why to change buckets or not, the best plan as JSON, and whether it is worth the change."""
+def _find_obstacle(
+    ddp: DistributedDataParallel, stage: _Stage, best: BucketPlan | None, source: str
+) -> str:
+    """Say why this rank cannot go on; "" if it can."""
+    if ddp not in _in_use:
+        return (
+            f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
+            "since"
+        )
+    if rebucket.plan_of(ddp) is not (best if stage is _TRIAL else None):
+        return "ddpopt.rebucket has changed them"
+    return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
 
-    reason: str
-    plan: str = ""
-    is_better: bool = False
 
-
-def _decide(ddp: DistributedDataParallel, measured: _Measured) -> tuple[str, BucketPlan | None]:
-    """Measure the network, plan on rank 0, and apply the plan if it fits all ranks.
-
-    A collective call. Returns what was decided and why, and the best plan that was found.
-    """
-    group = ddp.process_group
-    cost = calibrate(group, _device_of(ddp))
-    gathered = gather(ddp, measured, _TITLE)
-    decision: list[_Decision] = [_Decision("planning raised an error")]
-    if dist.get_rank(group) == 0:
-        try:
-            decision = [_choose(ddp, gathered, cost)]
-        except Exception as error:  # the others wait for a word
-            decision = [_Decision(f"planning raised {error!r}")]
-    dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
-    ((reason, text, is_better),) = decision
-    plan = BucketPlan.from_json(text) if text else None
-    if plan is None or not is_better:
-        return f"buckets stay DDP's own: {reason}", plan
-    try:
-        rebucket.agree(ddp, plan)
-    except PlanError as error:
-        return str(error), plan
-    rebucket.apply(ddp, plan)
+def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
+    """Go on with the forward that was about to begin; sections of forward are cut anew."""
     _torch.prepare_reducer(ddp)
     if state.of(ddp).has_forward_sections:
         state.of(ddp).take_new_limits()
-    return f"buckets change: {reason}", plan
-
-
-def _choose(
-    ddp: DistributedDataParallel, gathered: Sequence[_Measured], cost: AllreduceCost
-) -> _Decision:
-    """Decide from what all ranks measured."""
-    for rank, measured in enumerate(gathered):
-        if measured.problem:
-            return _Decision(f"on rank {rank}: {measured.problem}")
-        if measured.buckets != gathered[0].buckets:
-            return _Decision(f"rank {rank} has others than rank 0")
-    sizes = [len(bucket) for bucket in gathered[0].buckets]
-    profile = _profile(ddp, gathered, sizes, cost)
-    plan = plan_buckets(profile, cost, len(gathered))
-    before, after = predict(profile, sizes, cost), plan.timeline()
-    gain = 1 - after.iteration_s / before.iteration_s
-    reason = (
-        f"iterations would get {gain:.0%} shorter; predicted is a backward of "
-        f"{before.backward_s * 1e3:.0f} ms with DDP's own {len(sizes)} buckets (of it "
-        f"{profile.after_s * 1e3:.0f} after the last allreduce) and {after.backward_s * 1e3:.0f} "
-        f"ms with the best {len(plan.buckets)}, as an allreduce costs {cost.startup_s * 1e3:.2f} "
-        f"ms and {cost.s_per_mib * 1e3:.2f} ms a MiB, {cost.contention:.2f} times that beside "
-        f"computation, which each launch keeps up by {cost.launch_s * 1e3:.2f} ms and the transfer "
-        f"slows down by {cost.interference:.0%}"
-    )
-    return _Decision(reason, plan.to_json(), is_better=gain >= _LEAST_GAIN)
-
-
-def _profile(
-    ddp: DistributedDataParallel,
-    gathered: Sequence[_Measured],
-    sizes: Sequence[int],
-    cost: AllreduceCost,
-) -> Profile:
-    """Return the computation of the slowest rank without communication.
-
-    What the model does not explain of the measured backward is taken to come after all allreduces.
-    """
-    by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
-    arrived = [by_index[index] for bucket in gathered[0].buckets for index in bucket]
-    slowest = (max(0.0, *times) for times in zip(*(m.ready_s for m in gathered), strict=True))
-    ready_s = list(itertools.accumulate(slowest, max))
-    disturbed = Profile(
-        gradients=tuple(
-            Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
-            for p, at_s in zip(arrived, ready_s, strict=True)
-        ),
-        backward_s=ready_s[-1],
-        forward_s=max(measured.forward_s for measured in gathered),
-        between_s=max(measured.between_s for measured in gathered),
-        source="measured",
-    )
-    alone_s = undisturbed(disturbed, sizes, cost)
-    profile = disturbed.with_ready_times(alone_s, backward_s=alone_s[-1])
-    left_s = max(m.backward_s for m in gathered) - predict(profile, sizes, cost).backward_s
-    return dataclasses.replace(profile, after_s=max(0.0, left_s))

@@ -67,8 +67,7 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
             raise OptionError(_not_compiled(run.model))
         if not is_apart:  # what compiling the copy made or began is the model's
             own.code += copied.code
-            if tuner.of(rehearsal.ddp) is not None and tuner.of(run.ddp) is None:
-                tuner.start(run.ddp, is_trial=copied.is_trial)
+            tuner.take_over(rehearsal.ddp, run.ddp)
         facts = facts_of(run.ddp, copied.plans)
     agreement.compare(run.ddp, facts)
     return rehearsal

@@ -19,7 +19,14 @@ from ddpopt._events import Label, telling
 from ddpopt._files import source_digest
 from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead, TorchDriftError
 from ddpopt.options import Options
-from ddpopt.reducer import Bucket, Parameter, fine_buckets, known_buckets, predict_buckets
+from ddpopt.reducer import (
+    Bucket,
+    Parameter,
+    fine_buckets,
+    in_launch_order,
+    known_buckets,
+    predict_buckets,
+)
 from ddpopt.split import state
 from ddpopt.split.backward.compile import BackwardCut, compile_gated
 from ddpopt.split.backward.cut import cut_backward
@@ -114,13 +121,20 @@ class _Survey:
         known = self.known
         blank = dataclasses.replace(self.blank, graph="")
         parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
-        parts += [known.rules, known.is_searched, known.buckets and [*map(tuple, known.buckets)]]
+        parts += [known.rules, known.is_searched]
+        parts += [b and [*map(tuple, b)] for b in (known.buckets, known.expected_buckets)]
         return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
     def cut_at(self, plan: SplitPlan) -> tuple[Bucket, ...]:
-        """Return the buckets to cut at: the plan's, or finer ones while better are looked for."""
-        if not self.known.is_searched:
+        """Return the buckets to cut at: those to come if they are known, or the plan's.
+
+        Finer ones while better are looked for.
+        """
+        expected = self.known.expected_buckets
+        if expected is None and not self.known.is_searched:
             return plan.buckets
+        if expected is not None and not plan.is_shared:
+            return known_buckets(self.reduced, expected, self.known.rules)
         if plan.is_shared:
             return fine_buckets(plan.arrival)
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
@@ -128,6 +142,9 @@ class _Survey:
     def draft(self, place: Mapping[int, int]) -> SplitPlan:
         """Return a plan without sections, for gradients that are final at these places."""
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
+        expected = None if self.blank.is_shared else self.known.expected_buckets
+        if expected is not None:
+            arrival = in_launch_order(arrival, known_buckets(arrival, expected, self.known.rules))
         own = tuple(parameter for parameter in arrival if parameter.index in place)
         actual, rules = self.known.buckets, self.known.rules
         if self.blank.is_shared:
@@ -136,8 +153,7 @@ class _Survey:
             buckets = predict_buckets(arrival, rules)
         else:
             buckets = known_buckets(arrival, actual, rules)
-            turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
-            own = tuple(sorted(own, key=lambda parameter: turn[parameter.index]))
+            own = in_launch_order(own, buckets)
         return dataclasses.replace(self.blank, buckets=buckets, arrival=own)
 
 

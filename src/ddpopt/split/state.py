@@ -35,7 +35,8 @@ class DDPState:
     `nodes` has those of the sections of each graph, by the graph's name. `told_buckets` are the
     Reducer's final ones as it told them, empty if it could not. `is_copy` says that a
     check made the module. `is_searched` says that better buckets are being looked for, so that
-    graphs are cut finely, and `is_trial` that they will be cut again afterwards. `code` is what
+    graphs are cut finely, and `is_trial` that they will be cut again afterwards; `expected_buckets`
+    are those of a plan that is to be applied, which graphs are cut by already. `code` is what
     Dynamo compiled for the module, as `_torch.forget_code` takes it.
     """
 
@@ -51,6 +52,7 @@ class DDPState:
         self.is_copy = False
         self.is_searched = False
         self.is_trial = False
+        self.expected_buckets: Buckets | None = None
         self.code: list[Any] = []
 
     @property
@@ -155,11 +157,16 @@ class DDPState:
         """Cut graphs finely from here on; where `is_trial`, their code is replaced at the end."""
         self.is_searched, self.is_trial = True, is_trial
 
+    def expect_buckets(self, buckets: Buckets) -> None:
+        """Cut graphs by buckets that the Reducer will be given soon."""
+        self.expected_buckets = buckets
+
     def end_search(self) -> None:
         """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""
-        if self.is_trial or self.has_forward_sections:
+        if self.is_trial or (self.is_searched and self.has_forward_sections):
             self._forget_code()
         self.is_searched = self.is_trial = False
+        self.expected_buckets = None
 
     def _forget_code(self) -> None:
         """Have Dynamo forget what it compiled for the module, which the guard on rules stops."""

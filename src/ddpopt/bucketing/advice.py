@@ -1,0 +1,124 @@
+"""Say that other buckets would be worth it, from times that DDP takes of its first steps anyway."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._text import format_ms
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.plan import plan_buckets
+from ddpopt.bucketing.rebucket import find_lasting_obstacle, plan_of
+from ddpopt.bucketing.timeline import predict
+from ddpopt.errors import DDPOptError
+from ddpopt.split import state
+
+_STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
+_LEAST_GAIN = 0.1  # of an iteration
+_STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays
+_HALVINGS = 40
+
+_watched: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def watch(ddp: DistributedDataParallel) -> None:
+    """Estimate once, on rank 0, what better buckets would save; say it if it is a tenth or more."""
+    group = ddp.process_group
+    if ddp in _watched or dist.get_rank(group) > 0 or dist.get_world_size(group) < 2:
+        return
+    _watched.add(ddp)
+    if not state.is_copy(ddp):
+        observe(ddp, Turn.ADVICE, _Adviser())
+
+
+class _Adviser(Observer):
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._steps: dict[int, dict[str, float]] = {}
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note the times of the step before."""
+        now_s, self._began_s = time.perf_counter() - self._began_s, time.perf_counter()
+        try:
+            number, times_s = _torch.step_times_s(ddp)
+            if number in _STEPS:
+                self._steps.setdefault(number, times_s | {"iteration": now_s})
+            if number >= _STEPS[-1]:
+                ignore(ddp, Turn.ADVICE)
+                self._advise(ddp)
+        except (DDPOptError, RuntimeError) as error:  # it would only have been a hint
+            ignore(ddp, Turn.ADVICE)
+            _logs.info("what better buckets would save is not known: %s", error)
+
+    def _advise(self, ddp: DistributedDataParallel) -> None:
+        buckets = _torch.final_buckets(ddp)
+        if not (self._steps and buckets) or plan_of(ddp) or _torch.has_comm_hook(ddp):
+            return
+        steps = self._steps.values()
+        medians_s = {k: statistics.median(step[k] for step in steps) for k in next(iter(steps))}
+        waiting_s = medians_s["communication"] - medians_s["overlap"]
+        if waiting_s < _LEAST_GAIN * medians_s["iteration"] or find_lasting_obstacle(ddp):
+            return
+        gain = estimate_gain(ddp, buckets, medians_s)
+        if gain >= _LEAST_GAIN:
+            _logs.info(
+                "of an iteration of %s ms %s are spent waiting for allreduces; other buckets are "
+                "estimated to make iterations %.0f%% shorter: options={'buckets': 'auto'} finds "
+                "the best and tries them",
+                format_ms(medians_s["iteration"]),
+                format_ms(waiting_s),
+                gain * 100,
+            )
+
+
+def estimate_gain(
+    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], times_s: dict[str, float]
+) -> float:
+    """Return the part of an iteration that the best buckets would save, by the cost model.
+
+    `times_s` are those of `_torch.step_times_s` and of the iteration. Gradients are taken to arrive
+    at a steady rate, up to the first launch and from there to the end of backward, and an allreduce
+    to take so long for each byte that the model waits as long as DDP does.
+    """
+    by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+    arrived = [by_index[index] for bucket in buckets for index in bucket]
+    total = sum(p.num_bytes for p in arrived)
+    first = sum(by_index[index].num_bytes for index in buckets[0])
+    launched_s = max(0.0, times_s["backward"] - times_s["overlap"])
+    left_s, left = times_s["backward"] - launched_s, max(1, total - first)
+    ends = itertools.accumulate(p.num_bytes for p in arrived)
+    ready_s = [
+        launched_s * end / first if end <= first else launched_s + left_s * (end - first) / left
+        for end in ends
+    ]
+    backward_s = max(times_s["backward"], ready_s[-1])
+    measured_s = backward_s + max(0.0, times_s["communication"] - times_s["overlap"])
+    profile = Profile(
+        gradients=tuple(
+            Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
+            for p, at_s in zip(arrived, ready_s, strict=True)
+        ),
+        backward_s=backward_s,
+        forward_s=max(0.0, times_s["iteration"] - measured_s),
+        source="DDP's log",
+    )
+    sizes = [len(bucket) for bucket in buckets]
+    low, high = 0.0, measured_s / total
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        cost = AllreduceCost(startup_s=_STARTUP_S, s_per_byte=middle)
+        if predict(profile, sizes, cost).backward_s < measured_s:
+            low = middle
+        else:
+            high = middle
+    cost = AllreduceCost(startup_s=_STARTUP_S, s_per_byte=low)
+    best = plan_buckets(profile, cost, dist.get_world_size(ddp.process_group)).timeline()
+    return 1 - best.iteration_s / predict(profile, sizes, cost).iteration_s

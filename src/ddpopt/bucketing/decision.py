@@ -1,0 +1,144 @@
+"""Decide from what all ranks measured whether other buckets are better, and say what from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt._text import format_ms, table
+from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.plan import plan_buckets
+from ddpopt.bucketing.stopwatch import Measured
+from ddpopt.bucketing.timeline import Timeline, predict, undisturbed
+
+_LEAST_GAIN = 0.03  # of an iteration, as predicted
+_LEAST_MEASURED_GAIN = 0.01
+STAY = "buckets stay DDP's own"
+
+
+class Decision(NamedTuple):
+    """What is decided and why, the best plan as JSON, and the part of an iteration that it saves.
+
+    Buckets change if `is_better`.
+    """
+
+    text: str
+    plan: str = ""
+    gain: float = 0.0
+    is_better: bool = False
+
+
+def decide(
+    ddp: DistributedDataParallel, gathered: Sequence[Measured], cost: AllreduceCost
+) -> Decision:
+    """Plan for the slowest rank's times on this network."""
+    for rank, measured in enumerate(gathered):
+        if measured.problem:
+            return Decision(f"{STAY}: on rank {rank}, {measured.problem}")
+        if measured.buckets != gathered[0].buckets:
+            return Decision(f"{STAY}: rank {rank} has others than rank 0")
+    sizes = [len(bucket) for bucket in gathered[0].buckets]
+    profile = _profile(ddp, gathered, sizes, cost)
+    plan = plan_buckets(profile, cost, len(gathered))
+    own, best = predict(profile, sizes, cost), plan.timeline()
+    gain = 1 - best.iteration_s / own.iteration_s
+    is_better = gain >= _LEAST_GAIN
+    if is_better:
+        text = (
+            f"buckets change, {len(sizes)} to {len(plan.buckets)}: iterations are predicted to get "
+            f"{gain:.0%} shorter"
+        )
+    else:
+        text = (
+            f"{STAY}, {len(sizes)}: with the best, {len(plan.buckets)}, iterations are predicted "
+            f"to get {gain:.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
+        )
+    lines = [text, "", *_compare(profile, own, best), "", *_describe(cost)]
+    return Decision("\n".join(lines), plan.to_json(), gain, is_better)
+
+
+def _compare(profile: Profile, own: Timeline, best: Timeline) -> list[str]:
+    times = {
+        "iteration": (own.iteration_s, best.iteration_s),
+        "of it waiting for communication": (own.exposed_s, best.exposed_s),
+        "backward": (own.backward_s, best.backward_s),
+        "of it after the last allreduce": (profile.after_s, profile.after_s),
+        "all allreduces": (own.communication_s, best.communication_s),
+    }
+    rows = [(*map(format_ms, pair), name) for name, pair in times.items()]
+    counts = (f"{len(own.buckets)}", f"{len(best.buckets)}", "buckets")
+    return table(("DDP's own", "best", "predicted, in ms"), [*rows, counts])
+
+
+def _describe(cost: AllreduceCost) -> list[str]:
+    rows = [
+        (f"{cost.startup_s * 1e3:.2f}", "ms to start an allreduce"),
+        (f"{cost.s_per_mib * 1e3:.2f}", "ms for each MiB"),
+        (f"{cost.contention:.2f}", "times that beside computation"),
+        (f"{cost.launch_s * 1e3:.2f}", "ms of computation lost to each launch"),
+        (f"{cost.interference:.0%}", "of computation's speed lost to each transfer"),
+    ]
+    return table(("measured", "of the network"), rows)
+
+
+def _profile(
+    ddp: DistributedDataParallel,
+    gathered: Sequence[Measured],
+    sizes: Sequence[int],
+    cost: AllreduceCost,
+) -> Profile:
+    """Return the computation of the slowest rank without communication.
+
+    What the model does not explain of the measured backward is taken to come after all allreduces.
+    A Reducer that looks for unused parameters has its buckets in another order than that of
+    arrival, in which they are planned; it is taken to have as many gradients in each of them.
+    """
+    by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+    arrived = [by_index[index] for bucket in gathered[0].buckets for index in bucket]
+    slowest = [max(0.0, *times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
+    if not _torch.follows_arrival_order(ddp):
+        order = sorted(range(len(slowest)), key=slowest.__getitem__)
+        arrived, slowest = [arrived[k] for k in order], [slowest[k] for k in order]
+    ready_s = list(itertools.accumulate(slowest, max))
+    disturbed = Profile(
+        gradients=tuple(
+            Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
+            for p, at_s in zip(arrived, ready_s, strict=True)
+        ),
+        backward_s=ready_s[-1],
+        forward_s=max(measured.forward_s for measured in gathered),
+        between_s=max(measured.between_s for measured in gathered),
+        source="measured",
+    )
+    alone_s = undisturbed(disturbed, sizes, cost)
+    profile = disturbed.with_ready_times(alone_s, backward_s=alone_s[-1])
+    left_s = max(m.backward_s for m in gathered) - predict(profile, sizes, cost).backward_s
+    return dataclasses.replace(profile, after_s=max(0.0, left_s))
+
+
+class Verdict(NamedTuple):
+    """What came of a change, and whether it is taken back."""
+
+    text: str
+    is_worse: bool = False
+
+
+def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain: float) -> Verdict:
+    """Compare the slowest rank's iterations; the same on all ranks, from what all measured."""
+    for rank, measured in enumerate(after):
+        if measured.problem:
+            return Verdict(f"what came of it is not known: on rank {rank}, {measured.problem}")
+    before_s, after_s = (max(m.iteration_s for m in each) for each in (before, after))
+    times = f"{format_ms(after_s)} ms, with DDP's own buckets {format_ms(before_s)}"
+    predicted = f"predicted to get {predicted_gain:.0%} shorter"
+    gain = 1 - after_s / before_s
+    if gain >= _LEAST_MEASURED_GAIN:
+        return Verdict(f"measured: iterations got {gain:.0%} shorter ({times}; {predicted})")
+    return Verdict(
+        f"buckets are DDP's own again: iterations, {predicted}, took {times}", is_worse=True
+    )

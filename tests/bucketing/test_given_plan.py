@@ -1,0 +1,162 @@
+"""`buckets="plan.json"` on two ranks: exactly those buckets from the third step, or an error."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
+from tests.support.fake_ddp import real_buckets
+from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.ranks import Ranks
+
+COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
+SIZES = (1, 4, 5, 2)
+NUM_STEPS = 5
+
+
+def _save_plan(path: Path, module: nn.Module, sizes: tuple[int, ...] = SIZES) -> str:
+    gradients = tuple(
+        Gradient(name=name, num_bytes=p.numel() * 4, ready_s=k * 1e-3)
+        for k, (name, p) in enumerate(list(module.named_parameters())[::-1])
+    )
+    profile = Profile(gradients=gradients, backward_s=1.0)
+    BucketPlan(profile=profile, cost=COST, world_size=2, sizes=sizes).save(path)
+    return str(path)
+
+
+def _train(rank: int, path: str, split: str, ddp_options: dict[str, Any]) -> dict[str, Any]:
+    """Train beside eager DDP, step by step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    module = MLP()
+    expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
+    ddp = DistributedDataParallel(module, **ddp_options)
+    options = {"inner": "aot_eager", "split": split, "buckets": path}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    for x in batches(rank, [(4, 64)] * NUM_STEPS):
+        assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
+    names = [name for name, _ in module.named_parameters()]
+    explained = ddpopt.explain(ddp)
+    return {
+        "buckets": [{names[i] for i in bucket} for bucket in real_buckets(ddp)],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "as_planned": [b.is_as_planned for b in explained.buckets],
+        "sections": len(explained.plans[-1].sections),
+        "tuning": explained.tuning,
+        "hash": explained.bucket_plan.hash if explained.bucket_plan else None,
+    }
+
+
+@pytest.mark.parametrize("ddp_options", [{}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
+    ranks: Ranks, tmp_path: Path, split: str, ddp_options: dict[str, Any]
+) -> None:
+    """Graphs are cut for them before DDP has them."""
+    path = _save_plan(tmp_path / "plan.json", MLP())
+    plan = BucketPlan.load(path)
+    for told in ranks.run(_train, path, split, ddp_options):
+        assert told["buckets"] == [set(bucket.parameters) for bucket in plan.buckets]
+        assert told["graphs"] == 1
+        assert told["as_planned"] == [True] * len(SIZES)
+        assert told["sections"] == len(SIZES)
+        assert told["tuning"] == f"buckets are those of {path}"
+        assert told["hash"] == plan.hash
+
+
+def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
+    """What was compiled ahead is what runs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "buckets": path}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    inputs = batches(rank, [(4, 64)] * NUM_STEPS)
+    ddpopt.warmup(compiled, inputs[0])
+    torch._dynamo.utils.counters.clear()
+    train(ddp, inputs, compiled)
+    return {
+        "num_buckets": len(real_buckets(ddp)),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+
+
+def test_a_warmup_compiles_for_them(ranks: Ranks, tmp_path: Path) -> None:
+    path = _save_plan(tmp_path / "plan.json", MLP())
+    for told in ranks.run(_train_after_warmup, path):
+        assert told == {"num_buckets": len(SIZES), "graphs": 0}
+
+
+def _train_with_own_file(rank: int, folder: str) -> str:
+    with pytest.raises(ddpopt.PlanError) as refused:
+        _train(rank, f"{folder}/{rank}.json", "auto", {})
+    return str(refused.value)
+
+
+def test_files_that_differ_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    _save_plan(tmp_path / "0.json", MLP())
+    _save_plan(tmp_path / "1.json", MLP(), (12,))
+    for text in ranks.run(_train_with_own_file, str(tmp_path)):
+        assert "rank 1 differs from rank 0: the plan is " in text
+
+
+def _compile(ddp: DistributedDataParallel, buckets: Any) -> None:
+    options = {"inner": "aot_eager", "buckets": buckets}
+    torch.compile(ddp, backend="ddpopt", options=options)(torch.ones(4, 64)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda path: None, "cannot be read: No such file"),
+        (lambda path: path.write_text("{}"), "is no plan that ddpopt saved"),
+        (lambda path: _save_plan(path, MLP(width=32), (2, 10)), "bytes, and .* in the plan; plan"),
+        (lambda path: _save_plan(path, MLP(depth=2), (4,)), "8 parameters are not in the plan"),
+    ],
+    ids=["missing", "no plan", "other sizes", "other model"],
+)
+def test_a_file_that_cannot_be_used_is_an_error_when_it_is_asked_for(
+    one_rank: None, tmp_path: Path, made: Any, message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    made(path)
+    for _ in range(2):  # again at the next try
+        with pytest.raises(BackendCompilerFailed, match=f"PlanError: .*{message}"):
+            _compile(DistributedDataParallel(MLP()), path)
+
+
+@pytest.mark.parametrize("buckets", ["plan.txt", "best", "", 3])
+def test_what_is_neither_a_choice_nor_a_file_is_refused(one_rank: None, buckets: Any) -> None:
+    with pytest.raises(
+        BackendCompilerFailed, match=r"valid values are \['ddp', 'auto', '\*.json'\]"
+    ):
+        _compile(DistributedDataParallel(MLP()), buckets)
+
+
+@pytest.mark.parametrize("buckets", ["auto", "plan.json"])
+def test_a_request_that_cannot_be_met_is_warned_of_once(
+    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, buckets: str
+) -> None:
+    if buckets != "auto":
+        buckets = _save_plan(tmp_path / buckets, MLP())
+    ddp = DistributedDataParallel(MLP())
+    ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            _compile(ddp, buckets)
+    lines = [r for r in caplog.records if "changes nothing" in r.getMessage()]
+    assert [line.levelname for line in lines] == ["WARNING"]
+    assert "its comm hook" in lines[0].getMessage()
+    assert "its comm hook" in ddpopt.explain(ddp).tuning
