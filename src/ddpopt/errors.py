@@ -116,9 +116,11 @@ class Fallback(enum.Enum):
         "the graph uses no parameter that DDP reduces (all are frozen, ignored or delayed)"
     )
     ONE_BUCKET = (
-        "all parameters of this graph fall into one DDP bucket; for overlap give "
-        "DistributedDataParallel a smaller bucket_cap_mb"
+        "all parameters of this graph fall into one DDP bucket; for overlap have ddpopt find "
+        "buckets, options={'buckets': 'auto'}, or give DistributedDataParallel a smaller "
+        "bucket_cap_mb"
     )
+    ONE_PLANNED_BUCKET = "the plan of its buckets has all parameters of this graph in one"
     COMPLETE_TOGETHER = (
         "DDP's buckets all become complete at one place in backward, so no cut would release one "
         "earlier; register parameters in the order of their use, or have ddpopt find buckets, "

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
+from ddpopt.errors import Fallback
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
@@ -54,6 +55,7 @@ def _train(rank: int, path: str, split: str, ddp_options: dict[str, Any]) -> dic
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "as_planned": [b.is_as_planned for b in explained.buckets],
         "sections": len(explained.plans[-1].sections),
+        "fallback": explained.plans[-1].fallback,
         "tuning": explained.tuning,
         "hash": explained.bucket_plan.hash if explained.bucket_plan else None,
     }
@@ -74,6 +76,16 @@ def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
         assert told["sections"] == len(SIZES)
         assert told["tuning"] == f"buckets are those of {path}"
         assert told["hash"] == plan.hash
+
+
+def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    path = _save_plan(tmp_path / "plan.json", MLP(), (12,))
+    for split in ("auto", "forward"):
+        for told in ranks.run(_train, path, split, {}):
+            assert told["as_planned"] == [True]
+            assert told["fallback"] is Fallback.ONE_PLANNED_BUCKET
 
 
 def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:

@@ -442,6 +442,27 @@ def test_where_torch_has_moved_a_name_training_goes_on(
     assert "buckets stay DDP's own: torch 9 has no such name" in str(ddpopt.explain(ddp))
 
 
+def _explain_meanwhile(rank: int) -> list[str]:
+    """Return the tuning and the hints of each step."""
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    texts = []
+    with _given(SLOW):
+        for x in batches(rank, [SHAPE] * (DECIDED + 2)):
+            train(ddp, [x], compiled)
+            explained = ddpopt.explain(ddp)
+            texts.append("\n".join([explained.tuning, *explained.hints]))
+    return texts
+
+
+def test_explain_says_how_far_it_is_and_never_advises_what_is_on(ranks: Ranks) -> None:
+    for texts in ranks.run(_explain_meanwhile):
+        assert texts[2].startswith("looking for better buckets: 3 of 8 steps\n")
+        assert "comparing new buckets with DDP's own: 2 of 8 steps\n" in texts[DECIDED]
+        assert not any("buckets='auto'" in text or "predicted: nothing" in text for text in texts)
+
+
 def test_the_choice_is_logged_once(ranks: Ranks) -> None:
     assert ranks.run(_count_log_lines) == [1, 1]
 

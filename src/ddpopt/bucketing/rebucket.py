@@ -121,7 +121,7 @@ def take_back(
 ) -> None:
     """Give `ddp` the buckets that it had before a plan was applied, by index, and their limits."""
     _torch.replace_reducer(ddp, buckets, caps_bytes)
-    state.of(ddp).give_buckets(buckets)
+    state.of(ddp).give_buckets(buckets, is_planned=False)
     del _applied[ddp]
 
 

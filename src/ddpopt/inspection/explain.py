@@ -32,9 +32,8 @@ from ddpopt.split import state
 from ddpopt.split.plan import NodeText, Section, SplitPlan
 
 _NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
-_NOTHING_PREDICTED = (
-    "predicted: nothing; give explain a plan of ddpopt.plan, or find buckets by buckets='auto'"
-)
+_NOTHING_PREDICTED = "predicted: nothing; give explain a plan of ddpopt.plan"
+_OR_TUNE = ", or find buckets by buckets='auto'"
 _TIMES = ("ready_s", "launched_s", "finished_s")
 _MEASURED_TIMES = ("backward_s", "forward_s", "exposed_s", "communication_s")
 _PREDICTED_TIMES = (*_MEASURED_TIMES, "between_s", "alone_s", "iteration_s", "bound_s")
@@ -255,7 +254,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     buckets = _find_buckets(ddp, known.plans)
     predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [_NOTHING_MEASURED]
-    hints += [] if predicted else [_NOTHING_PREDICTED]
+    if predicted is None and not tuner.is_searching(ddp):
+        hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
     return Explanation(
         model=type(ddp.module).__name__,
         plans=known.plans,

@@ -139,6 +139,12 @@ class _Survey:
             return fine_buckets(plan.arrival)
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
+    def left_whole(self, plan: SplitPlan, reason: Fallback) -> SplitPlan:
+        """Return the plan of a graph that is compiled whole."""
+        if reason is Fallback.ONE_BUCKET and self.known.has_planned_buckets:
+            reason = Fallback.ONE_PLANNED_BUCKET
+        return dataclasses.replace(plan, fallback=reason)
+
     def draft(self, place: Mapping[int, int]) -> SplitPlan:
         """Return a plan without sections, for gradients that are final at these places."""
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
@@ -231,7 +237,7 @@ def _split(
             plan = dataclasses.replace(plan, instead=reason, detail=detail)
     calls = describe(call_nodes(survey.graph.graph))
     if isinstance(sections, Fallback):
-        return _Split(dataclasses.replace(plan, fallback=sections), (calls,), None)
+        return _Split(survey.left_whole(plan, sections), (calls,), None)
     plan = dataclasses.replace(plan, sections=sections).with_buckets(plan.buckets)
     nodes = tuple(calls[section.start : section.stop] for section in sections)
     stitched = split_forward(survey.graph, sections)
@@ -263,7 +269,7 @@ def _split_backward(
         cuts = plan_backward(facts, survey.cut_at(plan), arguments, final)
         if isinstance(cuts, Fallback):
             calls = describe(call_nodes(survey.graph.graph))
-            return BackwardCut(dataclasses.replace(plan, fallback=cuts), (calls,), ())
+            return BackwardCut(survey.left_whole(plan, cuts), (calls,), ())
         plan = dataclasses.replace(plan, sections=cuts.sections, num_nodes=len(cuts.order))
         plan = plan.with_buckets(plan.buckets)
         sections = cut_backward(backward, cuts)

@@ -47,6 +47,7 @@ class DDPState:
         self._rules: ReducerRules | None = None
         self.told_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
+        self._is_planned = False
         self._num_questions = 0
         self._settled: weakref.WeakSet[Settled] = weakref.WeakSet()
         self.is_copy = False
@@ -123,6 +124,11 @@ class DDPState:
         known, ddp = self.told_buckets or self._given_buckets, self._module()
         return known or (None if _torch.follows_arrival_order(ddp) else _torch.final_buckets(ddp))
 
+    @property
+    def has_planned_buckets(self) -> bool:
+        """Whether a plan's are in force or about to be."""
+        return self._is_planned or self.expected_buckets is not None
+
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often that was done since they changed.
 
@@ -134,9 +140,9 @@ class DDPState:
         self.told_buckets = _torch.final_buckets(self._module())
         return self._num_questions
 
-    def give_buckets(self, buckets: Buckets) -> None:
+    def give_buckets(self, buckets: Buckets, *, is_planned: bool = True) -> None:
         """Note that the Reducer was given these, and will form them again."""
-        self._given_buckets = buckets
+        self._given_buckets, self._is_planned = buckets, is_planned
         self.told_buckets, self._num_questions = None, 0
         for plan in self.plans:
             self.keep(plan, self.nodes[plan.graph])
