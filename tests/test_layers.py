@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import ddpopt
@@ -77,3 +79,9 @@ def test_private_torch_names_stay_in_one_room() -> None:
                 if owner not in ("self", "cls"):
                     found.append(ast.unparse(node))
         assert not found, f"{path} touches {found}"
+
+
+def test_importing_it_and_its_command_line_imports_no_dynamo() -> None:
+    """Which costs as much again as torch itself, and most commands have no use for it."""
+    code = "import sys, ddpopt, ddpopt.cli.main; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

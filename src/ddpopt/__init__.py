@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ddpopt import algorithms, config
 from ddpopt.bucketing.ahead import plan
 from ddpopt.bucketing.calibrate import calibrate
@@ -19,7 +21,6 @@ from ddpopt.bucketing.simulate import Simulation, Stragglers, simulate
 from ddpopt.bucketing.timeline import Timeline
 from ddpopt.checks.verify import Verification, verify
 from ddpopt.checks.warmup import warmup
-from ddpopt.data_parallel.module import DataParallel
 from ddpopt.errors import (
     AttachError,
     DDPOptError,
@@ -42,6 +43,9 @@ from ddpopt.inspection.recorder import record
 from ddpopt.inspection.recording import Recording
 from ddpopt.inspection.traces import merge_traces
 from ddpopt.ranks.faults import naming_peers
+
+if TYPE_CHECKING:
+    from ddpopt.data_parallel.module import DataParallel
 
 __all__ = [
     "AllreduceCost",
@@ -88,3 +92,12 @@ __all__ = [
     "verify",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `DataParallel` when it is used: its forward is kept from Dynamo, which is imported."""
+    if name == "DataParallel":
+        from ddpopt.data_parallel.module import DataParallel  # noqa: PLC0415
+
+        return DataParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
