@@ -19,7 +19,7 @@ from tests.system.scenarios.architectures import Transformer, checkpointed, sele
 from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS, TABLES
 from tests.system.scenarios.running import Outcome, count_graphs, run_row
 
-SPLITS = ("forward", "backward")
+SPLITS = ("forward", "auto")
 ALL = [*((name, "aot_eager") for name in SCENARIOS), *((name, "inductor") for name in ON_INDUCTOR)]
 
 
@@ -66,14 +66,24 @@ def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
         assert outcome.eager_error is outcome.error is outcome.difference is None
         assert outcome.is_synced == scenario.is_synced
         expected = scenario.fallbacks
-        if split == "backward":
+        if split == "auto":
             expected = {reason for reason in expected if reason.is_expected}
         assert {plan.fallback for plan in outcome.plans} - {None} == expected
-        assert {plan.split for plan in outcome.plans if plan.sections} <= {split}
+        cut = {plan.split for plan in outcome.plans if plan.sections}
+        assert cut <= {"backward" if split == "auto" else split}
         has_one_graph = len(outcome.plans) == 1 and expected != {Fallback.NO_GRAD}
         if has_one_graph and outcome.buckets[0] is not None:
             planned = tuple(tuple(p.index for p in b.parameters) for b in outcome.plans[0].buckets)
             assert outcome.buckets[0] == planned
+
+
+@pytest.mark.parametrize("name", ON_INDUCTOR)
+def test_a_warm_start_trains_alike(ranks: Ranks, name: str) -> None:
+    """What torch's caches have of a row trains as what was compiled, in equal sections."""
+    cold = _run_row(ranks, name, "auto", "inductor")
+    for first, second in zip(cold, ranks.run(run_row, name, "auto", "inductor"), strict=True):
+        assert second.error is second.difference is None
+        assert second.plans == first.plans
 
 
 RECOMPILING = (

@@ -131,6 +131,11 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
         ours = _attempt(case, rank, functools.partial(_compile, case))
     if eager.raised_anywhere:
         return Finding(outcome=REFUSED, detail=eager.error)
+    if case.inner == "inductor" and not ours.raised_anywhere:
+        warm = _attempt(case, rank, functools.partial(_compile, case))
+        if warm.raised_anywhere or anywhere(not _are_same(warm, ours) or warm.plans != ours.plans):
+            told = warm.error or _difference(case, warm, ours)
+            return Finding(outcome=RAISES if warm.error else DIFFERS, detail=f"warm start: {told}")
     if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
     with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole

@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
         broadcasts_buffers=not draw(_sometimes(4)),
         compiles_inside=draw(_sometimes(4)),
         regions=draw(st.sampled_from(REGIONS)) if draw(_sometimes(4)) else "",
-        split=draw(st.sampled_from(("backward", "forward"))),
+        split=draw(st.sampled_from(("auto", "forward"))),
         inner=draw(st.sampled_from(("aot_eager", "aot_eager", "aot_eager", "eager"))),
         freezes=draw(_in_steps(FREEZES)),
         extras=draw(_in_steps(EXTRAS)),

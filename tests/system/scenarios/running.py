@@ -26,6 +26,8 @@ from tests.support.registration import uninstall
 from tests.system.scenarios.rows import SCENARIOS
 from tests.system.scenarios.scenario import Compile, Scenario, Trainer
 
+_CUT_BACKWARD = ("auto", "backward")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -51,7 +53,7 @@ def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
     """Train a row eagerly and compiled, and compare."""
     reference = functools.partial(_train, name, lambda module, **_: module, rank)
     # A graph that is fused differently rounds differently; split in backward it is not.
-    is_exact = SCENARIOS[name]().is_exact_on_inductor and optimizer != "backward"
+    is_exact = SCENARIOS[name]().is_exact_on_inductor and optimizer not in _CUT_BACKWARD
     if inner == "inductor" and not is_exact:
         reference = functools.partial(_train_compiled, name, "none", _CountPieces(inner), rank)
     expected, eager_error = _attempt(reference)
@@ -110,8 +112,8 @@ def _small_first_bucket(scenario: Scenario) -> AbstractContextManager[None]:
 def _train_compiled(name: str, optimizer: str, inner: _CountPieces, rank: int) -> Trainer:
     if optimizer == "in-tree":
         return _train_in_tree(name, inner, rank)
-    if optimizer == "backward":  # takes the compiler's name: it needs AOTAutograd's graphs
-        options = {"inner": inner.__name__, "split": "backward"}
+    if optimizer in _CUT_BACKWARD:  # takes the compiler's name: it needs AOTAutograd's graphs
+        options = {"inner": inner.__name__, "split": optimizer}
     else:
         options = {"inner": inner, "enabled": optimizer == "forward"}
     return _train(name, functools.partial(torch.compile, backend="ddpopt", options=options), rank)
