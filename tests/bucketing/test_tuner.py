@@ -188,6 +188,26 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, sp
     assert after == [before] * len(after)
 
 
+def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
+    """Rank 0 forgets its code while what came of the change is being measured."""
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with _given(SLOW, _clock(later=later)):
+        for step, x in enumerate(batches(rank, [SHAPE] * (JUDGED + 3)), 1):
+            if rank == 0 and step == DECIDED + 3:
+                torch._dynamo.reset()
+            train(ddp, [x], compiled)
+    return tuning.of(ddp).outcome, len(real_buckets(ddp))
+
+
+def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
+    first, second = ranks.run(_train_and_reset_meanwhile, 1.0)
+    assert first == second
+    assert "buckets are DDP's own again" in first[0]
+    assert first[1] == 1
+
+
 def test_what_a_change_has_brought_is_told_beside_what_was_predicted(ranks: Ranks) -> None:
     for told in ranks.run(_train_until_judged, "auto", 0.75):
         assert "measured: iterations got 25% shorter (" in told["outcome"]

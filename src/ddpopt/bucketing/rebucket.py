@@ -122,7 +122,7 @@ def take_back(
     """Give `ddp` the buckets that it had before a plan was applied, by index, and their limits."""
     _torch.replace_reducer(ddp, buckets, caps_bytes)
     state.of(ddp).give_buckets(buckets, is_planned=False)
-    del _applied[ddp]
+    _applied.pop(ddp, None)  # a reset of Dynamo may have come between
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:

@@ -54,7 +54,7 @@ class _Stage(NamedTuple):
 
 # Buckets are rebuilt in a Reducer's second step, and caches fill.
 _SEARCH = _Stage("looking for better buckets", 3, 8)
-_TRIAL = _Stage("comparing new buckets with DDP's own", 3, 8)
+_COMPARISON = _Stage("comparing new buckets with DDP's own", 3, 8)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
@@ -184,7 +184,7 @@ class _Tuner(Observer):
             except PeerError as error:
                 stopwatch.remove()
                 state.of(ddp).end_search()
-                self._refuse(ddp, str(error))
+                self._give_up(ddp, self._stage, str(error))
         elif stopwatch.num_backwards == self._stage.num_backwards:
             self._meet(ddp, self._stage, stopwatch)
 
@@ -207,11 +207,9 @@ class _Tuner(Observer):
         self._stopwatch = self._appointment = self._stage = None
         state.of(ddp).end_search()
         problem = appointment.keep(_find_obstacle(ddp, stage, self.best, self.source))
-        if problem and stage is _TRIAL:
-            self._tell(f"what came of it is not known: {problem}")
-        elif problem:
-            self._refuse(ddp, problem)
-        elif stage is _TRIAL:
+        if problem:
+            self._give_up(ddp, stage, problem)
+        elif stage is _COMPARISON:
             self._judge(ddp, stopwatch.measured())
         elif stage is _GIVEN:
             self._take_given(ddp)
@@ -252,12 +250,12 @@ class _Tuner(Observer):
         self._gain = decided.gain
         rebucket.apply(ddp, self.best)
         _begin_with_new_reducer(ddp)
-        self._stage = _TRIAL
+        self._stage = _COMPARISON
 
     def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Take the change back if iterations did not get shorter."""
         own, self._own = self._own, _Own((), ())
-        verdict = judge(own.measured, gather(ddp, measured, _TRIAL.title), self._gain)
+        verdict = judge(own.measured, gather(ddp, measured, _COMPARISON.title), self._gain)
         self._tell(verdict.text)
         if verdict.is_worse:
             rebucket.take_back(ddp, own.buckets, own.caps_bytes)
@@ -266,6 +264,13 @@ class _Tuner(Observer):
     def _tell(self, news: str) -> None:
         self._outcome = "\n".join(filter(None, [self._outcome, news]))
         _logs.info("%s", news)
+
+    def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
+        self._stage = None
+        if stage is _COMPARISON:  # buckets have changed, and remain so
+            self._tell(f"what came of it is not known: {problem}")
+        else:
+            self._refuse(ddp, problem)
 
     def _refuse(self, ddp: DistributedDataParallel, reason: str) -> None:
         """Stay although something else was asked for, and warn; of a copy its original warns."""
@@ -314,7 +319,7 @@ def _find_obstacle(
             f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
             "since"
         )
-    if rebucket.plan_of(ddp) is not (best if stage is _TRIAL else None):
+    if rebucket.plan_of(ddp) not in (None, best if stage is _COMPARISON else None):
         return "ddpopt.rebucket has changed them"
     return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
 
