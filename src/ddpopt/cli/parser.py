@@ -55,7 +55,12 @@ def make_parser() -> _Parser:
 def _explain(command: _Parser) -> None:
     _add_factory(command)
     add = command.add_argument
-    add("--split", metavar="forward|backward", help="which graph to split (default: forward)")
+    add(
+        "--split",
+        default="auto",
+        metavar="auto|backward|forward",
+        help="which graph to split (default: %(default)s)",
+    )
     add("--inner", default="aot_eager", help="what compiles each section (default %(default)s)")
     cap = "size of DDP's buckets (default: DDP's own, 25)"
     add("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap)

@@ -41,14 +41,13 @@ class Peer(NamedTuple):
     optimize_ddp: bool = True
 
 
-_AUTO = {"split": "backward", "buckets": "auto"}
 PEERS = {
     "eager": Peer("DDP, not compiled", is_compiled=False),
     "intree": Peer("torch.compile as it comes, with PyTorch's own DDPOptimizer"),
     "nosplit": Peer("torch.compile with optimize_ddp = False: one graph", optimize_ddp=False),
     "forward": Peer("ddpopt, split: forward", options={"split": "forward"}),
     "backward": Peer("ddpopt, split: backward", options={"split": "backward"}),
-    "auto": Peer("ddpopt, split: backward, buckets: auto", options=_AUTO),
+    "auto": Peer("ddpopt, buckets: auto", options={"buckets": "auto"}),
 }
 
 
