@@ -70,6 +70,15 @@ def test_flags_of_safety_have_variables() -> None:
     assert _print_flag("disagreement", DDPOPT_DISAGREEMENT="error").stdout.strip() == "error"
 
 
+def test_what_the_environment_says_wrongly_is_named_by_its_variable() -> None:
+    """A value that is none is an error, a variable that nobody reads a warning with the nearest."""
+    wrong = _print_flag("buckets", DDPOPT_BUCKETS="best")
+    assert "the environment variable DDPOPT_BUCKETS is 'best'; valid values are" in wrong.stderr
+    unknown = _print_flag("buckets", DDPOPT_BUCKET="auto")
+    assert unknown.stdout.strip() == "ddp"
+    assert "variable DDPOPT_BUCKET is not read; ddpopt reads DDPOPT_BUCKETS\n" in unknown.stderr
+
+
 @pytest.mark.parametrize(("text", "printed"), [("0", "False"), ("1", "True")])
 def test_the_environment_sets_the_default(text: str, printed: str) -> None:
     """DDPOPT_ENABLED is read at import."""

@@ -275,7 +275,7 @@ def test_a_socket_and_a_missing_file_are_errors_of_the_system(
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(MalformedError, match=r"it is no text in UTF-8 \(byte 7\)"):
+    with pytest.raises(MalformedError, match=r"it is not text in UTF-8 \(byte 7\)"):
         read_text(path, 100)
 
 
@@ -346,14 +346,14 @@ def test_where_further_keys_are_open_they_are_left_out() -> None:
     ("change", "message"),
     [
         ({"name": 3}, "name is 3; it must be text"),
-        ({"name": ["a" * 10_001]}, "name is a list of 1"),
+        ({"name": ["a" * 10_001]}, "name is a list of 1 item"),
         ({"sizes": 3}, "sizes is 3; it must be a list"),
         ({"sizes": "a\x1b[2J" + "b" * 10_001}, r"sizes is 'a\x1b[2Jbbb"),
         ({"sizes": [1, True]}, "sizes[1] is true; it must be a whole number below 2**63"),
         ({"sizes": [1.0]}, "sizes[0] is 1.0; it must be a whole number"),
         ({"sizes": [10**39]}, "sizes[0] is 1000"),
         ({"sizes": [-(2**63)]}, "sizes[0] is -9223"),
-        ({"row": [0]}, "row is a list of 1; it must be a list of 2"),
+        ({"row": [0]}, "row is a list of 1 item; it must be a list of 2 items"),
         ({"row": [0, 1e19]}, "row[1] is 1e+19; it must be a number below 2**63"),
         ({"row": [0, False]}, "row[1] is false; it must be a number"),
         ({"row": [0, {}]}, "row[1] is an object; it must be a number"),
@@ -377,9 +377,9 @@ def test_another_type_is_refused_with_place_value_and_limit(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it is no JSON (Expecting value"),
-        ("{", "it is no JSON"),
-        ("[]", "it is a list of 0; it must be an object with name, sizes"),
+        ("", "it is not JSON (Expecting value"),
+        ("{", "it is not JSON"),
+        ("[]", "it is an empty list; it must be an object with name, sizes"),
         ('{"name": "a"}', "it has no 'sizes'"),
         ('{"name": "a", "sizes": [1], "name": "b"}', "it has the key 'name' twice in one object"),
         ('{"name": "a", "sizes": [NaN]}', "it has a number that is NaN; all must be finite"),
@@ -389,9 +389,9 @@ def test_another_type_is_refused_with_place_value_and_limit(
         ("0." + "1" * 99, "it has a number of 101 characters"),
         ("[" * LIMIT, "it has over 100 objects and lists in one another"),
         ("[{" + '"a":[' * 99, "it has over 100 objects and lists in one another"),
-        ("]" * LIMIT, "it is no JSON"),
+        ("]" * LIMIT, "it is not JSON"),
         (" " * (LIMIT + 1), "it has 1001 bytes or more, over the limit of 1000"),
-        ("\ufeff{}", "it is no JSON"),
+        ("\ufeff{}", "it is not JSON"),
     ],
 )
 def test_what_is_no_sane_json_is_refused(text: str, message: str) -> None:
@@ -455,4 +455,4 @@ def test_random_json_never_raises_anything_else(value: Any) -> None:
 def test_a_value_is_shown_short_and_without_control_characters() -> None:
     assert _files.show("\x1b]0;evil\x07\u202e\ud800") == r"'\x1b]0;evil\x07\u202e\ud800'"
     assert len(_files.show("a" * 10**6)) < 100
-    assert _files.show([1] * 10**6) == "a list of 1000000"
+    assert _files.show([1] * 10**6) == "a list of 1000000 items"

@@ -96,6 +96,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import `DataParallel` when it is used: its forward is kept from Dynamo, which is imported."""
+    if name == "__version__":
+        return config.installed_version()
     if name == "DataParallel":
         from ddpopt.data_parallel.module import DataParallel  # noqa: PLC0415
 

@@ -26,6 +26,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from ddpopt._text import count
+
 _LONGEST_NUMBER = 40  # characters, of which a float's repr has 24 at most
 _DEEPEST = 100  # objects and lists in one another
 _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[{\]}]', re.DOTALL)
@@ -68,7 +70,7 @@ def read_text(path: str | Path, most_bytes: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise MalformedError(f"it is no text in UTF-8 (byte {error.start})") from error
+        raise MalformedError(f"it is not text in UTF-8 (byte {error.start})") from error
 
 
 def parse(text: str, most_bytes: int) -> Any:
@@ -92,7 +94,7 @@ def parse(text: str, most_bytes: int) -> Any:
             parse_constant=_refuse_constant,
         )
     except json.JSONDecodeError as error:
-        raise MalformedError(f"it is no JSON ({error})") from error
+        raise MalformedError(f"it is not JSON ({error})") from error
 
 
 def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> Any:
@@ -109,7 +111,7 @@ def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> A
         return None if value is None else build(options[0], value, place, is_open=is_open)
     if options:  # of a tuple
         is_endless = options[-1] is ...
-        expected = "a list" if is_endless else f"a list of {len(options)}"
+        expected = "a list" if is_endless else f"a list of {count(len(options), 'item')}"
         if isinstance(value, list) and (is_endless or len(value) == len(options)):
             kinds = options[:1] * len(value) if is_endless else options
             return tuple(
@@ -157,7 +159,7 @@ def show(value: object) -> str:
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
+        return f"a list of {count(len(value), 'item')}" if value else "an empty list"
     if isinstance(value, str):
         return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
     return json.dumps(value)

@@ -26,6 +26,11 @@ def format_ms(time_s: float | None) -> str:
     return "-" if time_s is None else f"{time_s * 1e3:.1f}"
 
 
+def count(number: int, noun: str) -> str:
+    """Return `1 bucket`, `2 buckets`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Return text with control characters as escapes, so that no name can steer a terminal."""
     if text.isprintable():

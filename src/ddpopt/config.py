@@ -9,9 +9,12 @@ whatever is set here.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import importlib.metadata
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -19,6 +22,14 @@ from ddpopt.errors import OptionError
 
 _Value = TypeVar("_Value", bool, str)
 _declared: dict[str, tuple[bool | str, Sequence[str]]] = {}
+
+
+def installed_version() -> str:
+    """Return the release of ddpopt, "not installed" where only its source is on the path."""
+    try:
+        return importlib.metadata.version("ddpopt")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def check_boolean(name: str, value: object, error: type[Exception] = OptionError) -> None:
@@ -63,7 +74,7 @@ def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
     if isinstance(default, bool):
         check_choice(f"the environment variable {variable}", text, ("0", "1"))
         return text == "1"
-    check_flag(flag, text)
+    check_choice(f"the environment variable {variable}", text, choices)
     return text
 
 
@@ -96,6 +107,14 @@ Environment: `DDPOPT_NAME_PEERS`."""
 
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _declared)
 """The environment variables that are read here."""
+
+for _variable in sorted(os.environ):
+    if _variable.startswith("DDPOPT_") and _variable not in VARIABLES:
+        _known = difflib.get_close_matches(_variable, VARIABLES, n=1) or VARIABLES
+        warnings.warn(
+            f"the environment variable {_variable} is not read; ddpopt reads {', '.join(_known)}",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

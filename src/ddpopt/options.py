@@ -128,11 +128,13 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
     for key in options:
         if key.replace("-", "_") not in known:
             close = difflib.get_close_matches(key, [*OWN_OPTIONS, *known])
-            hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-            raise OptionError(
-                f"unknown option {key!r}; {hint}ddpopt's own options are {list(OWN_OPTIONS)}, "
-                f"and these are Inductor's: {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else f"ddpopt's own options are {list(OWN_OPTIONS)}, and Inductor's those of "
+                "torch._inductor.list_options()"
             )
+            raise OptionError(f"unknown option {key!r}; {hint}")
     try:
         return _torch.inductor(mode, options)
     except (RuntimeError, AttributeError, KeyError) as error:

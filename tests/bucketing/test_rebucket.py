@@ -297,3 +297,14 @@ def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
 def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
     with pytest.raises(ddpopt.PlanError, match="one rank"):
         ddpopt.calibrate()
+
+
+def test_it_takes_the_path_of_a_plan_and_nothing_else(one_rank: None, tmp_path: Path) -> None:
+    ddp = DistributedDataParallel(MLP())
+    plan = _plan_for(ddp.module, SIZES)
+    plan.save(tmp_path / "plan.json")
+    for path in (tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        ddpopt.rebucket(ddp, path)
+        assert len(real_buckets(ddp)) == len(SIZES)
+    with pytest.raises(TypeError, match="a BucketPlan or the path of a saved one; this is a dict"):
+        ddpopt.rebucket(ddp, {})  # type: ignore[arg-type]

@@ -176,11 +176,11 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda trace: "", "it is no JSON"),
-        (lambda trace: [], "it is a list of 0"),
+        (lambda trace: "", "it is not JSON"),
+        (lambda trace: [], "it is an empty list"),
         (lambda trace: {}, "it has no 'otherData'"),
         (lambda trace: {**trace, "traceEvents": 3}, "traceEvents is 3; it must be a list"),
-        (lambda trace: {**trace, "traceEvents": [[]]}, r"traceEvents\[0\] is a list of 0"),
+        (lambda trace: {**trace, "traceEvents": [[]]}, r"traceEvents\[0\] is an empty list"),
         (lambda trace: {**trace, "traceEvents": [{"ph": "X"}]}, r"\[0\] has no 'ts'"),
         (lambda trace: {**trace, "traceEvents": [{"ph": "X", "ts": "0"}]}, r"\[0\]\.ts is '0'"),
         (lambda trace: _told(trace, format="another"), r"otherData: format is 'another', not 'ddp"),
@@ -188,7 +188,10 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
         (lambda trace: _told(trace, rank=True), "rank is true; it must be a whole number"),
         (lambda trace: _told(trace, rank=-1), "rank is -1"),
         (lambda trace: _told(trace, origin_unix_ns=10**30), "origin_unix_ns is 1000"),
-        (lambda trace: _told(trace, allreduces=[[0, 0, 1.0]]), r"allreduces\[0\] is a list of 3"),
+        (
+            lambda trace: _told(trace, allreduces=[[0, 0, 1.0]]),
+            r"allreduces\[0\] is a list of 3 items",
+        ),
         (lambda trace: _told(trace, allreduces=[[0, 0, 1.0, 1e300]]), r"allreduces\[0\]\[3\] is"),
         (lambda trace: _told(trace, allreduces=[[0, 0, math.nan, 1]]), "a number that is NaN"),
     ],

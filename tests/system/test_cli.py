@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import __version__, _torch
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import plan_buckets
 from ddpopt.cli import main, output
@@ -359,7 +359,7 @@ def test_bench_prints_a_table(folder: Path) -> None:
     peers = ("--peers", "eager,backward", "--inner", "aot_eager", "--steps", "1", "--rounds", "1")
     done = _run_on_two_ranks("bench", "models_of_mine:by_name", *peers)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (gloo), inner compiler aot_eager, 1 rounds of 1 steps" in done.stdout
+    assert "2 ranks (gloo), inner compiler aot_eager, 1 round of 1 step;" in done.stdout
     assert re.search(r"^ +default +eager +[\d.]+ +1\.00 +-  DDP, not compiled$", done.stdout, re.M)
     assert re.search(r"^ +default +backward +[\d.]+ +[\d.]+ +-  ddpopt", done.stdout, re.M)
 
@@ -663,3 +663,17 @@ def test_every_command_can_be_imported() -> None:
     names = re.findall(r'"(\w+:run\w*)"', source)
     assert len(names) == 7
     assert all(callable(find_command(name)) for name in names)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ddpopt {__version__}\n"
+
+
+def test_an_error_about_a_file_shows_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "nowhere.json", "--world-size", "4"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("ddpopt: error: the plan nowhere.json cannot be read")

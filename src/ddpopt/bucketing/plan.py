@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt import _files
-from ddpopt._text import format_ms, printable, shorten
+from ddpopt._text import count, format_ms, printable, shorten
 from ddpopt.bucketing.costs import AllreduceCost, Profile
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
@@ -167,9 +167,9 @@ class BucketPlan:
         names = (shorten(bucket.parameters) for bucket in self.buckets)
         return "\n".join(
             [
-                f"{len(self.buckets)} buckets for {self.world_size} ranks ({self.profile.source} "
-                f"times): backward {format_ms(timeline.backward_s)} ms, of it computation "
-                f"{format_ms(timeline.computed_s)}; DDP's default buckets "
+                f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
+                f"({self.profile.source} times): backward {format_ms(timeline.backward_s)} ms, "
+                f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
                 "",

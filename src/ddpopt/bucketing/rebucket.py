@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -11,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
 from ddpopt._events import Observer, Turn, ignore, observe
-from ddpopt._text import shorten
+from ddpopt._text import count, shorten
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.ranks import agreement
@@ -22,8 +24,8 @@ from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 _applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state.new_table()
 
 
-def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
-    """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`.
+def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
+    """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`, or of a saved one.
 
     Comm hooks and all options stay; a hook of yours that keeps something by bucket must forget it.
     This is a collective call: every rank of DDP's process group must make it with an equal plan,
@@ -34,9 +36,17 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan) -> None:
         PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
             a backward is running, or DDP is in a mode whose Reducer cannot be replaced.
         PeerError: a rank did not make this call.
-        TypeError: there is no DistributedDataParallel at the top of `model`.
+        TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
+        OSError: the file of a plan cannot be read.
     """
     ddp = state.ddp_of(model)
+    if isinstance(plan, str | os.PathLike):
+        plan = BucketPlan.load(Path(plan))
+    if not isinstance(plan, BucketPlan):
+        raise TypeError(
+            "rebucket takes a BucketPlan or the path of a saved one; this is a "
+            f"{type(plan).__name__}"
+        )
     agree(ddp, plan)
     apply(ddp, plan)
     state.of(ddp).take_new_limits()
@@ -83,7 +93,8 @@ def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
         if names:
             shown = shorten(sorted(names))
-            return f"{len(names)} parameters are not {where} ({shown}); {remedy}"
+            are = "is" if len(names) == 1 else "are"
+            return f"{count(len(names), 'parameter')} {are} not {where} ({shown}); {remedy}"
     for name, size in own.items():
         if planned[name] != size:
             sizes = f"{size} bytes, and {planned[name]} in the plan"

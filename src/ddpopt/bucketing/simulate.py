@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpopt._text import format_ms, table
+from ddpopt._text import count, format_ms, table
 from ddpopt.bucketing.costs import AllreduceCost, Network
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
@@ -94,7 +94,8 @@ class Simulation:
             rows[middle] = [f"  ... {len(rows[middle])} more"]
         return "\n".join(
             [
-                f"{self.world_size} ranks: iteration {format_ms(timeline.iteration_s)} ms, "
+                f"{count(self.world_size, 'rank')}: "
+                f"iteration {format_ms(timeline.iteration_s)} ms, "
                 f"efficiency {self.efficiency:.1%}{slowest}",
                 f"  computation {format_ms(timeline.alone_s)} ms, communication "
                 f"{format_ms(timeline.communication_s)}, exposed {format_ms(timeline.exposed_s)}, "

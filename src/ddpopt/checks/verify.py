@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
 from ddpopt._events import Observer, Turn, ignore
+from ddpopt._text import count
 from ddpopt.bucketing.batch import Batch, LossFn
 from ddpopt.checks.dry_run import (
     DryRun,
@@ -84,7 +85,7 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
-        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        ranks = count(self.num_ranks, "rank")
         lines = [
             f"verification {verdict}: compiled against eager on {ranks}, {_NUM_STEPS} steps; "
             f"largest relative error {self.worst_error:.1e} ({self.worst}, rank "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch
+from ddpopt import _logs, _torch, config
 from ddpopt.bucketing import tuner
 from ddpopt.bucketing.batch import LossFn
 from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
@@ -99,7 +98,7 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[F
             "False} if some must",
         ),
         Fact("torch", torch.__version__),
-        Fact("ddpopt", _own_version()),
+        Fact("ddpopt", config.installed_version()),
     ]
 
 
@@ -107,13 +106,6 @@ def _cuts_of(plan: SplitPlan) -> str:
     where = ", ".join(str(section.start) for section in plan.sections[1:])
     cuts = f"{plan.split} cut at {where}" if where else "whole"
     return f"{plan.num_collectives} collectives, {cuts}"
-
-
-def _own_version() -> str:
-    try:
-        return version("ddpopt")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _not_compiled(model: torch.nn.Module) -> str:

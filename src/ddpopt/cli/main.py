@@ -17,7 +17,7 @@ from ddpopt.cli.output import Report, Screen
 from ddpopt.cli.parser import make_parser
 from ddpopt.errors import DDPOptError, SectionCompileError, TorchDriftError, UnsupportedModeError
 
-_FAILED, _INTERRUPTED, _CLOSED = 1, 130, 141
+_FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SectionCompileError, TorchDriftError, UnsupportedModeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _FAILED
-    except DDPOptError as error:
-        parser.error(str(error))
+    except DDPOptError as error:  # of what the arguments name, about which usage says nothing
+        parser.exit(_BAD_INPUT, f"{parser.prog}: error: {error}\n")
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace, Screen], Report | None]:

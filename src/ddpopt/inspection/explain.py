@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _torch, config
 from ddpopt._files import write_text
-from ddpopt._text import format_bytes, format_ms, printable, shorten, table
+from ddpopt._text import count, format_bytes, format_ms, printable, shorten, table
 from ddpopt.bucketing import rebucket, tuner
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
@@ -92,7 +91,7 @@ class Explanation:
         return {
             "format": "ddpopt explanation 1",
             "versions": {
-                "ddpopt": importlib.metadata.version("ddpopt"),
+                "ddpopt": config.installed_version(),
                 "torch": str(torch.__version__),
             },
             **_fields(self, "model", "tuning", "hints"),
@@ -162,7 +161,11 @@ class Explanation:
         ]
         shared = ", ".join(f"{b.index}" for b in self.buckets if b.shares_section_with)
         told = f"  buckets {shared} share sections: no cut between them can be made or helps"
-        lines = [f"{printable(self.model)}: {len(rows)} DDP buckets", "", *table(header, rows)]
+        lines = [
+            f"{printable(self.model)}: {count(len(rows), 'DDP bucket')}",
+            "",
+            *table(header, rows),
+        ]
         return "\n".join([*lines, told] if shared else lines)
 
     def _times(self) -> str:
@@ -178,7 +181,9 @@ class Explanation:
         rows = [(*row, "") for row in zip(*columns, strict=True)]
         lines = [*(line.rstrip() for line in table((*header, ""), rows)), ""]
         if self.measured:
-            lines.append(f"measured ({self.num_measured} steps): {self.measured.summary()}")
+            lines.append(
+                f"measured ({count(self.num_measured, 'step')}): {self.measured.summary()}"
+            )
         if self.predicted:
             t = self.predicted
             lines += [

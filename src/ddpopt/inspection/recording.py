@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpopt._files import write_text
-from ddpopt._text import format_bytes, format_ms, table
+from ddpopt._text import count, format_bytes, format_ms, table
 
 TRACE_FORMAT = "ddpopt trace 1"
 _COMPUTATION, _COMMUNICATION = 1, 2  # the trace's threads of each rank
@@ -234,7 +234,7 @@ class Recording:
         step = self.median_step()
         if step is None:
             return "\n".join(["no complete step was recorded", *self.notes])
-        lines = [f"rank {self.rank}, medians of {len(self.steps)} steps: {step.summary()}"]
+        lines = [f"rank {self.rank}, medians of {count(len(self.steps), 'step')}: {step.summary()}"]
         if step.buckets:
             header = ("bucket", "size", "ready ms", "launch", "finish", "sections begun")
             rows = [

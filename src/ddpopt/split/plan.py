@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpopt._text import format_bytes, shorten, table
+from ddpopt._text import count, format_bytes, shorten, table
 from ddpopt.errors import Fallback, ForwardInstead
 from ddpopt.reducer import Bucket, Parameter
 
@@ -147,7 +147,8 @@ class SplitPlan:
 
     def headline(self) -> str:
         """Say in a sentence what was done, and why."""
-        graph = f"graph {self.graph} ({self.num_nodes} nodes, inner compiler {self.inner})"
+        nodes = count(self.num_nodes, "node")
+        graph = f"graph {self.graph} ({nodes}, inner compiler {self.inner})"
         if self.is_shared:
             graph += ", planned alone because modules of one class share it"
         detail = f"\n  {self.detail}" if self.detail else ""
@@ -156,10 +157,9 @@ class SplitPlan:
             line = f"{graph}: compiled whole, because {self.fallback.value}"
             return f"{line}; its backward is not cut {instead}" if instead else f"{line}{detail}"
         total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
-        kind = "backward sections" if self.split == "backward" else "sections"
-        line = (
-            f"{graph}: {len(self.sections)} {kind} for {len(self.buckets)} DDP buckets of {total}"
-        )
+        kind = "backward section" if self.split == "backward" else "section"
+        sections, buckets = count(len(self.sections), kind), count(len(self.buckets), "DDP bucket")
+        line = f"{graph}: {sections} for {buckets} of {total}"
         return f"{line}; cut in forward, not in backward, {instead}" if instead else line
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._text import format_ms
+from ddpopt._text import count, format_ms
 from ddpopt.bucketing import tuner
 from ddpopt.bucketing.batch import call_model, find_loss
 from ddpopt.cli.factory import Loaded, find_factory
@@ -214,8 +214,9 @@ def _parts(data: Mapping[str, Any]) -> list[str | Table]:
         rows.append((_cap(result), peer, format_ms(result["step_s"]), *shown, description))
     header = ("cap MiB", "peer", "step ms", *(f"of {name}" for name in _BASELINES), "")
     parts: list[str | Table] = [
-        f"{data['world_size']} ranks ({data['backend']}), inner compiler {data['inner']}, "
-        f"{data['rounds']} rounds of {data['steps']} steps; throughput as a multiple\n",
+        f"{count(data['world_size'], 'rank')} ({data['backend']}), inner compiler {data['inner']}, "
+        f"{count(data['rounds'], 'round')} of {count(data['steps'], 'step')}; throughput as a "
+        "multiple\n",
         Table(header=header, rows=rows),
     ]
     notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in data["results"] if r["tuning"]]
