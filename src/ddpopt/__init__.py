@@ -39,6 +39,7 @@ from ddpopt.errors import (
     VerificationError,
 )
 from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.metrics import metrics
 from ddpopt.inspection.recorder import record
 from ddpopt.inspection.recording import Recording
 from ddpopt.inspection.traces import merge_traces
@@ -84,6 +85,7 @@ __all__ = [
     "explain",
     "measure_device",
     "merge_traces",
+    "metrics",
     "naming_peers",
     "plan",
     "rebucket",

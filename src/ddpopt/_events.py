@@ -25,6 +25,7 @@ class Turn(enum.IntEnum):
     TUNER = enum.auto()
     ADVICE = enum.auto()
     RECORDER = enum.auto()
+    METRICS = enum.auto()
     COMPILED = enum.auto()
 
 
