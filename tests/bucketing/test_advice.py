@@ -12,26 +12,31 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._torch import LoggedStep
 from ddpopt.bucketing import advice
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
 # Forward and backward of 60 ms; 50 of allreduces, of which DDP's buckets hide 5.
-WAITING = {"forward": 0.02, "backward": 0.04, "communication": 0.05, "overlap": 0.005}
-HIDDEN = WAITING | {"communication": 0.01, "overlap": 0.009}
+WAITING = LoggedStep(
+    number=0, forward_s=0.02, backward_s=0.04, communication_s=0.05, overlap_s=0.005, num_bytes=0
+)
+HIDDEN = WAITING._replace(communication_s=0.01, overlap_s=0.009)
 
 
-def _train(rank: int, times_s: dict[str, float], options: dict[str, Any]) -> list[str]:
+def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
     """Return what is logged in twelve steps whose forwards begin 110 ms apart."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     options = {"inner": "aot_eager", **options}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     lines: list[str] = []
-    real = advice._torch.step_times_s
-    clock = mock.Mock(perf_counter=lambda: real(ddp)[0] * 0.11)
+    real = advice._torch.last_logged_step
+    clock = mock.Mock(perf_counter=lambda: real(ddp).number * 0.11)
     with (
         mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
-        mock.patch.object(advice._torch, "step_times_s", lambda ddp: (real(ddp)[0], times_s)),
+        mock.patch.object(
+            advice._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
+        ),
         mock.patch.object(advice, "time", clock),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
@@ -47,25 +52,23 @@ def test_one_line_on_one_rank_says_what_could_be_won(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("times_s", "options"),
+    ("step", "options"),
     [(HIDDEN, {}), (WAITING, {"buckets": "auto"}), (WAITING, {"enabled": False})],
     ids=["nothing to win", "on already", "switched off"],
 )
-def test_nothing_is_said_otherwise(
-    ranks: Ranks, times_s: dict[str, float], options: dict[str, Any]
-) -> None:
-    assert ranks.run(_train, times_s, options) == [[], []]
+def test_nothing_is_said_otherwise(ranks: Ranks, step: LoggedStep, options: dict[str, Any]) -> None:
+    assert ranks.run(_train, step, options) == [[], []]
 
 
-def _estimate(_rank: int, times_s: dict[str, float], sizes: list[int]) -> float:
+def _estimate(_rank: int, step: LoggedStep, sizes: list[int]) -> float:
     ddp = DistributedDataParallel(MLP())
     indices = iter(reversed(range(12)))
     buckets = [[next(indices) for _ in range(size)] for size in sizes]
-    return advice.estimate_gain(ddp, buckets, times_s | {"iteration": 0.11})
+    return advice.estimate_gain(ddp, buckets, step, 0.11)
 
 
 def test_what_could_be_won_is_what_the_cost_model_says(ranks: Ranks) -> None:
     """With one bucket 50 ms follow a backward of 40; in small ones some 35 of them overlap it."""
-    late, _ = ranks.run(_estimate, WAITING | {"overlap": 0.0}, [12])
+    late, _ = ranks.run(_estimate, WAITING._replace(overlap_s=0.0), [12])
     assert 0.25 < late < 0.35
     assert ranks.run(_estimate, HIDDEN, [2] * 6)[0] < 0.02

@@ -9,7 +9,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -77,21 +77,37 @@ def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
     return names.GET_LOGGING_DATA.of(ddp)()
 
 
-def step_times_s(ddp: DistributedDataParallel) -> tuple[int, dict[str, float]]:
-    """Return the number of DDP's last step and what DDP's log has of its times, in seconds.
+class LoggedStep(NamedTuple):
+    """What DDP's log has of a step: its number, times in seconds, and the bytes of all gradients.
 
-    `forward`, `backward` (its computation), `communication` from the first launch to the last end,
-    and `overlap` of the two. DDP takes the times of the first ten steps, then of every hundredth.
+    `backward_s` is backward's computation, `communication_s` from the first launch to the last end
+    of an allreduce, `overlap_s` what these two have in common.
     """
-    logged = _log_of(ddp)
-    fields = {
-        "forward": "forward_compute_time",
-        "backward": "backward_compute_time",
-        "communication": "backward_comm_time",
-        "overlap": "backward_compute_comm_overlap_time",
-    }
-    times = {name: float(logged.get(key, 0)) / 1e9 for name, key in fields.items()}
-    return int(logged.get("iteration", 0)), times
+
+    number: int
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    overlap_s: float
+    num_bytes: int
+
+    @property
+    def exposed_s(self) -> float:
+        """How long backward waits for allreduces."""
+        return max(0.0, self.communication_s - self.overlap_s)
+
+
+def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
+    """Return the last step of which DDP took times: the first ten, then every hundredth."""
+    logged = _log_of(ddp)  # in nanoseconds
+    return LoggedStep(
+        number=int(logged.get("iteration", 0)),
+        forward_s=logged.get("forward_compute_time", 0) / 1e9,
+        backward_s=logged.get("backward_compute_time", 0) / 1e9,
+        communication_s=logged.get("backward_comm_time", 0) / 1e9,
+        overlap_s=logged.get("backward_compute_comm_overlap_time", 0) / 1e9,
+        num_bytes=int(logged.get("total_parameter_size_bytes", 0)),
+    )
 
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:

@@ -42,16 +42,16 @@ def watch(ddp: DistributedDataParallel) -> None:
 class _Adviser(Observer):
     def __init__(self) -> None:
         self._began_s = 0.0
-        self._steps: dict[int, dict[str, float]] = {}
+        self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}  # with its iteration's time
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Note the times of the step before."""
         now_s, self._began_s = time.perf_counter() - self._began_s, time.perf_counter()
         try:
-            number, times_s = _torch.step_times_s(ddp)
-            if number in _STEPS:
-                self._steps.setdefault(number, times_s | {"iteration": now_s})
-            if number >= _STEPS[-1]:
+            step = _torch.last_logged_step(ddp)
+            if step.number in _STEPS:
+                self._steps.setdefault(step.number, (step, now_s))
+            if step.number >= _STEPS[-1]:
                 ignore(ddp, Turn.ADVICE)
                 self._advise(ddp)
         except (DDPOptError, RuntimeError) as error:  # it would only have been a hint
@@ -62,52 +62,55 @@ class _Adviser(Observer):
         buckets = _torch.final_buckets(ddp)
         if not (self._steps and buckets) or plan_of(ddp) or _torch.has_comm_hook(ddp):
             return
-        steps = self._steps.values()
-        medians_s = {k: statistics.median(step[k] for step in steps) for k in next(iter(steps))}
-        waiting_s = medians_s["communication"] - medians_s["overlap"]
-        if waiting_s < _LEAST_GAIN * medians_s["iteration"] or find_lasting_obstacle(ddp):
+        steps, iterations_s = zip(*self._steps.values(), strict=True)
+        step = _torch.LoggedStep(*map(statistics.median, zip(*steps, strict=True)))
+        iteration_s = statistics.median(iterations_s)
+        if step.exposed_s < _LEAST_GAIN * iteration_s or find_lasting_obstacle(ddp):
             return
-        gain = estimate_gain(ddp, buckets, medians_s)
+        gain = estimate_gain(ddp, buckets, step, iteration_s)
         if gain >= _LEAST_GAIN:
             _logs.info(
                 "of an iteration of %s ms %s are spent waiting for allreduces; other buckets are "
                 "estimated to make iterations %.0f%% shorter: options={'buckets': 'auto'} finds "
                 "the best and tries them",
-                format_ms(medians_s["iteration"]),
-                format_ms(waiting_s),
+                format_ms(iteration_s),
+                format_ms(step.exposed_s),
                 gain * 100,
             )
 
 
 def estimate_gain(
-    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], times_s: dict[str, float]
+    ddp: DistributedDataParallel,
+    buckets: Sequence[Sequence[int]],
+    step: _torch.LoggedStep,
+    iteration_s: float,
 ) -> float:
     """Return the part of an iteration that the best buckets would save, by the cost model.
 
-    `times_s` are those of `_torch.step_times_s` and of the iteration. Gradients are taken to arrive
-    at a steady rate, up to the first launch and from there to the end of backward, and an allreduce
-    to take so long for each byte that the model waits as long as DDP does.
+    Gradients are taken to arrive at a steady rate, up to the first launch and from there to the
+    end of backward, and an allreduce to take so long for each byte that the model waits as long as
+    DDP does.
     """
     by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
     arrived = [by_index[index] for bucket in buckets for index in bucket]
     total = sum(p.num_bytes for p in arrived)
     first = sum(by_index[index].num_bytes for index in buckets[0])
-    launched_s = max(0.0, times_s["backward"] - times_s["overlap"])
-    left_s, left = times_s["backward"] - launched_s, max(1, total - first)
+    launched_s = max(0.0, step.backward_s - step.overlap_s)
+    left_s, left = step.backward_s - launched_s, max(1, total - first)
     ends = itertools.accumulate(p.num_bytes for p in arrived)
     ready_s = [
         launched_s * end / first if end <= first else launched_s + left_s * (end - first) / left
         for end in ends
     ]
-    backward_s = max(times_s["backward"], ready_s[-1])
-    measured_s = backward_s + max(0.0, times_s["communication"] - times_s["overlap"])
+    backward_s = max(step.backward_s, ready_s[-1])
+    measured_s = backward_s + step.exposed_s
     profile = Profile(
         gradients=tuple(
             Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
             for p, at_s in zip(arrived, ready_s, strict=True)
         ),
         backward_s=backward_s,
-        forward_s=max(0.0, times_s["iteration"] - measured_s),
+        forward_s=max(0.0, iteration_s - measured_s),
         source="DDP's log",
     )
     sizes = [len(bucket) for bucket in buckets]

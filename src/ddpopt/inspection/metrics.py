@@ -51,26 +51,22 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         found["ddpopt.step.ms"] = clock.step_s * 1e3
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
-    number, times_s = _torch.step_times_s(ddp)
-    if number > 0:
-        found |= {"ddpopt.sampled_step": number, **_communication(ddp, times_s)}
-    return found
+    step = _torch.last_logged_step(ddp)
+    return found | _of_step(step, dist.get_world_size(ddp.process_group)) if step.number else found
 
 
-def _communication(ddp: DistributedDataParallel, times_s: dict[str, float]) -> dict[str, float]:
-    exposed_s = max(0.0, times_s["communication"] - times_s["overlap"])
-    num_bytes = sum(p.num_bytes for p in _torch.reducer_parameters(ddp).values())
-    num_ranks = dist.get_world_size(ddp.process_group)
+def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
     found = {
-        "ddpopt.forward.ms": times_s["forward"] * 1e3,
-        "ddpopt.backward.ms": (times_s["backward"] + exposed_s) * 1e3,
-        "ddpopt.communication.ms": times_s["communication"] * 1e3,
-        "ddpopt.communication.exposed_ms": exposed_s * 1e3,
-        "ddpopt.communication.bytes": num_bytes,
+        "ddpopt.sampled_step": step.number,
+        "ddpopt.forward.ms": step.forward_s * 1e3,
+        "ddpopt.backward.ms": (step.backward_s + step.exposed_s) * 1e3,
+        "ddpopt.communication.ms": step.communication_s * 1e3,
+        "ddpopt.communication.exposed_ms": step.exposed_s * 1e3,
+        "ddpopt.communication.bytes": step.num_bytes,
     }
-    if times_s["communication"] > 0:
-        moved = 2 * (num_ranks - 1) / num_ranks * num_bytes * 8
-        found["ddpopt.communication.bus_gbit_per_s"] = moved / times_s["communication"] / 1e9
+    if step.communication_s > 0:
+        moved = 2 * (num_ranks - 1) / num_ranks * step.num_bytes * 8
+        found["ddpopt.communication.bus_gbit_per_s"] = moved / step.communication_s / 1e9
     return found
 
 
