@@ -1,0 +1,243 @@
+"""Lines about overlap: all peers of one model on one emulated network, in turns.
+
+Each peer has a process of its own, and they compile at the same time. Then they take turns, A B C
+A B C, so that the machine's drift falls on all; ratios are those of the rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.findings import Findings, UnavailableError
+from benchmarks.harness.cluster import Cluster
+from benchmarks.harness.models import MissingPackageError, find_model
+from benchmarks.harness.peers import PEERS
+from benchmarks.harness.tables import spread
+from benchmarks.harness.teams import Setting, Team, open_team
+
+# Those that are there are measured; `sharded` is not, as long as there is no such peer.
+_PEERS = ("eager", "nosplit", "intree", "forward", "backward", "auto", "sharded")
+_BASES = ("eager", "nosplit", "intree")
+_NUM_UNTIMED, _NUM_TIMED = 1, 2
+_LOSS_TOLERANCE = 0.02  # with bfloat16; the losses are those of the first step
+_ONE_RANK = Cluster(num_ranks=1, local_ranks=(0,))
+
+
+def measure_model(
+    findings: Findings,
+    device: str,
+    *,
+    model: str,
+    inner: str,
+    rates_gbit: Sequence[float],
+    num_ranks: int,
+    rounds: int,
+    cap_mb: float | None = None,
+    peers: Sequence[str] = _PEERS,
+) -> None:
+    """Measure all peers at all rates, and what each costs."""
+    known = [peer for peer in peers if peer in PEERS]
+    if not findings.check("the model's package", lambda: _check_package(model)):
+        return
+    with _teams(device, model, inner, cap_mb, known) as teams:
+        _compile(findings, teams)
+        for gbit in rates_gbit:
+            title = f"{model}, {num_ranks} ranks at {gbit:g} Gbit/s"
+            findings.check(title, lambda gbit=gbit, title=title: _measure(  # type: ignore[misc]
+                findings, title, teams, gbit, num_ranks, rounds
+            ))  # fmt: skip
+        findings.check("what each costs", lambda: _measure_costs(findings, model, teams))
+
+
+def see_overlap(
+    findings: Findings, device: str, *, model: str, inner: str, gbit: float, num_ranks: int
+) -> None:
+    """Profile real steps: split, communication runs beside computation; unsplit, it does not."""
+    peers = ("nosplit", "backward")
+    shares: dict[str, float] = {}
+    with _teams(device, model, inner, 1.0, peers) as teams:
+        for name, team in teams.items():
+            path = str(findings.folder / f"profile-{name}-{device}.json")
+
+            def look(name: str = name, team: Team = team, path: str = path) -> str:
+                team.wait_until_ready()
+                team.first_steps()
+                team.ask("use_rate", gbit, num_ranks)
+                seen = team.ask("profile", path)
+                shares[name] = seen["hidden_ms"] / seen["communication_ms"]
+                findings.found.figures[name] = seen
+                if device == "cuda" and seen["num_streams"] < 2:
+                    raise AssertionError(f"kernels ran on {seen['num_streams']:.0f} stream")
+                return (
+                    f"{seen['hidden_ms']:.1f} of {seen['communication_ms']:.1f} ms of "
+                    f"communication ran beside computation; trace in {Path(path).name}"
+                )
+
+            findings.check(f"profile of {name}", look)
+
+    def compare() -> str:
+        if not shares["backward"] > shares["nosplit"]:
+            raise AssertionError(f"hidden parts of communication: {shares}")
+        return f"hidden: {shares['backward']:.0%}, unsplit {shares['nosplit']:.0%}"
+
+    findings.check("more is hidden than unsplit", compare)
+
+
+def _check_package(model: str) -> None:
+    try:
+        find_model(model).num_parameters()
+    except MissingPackageError as error:
+        raise UnavailableError(str(error)) from None
+
+
+@contextlib.contextmanager
+def _teams(
+    device: str, model: str, inner: str, cap_mb: float | None, peers: Sequence[str]
+) -> Iterator[dict[str, Team]]:
+    """Start a process for each peer, each with a cache of its own."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddpopt-gpu-")))
+        setting = Setting(
+            inner=inner,
+            num_threads=1 if device == "cpu" else None,
+            folder=folder,
+            worker="benchmarks.gpu.worker",
+            device=device,
+        )
+        yield {
+            peer: stack.enter_context(
+                open_team(_ONE_RANK, setting, peer, model, cap_mb, folder / peer)
+            )
+            for peer in peers
+        }
+
+
+def _compile(findings: Findings, teams: dict[str, Team]) -> None:
+    """Have all peers take their first steps at once; those that fail are taken out."""
+
+    def first_steps(team: Team) -> Any:
+        team.wait_until_ready()
+        return team.first_steps()
+
+    with ThreadPoolExecutor(len(teams)) as pool:
+        first = {name: pool.submit(first_steps, team) for name, team in teams.items()}
+    losses: dict[str, float] = {}
+    for name, future in first.items():
+
+        def note(name: str = name, ask: Callable[[], Any] = future.result) -> str:
+            steps = ask()
+            losses[name] = steps.loss
+            base = next(iter(losses.values()))
+            if not abs(steps.loss - base) <= _LOSS_TOLERANCE * abs(base):
+                raise AssertionError(f"its first loss is {steps.loss}, {losses}")
+            findings.found.figures.setdefault("first steps", {})[name] = {
+                "compile_s": steps.compile_s,
+                "loss": steps.loss,
+            }
+            return f"first step {steps.compile_s:.1f} s, beside those of the other peers"
+
+        if not findings.check(f"{name} compiles", note):
+            del teams[name]
+
+
+# ---- overlap ----------------------------------------------------------------------------------
+
+
+def _measure(
+    findings: Findings,
+    title: str,
+    teams: dict[str, Team],
+    gbit: float,
+    num_ranks: int,
+    rounds: int,
+) -> str:
+    """Measure the peers in turns, and add their table."""
+    num_buckets = {name: team.ask("use_rate", gbit, num_ranks) for name, team in teams.items()}
+    communication_s = min(team.ask("communication_s") for team in teams.values())
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in teams}
+    for _ in range(rounds):
+        for name, team in teams.items():
+            turns[name].append(_turn(team))
+    alone = {name: statistics.median(t["alone_s"] for t in turns[name]) for name in teams}
+    computation_s = min(alone.values())
+    bound_s = max(computation_s, communication_s)
+    figures = {}
+    for name, own in turns.items():
+        figures[name] = {
+            "num_buckets": num_buckets[name],
+            **{column: spread([turn[column] for turn in own])._asdict() for column in own[0]},
+            "over_bound": statistics.median(turn["iteration_s"] for turn in own) / bound_s,
+            **{
+                f"{column}_of_{base}": spread(
+                    [a[column] / b[column] for a, b in zip(own, turns[base], strict=True)]
+                )._asdict()
+                for column in ("iteration_s", "backward_s")
+                for base in _BASES
+                if base in turns
+            },
+        }
+    findings.found.figures[title] = {
+        "computation_s": computation_s,
+        "communication_s": communication_s,
+        "bound_s": bound_s,
+        "peers": figures,
+    }
+    header = ["peer", "buckets", "iteration ms", "backward ms", "exposed ms", "of bound"]
+    header += [f"iteration of {base}'s" for base in _BASES if base in turns]
+    rows = [[name, *_cells(own)] for name, own in figures.items()]
+    findings.table(f"{title}; median (quartiles) of {rounds} rounds", header, rows)
+    return (
+        f"computation alone {computation_s * 1e3:.1f} ms, communication alone "
+        f"{communication_s * 1e3:.1f} ms, bound {bound_s * 1e3:.1f} ms"
+    )
+
+
+def _turn(team: Team) -> dict[str, float]:
+    steps = team.steps(_NUM_UNTIMED, _NUM_TIMED)
+    lone = team.steps(_NUM_UNTIMED, _NUM_TIMED, is_alone=True)
+    turn = {
+        column: statistics.median(getattr(step, column) for step in steps)
+        for column in ("iteration_s", "forward_s", "backward_s", "optimizer_s")
+    }
+    turn["alone_s"] = statistics.median(step.iteration_s for step in lone)
+    turn["exposed_s"] = turn["iteration_s"] - turn["alone_s"]
+    return turn
+
+
+def _cells(figures: dict[str, Any]) -> Iterator[str]:
+    yield str(figures["num_buckets"])
+    for column in ("iteration_s", "backward_s", "exposed_s"):
+        low, high = figures[column]["low"] * 1e3, figures[column]["high"] * 1e3
+        yield f"{figures[column]['median'] * 1e3:.1f} ({low:.1f} to {high:.1f})"
+    yield f"{figures['over_bound']:.3f}"
+    for base in _BASES:
+        if f"iteration_s_of_{base}" in figures:
+            yield f"{figures[f'iteration_s_of_{base}']['median']:.3f}"
+
+
+# ---- cost -------------------------------------------------------------------------------------
+
+
+def _measure_costs(findings: Findings, model: str, teams: dict[str, Team]) -> None:
+    """Add what each peer costs: launching, gaps, memory."""
+    rows, figures = [], {}
+    for name, team in teams.items():
+        team.forget_peak()
+        team.steps(1, 2)
+        own = {
+            "cpu_ms": team.ask("cpu_s") * 1e3,
+            "peak_mb": team.peak_mb(),
+            **team.ask("profile", ""),
+        }
+        figures[name] = own
+        columns = ("cpu_ms", "gaps_ms", "communication_ms", "hidden_ms")
+        rows.append([name, *(f"{own[c]:.1f}" for c in columns), f"{own['peak_mb']:.0f}"])
+    findings.found.figures["costs"] = figures
+    header = ["peer", "CPU ms a step", "gaps ms", "communication ms", "of it hidden ms", "peak MB"]
+    findings.table(f"{model}: launching, a profile of two steps, memory", header, rows)
