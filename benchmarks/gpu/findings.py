@@ -57,7 +57,7 @@ class Findings:
 
     def __init__(self, path: Path) -> None:
         self.found = Found()
-        self.folder = path.parent
+        self.folder, self.stem = path.parent, path.stem
         self._path = path
         self.save()
 

@@ -7,10 +7,12 @@ A B C, so that the machine's drift falls on all; ratios are those of the rounds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +28,35 @@ _PEERS = ("eager", "nosplit", "intree", "forward", "backward", "auto", "sharded"
 _BASES = ("eager", "nosplit", "intree")
 _NUM_UNTIMED, _NUM_TIMED = 1, 2
 _LOSS_TOLERANCE = 0.02  # with bfloat16; the losses are those of the first step
+_Turn = dict[str, float]  # seconds
 _ONE_RANK = Cluster(num_ranks=1, local_ranks=(0,))
 
 
-def measure_model(
-    findings: Findings,
-    device: str,
-    *,
-    model: str,
-    inner: str,
-    rates_gbit: Sequence[float],
-    num_ranks: int,
-    rounds: int,
-    cap_mb: float | None = None,
-    peers: Sequence[str] = _PEERS,
-) -> None:
-    """Measure all peers at all rates, and what each costs."""
-    known = [peer for peer in peers if peer in PEERS]
-    if not findings.check("the model's package", lambda: _check_package(model)):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What is measured: a model with one compiler, on networks of these rates."""
+
+    model: str
+    inner: str
+    rates_gbit: Sequence[float]
+    num_ranks: int
+    rounds: int
+    cap_mb: float | None = None
+    peers: Sequence[str] = _PEERS
+
+
+def measure_model(findings: Findings, device: str, **arguments: Any) -> None:
+    """Measure all peers of an `Experiment` at all rates, and what each costs."""
+    own = Experiment(**arguments)
+    known = [peer for peer in own.peers if peer in PEERS]
+    if not findings.check("the model's package", lambda: _check_package(own.model)):
         return
-    with _teams(device, model, inner, cap_mb, known) as teams:
+    with _teams(device, own.model, own.inner, own.cap_mb, known) as teams:
         _compile(findings, teams)
-        for gbit in rates_gbit:
-            title = f"{model}, {num_ranks} ranks at {gbit:g} Gbit/s"
-            findings.check(title, lambda gbit=gbit, title=title: _measure(  # type: ignore[misc]
-                findings, title, teams, gbit, num_ranks, rounds
-            ))  # fmt: skip
-        findings.check("what each costs", lambda: _measure_costs(findings, model, teams))
+        for gbit in own.rates_gbit:
+            title = f"{own.model}, {own.num_ranks} ranks at {gbit:g} Gbit/s"
+            findings.check(title, functools.partial(_measure, findings, own, teams, gbit, title))
+        findings.check("what each costs", lambda: _measure_costs(findings, own.model, teams))
 
 
 def see_overlap(
@@ -150,55 +154,51 @@ def _compile(findings: Findings, teams: dict[str, Team]) -> None:
 
 
 def _measure(
-    findings: Findings,
-    title: str,
-    teams: dict[str, Team],
-    gbit: float,
-    num_ranks: int,
-    rounds: int,
+    findings: Findings, own: Experiment, teams: dict[str, Team], gbit: float, title: str
 ) -> str:
     """Measure the peers in turns, and add their table."""
-    num_buckets = {name: team.ask("use_rate", gbit, num_ranks) for name, team in teams.items()}
+    num_buckets = {name: team.ask("use_rate", gbit, own.num_ranks) for name, team in teams.items()}
     communication_s = min(team.ask("communication_s") for team in teams.values())
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in teams}
-    for _ in range(rounds):
+    turns: dict[str, list[_Turn]] = {name: [] for name in teams}
+    for _ in range(own.rounds):
         for name, team in teams.items():
-            turns[name].append(_turn(team))
-    alone = {name: statistics.median(t["alone_s"] for t in turns[name]) for name in teams}
-    computation_s = min(alone.values())
-    bound_s = max(computation_s, communication_s)
-    figures = {}
-    for name, own in turns.items():
-        figures[name] = {
-            "num_buckets": num_buckets[name],
-            **{column: spread([turn[column] for turn in own])._asdict() for column in own[0]},
-            "over_bound": statistics.median(turn["iteration_s"] for turn in own) / bound_s,
-            **{
-                f"{column}_of_{base}": spread(
-                    [a[column] / b[column] for a, b in zip(own, turns[base], strict=True)]
-                )._asdict()
-                for column in ("iteration_s", "backward_s")
-                for base in _BASES
-                if base in turns
-            },
-        }
+            turns[name].append(_take_turn(team))
+    alone = [statistics.median(turn["alone_s"] for turn in taken) for taken in turns.values()]
+    bound_s = max(min(alone), communication_s)
+    peers = {
+        name: {"num_buckets": num_buckets[name], **_figures(turns, name, bound_s)} for name in turns
+    }
     findings.found.figures[title] = {
-        "computation_s": computation_s,
+        "computation_s": min(alone),
         "communication_s": communication_s,
         "bound_s": bound_s,
-        "peers": figures,
+        "peers": peers,
     }
     header = ["peer", "buckets", "iteration ms", "backward ms", "exposed ms", "of bound"]
     header += [f"iteration of {base}'s" for base in _BASES if base in turns]
-    rows = [[name, *_cells(own)] for name, own in figures.items()]
-    findings.table(f"{title}; median (quartiles) of {rounds} rounds", header, rows)
+    rows = [[name, *_cells(figures)] for name, figures in peers.items()]
+    findings.table(f"{title}; median (quartiles) of {own.rounds} rounds", header, rows)
     return (
-        f"computation alone {computation_s * 1e3:.1f} ms, communication alone "
+        f"computation alone {min(alone) * 1e3:.1f} ms, communication alone "
         f"{communication_s * 1e3:.1f} ms, bound {bound_s * 1e3:.1f} ms"
     )
 
 
-def _turn(team: Team) -> dict[str, float]:
+def _figures(turns: Mapping[str, Sequence[_Turn]], name: str, bound_s: float) -> dict[str, Any]:
+    """Return what was measured of one peer: spreads, and ratios of the same round."""
+    own = turns[name]
+    figures: dict[str, Any] = {
+        column: spread([turn[column] for turn in own])._asdict() for column in own[0]
+    }
+    figures["over_bound"] = figures["iteration_s"]["median"] / bound_s
+    for base in (base for base in _BASES if base in turns):
+        for column in ("iteration_s", "backward_s"):
+            ratios = [a[column] / b[column] for a, b in zip(own, turns[base], strict=True)]
+            figures[f"{column}_of_{base}"] = spread(ratios)._asdict()
+    return figures
+
+
+def _take_turn(team: Team) -> _Turn:
     steps = team.steps(_NUM_UNTIMED, _NUM_TIMED)
     lone = team.steps(_NUM_UNTIMED, _NUM_TIMED, is_alone=True)
     turn = {

@@ -56,7 +56,8 @@ def _details(outcome: Outcome) -> Iterator[str]:
     if telling:
         yield from ("", "| check | outcome | s | what it says |", "|---|---|--:|---|")
         for check in telling:
-            yield f"| {_cell(check.name)} | {check.outcome} | {check.seconds:.1f} | {_cell(check.why)} |"
+            cells = (_cell(check.name), check.outcome, f"{check.seconds:.1f}", _cell(check.why))
+            yield f"| {' | '.join(cells)} |"
     for title, lines in outcome.found.tables.items():
         yield from ("", f"{title}:", "", *lines)
     if outcome.log:

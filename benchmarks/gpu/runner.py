@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,10 +60,12 @@ def run_lines(
     """Return what came of the lines, in their order; each is said when it is known."""
     end_s = time.monotonic() + setting.budget_s
     environment = _environment(setting)
+    one_at_a_time = threading.Lock()
 
     def run(line: Line) -> Outcome:
         outcome = _run_line(line, setting, environment, end_s - time.monotonic())
-        say(outcome)
+        with one_at_a_time:
+            say(outcome)
         return outcome
 
     outcomes: list[Outcome] = []
@@ -123,9 +126,7 @@ def _run_line(
     found = Found.load(output)
     result, why = _judge(found, status, f"killed after {limit_s:.0f} s" if is_late else "")
     text = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if result == "failed" else []
-    return Outcome(
-        line=line, result=result, why=why, seconds=seconds, found=found, log=tuple(text)
-    )
+    return Outcome(line=line, result=result, why=why, seconds=seconds, found=found, log=tuple(text))
 
 
 @contextlib.contextmanager
@@ -133,7 +134,8 @@ def _process(
     request: Request, environment: Mapping[str, str], log: object
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a line in a session of its own; in the end nothing of that session is left."""
-    command = [sys.executable, "-m", "benchmarks.gpu.child", json.dumps(dataclasses.asdict(request))]
+    text = json.dumps(dataclasses.asdict(request))
+    command = [sys.executable, "-m", "benchmarks.gpu.child", text]
     child = subprocess.Popen(
         command,
         cwd=ROOT,

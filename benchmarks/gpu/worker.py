@@ -89,10 +89,7 @@ class EmulatedWorker(Worker):
         return used_s / _NUM_CPU_STEPS
 
     def profile(self, path: str) -> dict[str, float]:
-        """Profile two steps; return what the timeline shows, and write the trace if there is a path.
-
-        See `timeline.summarise`.
-        """
+        """Profile two steps and return their `timeline.Summary`; a path gets the trace."""
         self.steps(1, 1)
         self._network.intervals.clear()
         activities = [ProfilerActivity.CPU]

@@ -1,4 +1,4 @@
-"""The device on which tests of training run: the CPU, or a GPU where DDPOPT_TEST_DEVICE says `cuda`.
+"""The device on which tests of training run: the CPU, or what DDPOPT_TEST_DEVICE says, as `cuda`.
 
 `benchmarks/gpu` sets it, and names the tests that take their device from here.
 """
