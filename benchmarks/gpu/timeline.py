@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.network import Interval
 
 _COMMUNICATION = re.compile(r"spin_kernel|nccl|Memcpy (HtoD|DtoH)", re.IGNORECASE)
+# Matrix products and convolutions, as operators and as the kernels of CUDA's libraries and Triton.
+_PRODUCT = re.compile(
+    r"mm$|_mm_|bmm|convolution|gemm|cutlass|xmma|nvjet|wgrad|dgrad", re.IGNORECASE
+)
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -31,14 +35,17 @@ class Summary(NamedTuple):
     """What a profile shows, of all its steps; milliseconds.
 
     `hidden_ms` is the time in which communication and computation ran at once, `gaps_ms` that in
-    which neither did, from the first to the last of them.
+    which neither did, from the first to the last of them. `num_beside` of the `num_products` matrix
+    products and convolutions began while buckets were on the network.
     """
 
     communication_ms: float
     computation_ms: float
     hidden_ms: float
     gaps_ms: float
-    num_streams: float
+    num_streams: int
+    num_products: int
+    num_beside: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +86,15 @@ class Trace:
 
 def summarise(trace: Trace, sent: Sequence[Interval]) -> Summary:
     """Return what ran beside what; `sent` is when buckets were on the network, on the CPU."""
-    on_gpu = trace.spans(_ON_GPU)
-    if on_gpu:
-        communication = [span for name, span in on_gpu if _COMMUNICATION.search(name)]
-        computation = [span for name, span in on_gpu if not _COMMUNICATION.search(name)]
+    named = trace.spans(_ON_GPU)
+    if named:
+        communication = union(span for name, span in named if _COMMUNICATION.search(name))
+        named = [(name, span) for name, span in named if not _COMMUNICATION.search(name)]
     else:
-        origin = trace.origin_ns
-        communication = [Span((a - origin) / 1e3, (b - origin) / 1e3) for a, b in sent]
-        computation = [span for _, span in trace.spans(("cpu_op",))]
-    communication, computation = union(communication), union(computation)
+        named, origin = trace.spans(("cpu_op",)), trace.origin_ns
+        communication = union(Span((a - origin) / 1e3, (b - origin) / 1e3) for a, b in sent)
+    computation = union(span for _, span in named)
+    products = [span for name, span in named if _PRODUCT.search(name)]
     both = union([*communication, *computation])
     whole_us = both[-1].stop_us - both[0].start_us if both else 0.0
     return Summary(
@@ -96,6 +103,11 @@ def summarise(trace: Trace, sent: Sequence[Interval]) -> Summary:
         hidden_ms=(length_us(communication) + length_us(computation) - length_us(both)) / 1e3,
         gaps_ms=(whole_us - length_us(both)) / 1e3,
         num_streams=len(trace.streams),
+        num_products=len(products),
+        num_beside=sum(
+            any(sent.start_us < product.start_us < sent.stop_us for sent in communication)
+            for product in products
+        ),
     )
 
 

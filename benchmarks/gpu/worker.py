@@ -88,7 +88,7 @@ class EmulatedWorker(Worker):
         self._clock.finish()
         return used_s / _NUM_CPU_STEPS
 
-    def profile(self, path: str) -> dict[str, float]:
+    def profile(self, path: str) -> dict[str, Any]:
         """Profile two steps and return their `timeline.Summary`; a path gets the trace."""
         self.steps(1, 1)
         self._network.intervals.clear()
@@ -103,8 +103,7 @@ class EmulatedWorker(Worker):
             place = Path(path or f"{folder}/trace.json")
             profiler.export_chrome_trace(str(place))
             trace = Trace.load(place)
-        summary: dict[str, float] = summarise(trace, self._network.intervals)._asdict()
-        return summary
+        return summarise(trace, self._network.intervals)._asdict()
 
     def _plan(self, num_ranks: int) -> None:
         assert self._network.rate is not None
