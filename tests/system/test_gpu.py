@@ -41,7 +41,7 @@ def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -
     lines = [
         _line(planted_lines.break_one),
         _line(planted_lines.stop_early),
-        _line(planted_lines.hang, limit_s=15),
+        _line(planted_lines.hang, limit_s=8),
         _line(planted_lines.miss),
         _line(planted_lines.say, arguments={"said": "a | b"}),
         _line(planted_lines.say, missing="it needs two GPUs"),
@@ -56,7 +56,7 @@ def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -
     assert broken.why == "is wrong: AssertionError: two is not three"
     assert [check.outcome for check in broken.found.checks] == ["passed", "failed"]
     assert raised.why == "RuntimeError: no device"
-    assert hung.why == "killed after 15 s, in ends"
+    assert hung.why == "killed after 8 s, in ends"
     assert missed.why == "there is no such kernel"
     assert good.found.figures == {"said": "a | b"}
     assert late.why == "out of time"
