@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     lines = lines_for(args.device, is_all=args.all)
     if args.lines:
-        unknown = set(args.lines) - {line.name for line in lines}
-        if unknown:
-            names = ", ".join(line.name for line in lines)
-            print(f"there is no line {sorted(unknown)}; there are {names}", file=sys.stderr)
+        chosen = [line for line in lines if line.name.startswith(tuple(args.lines))]
+        if not chosen:
+            names = "\n".join(line.name for line in lines)
+            print(f"no line begins with any of {args.lines}; there are\n{names}", file=sys.stderr)
             return 2
-        lines = [line for line in lines if line.name in args.lines]
+        lines = chosen
     outcomes: list[Outcome] = []
     facts, start_s = _facts(args), time.monotonic()
 
@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--output", type=Path, default=Path("build/gpu"), help="a folder")
     add("--all", action="store_true", help="all lines; on the CPU there are else only a few")
-    add("--lines", type=lambda text: text.split(","), help="only these, by name")
+    add("--lines", type=lambda text: text.split(","), help="only those whose names begin so")
     add("--budget-s", type=float, default=_BUDGET_S, help="for all lines")
     add("--jobs", type=int, default=jobs, help="lines beside each other")
     args = parser.parse_args(arguments)
@@ -88,20 +88,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _facts(args: argparse.Namespace) -> dict[str, str]:
     is_cuda = args.device == "cuda"
     cuda = f", CUDA {torch.version.cuda}" if is_cuda else ""
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "device": torch.cuda.get_device_name() if is_cuda else "cpu, the twin",
         "command": f"python -m benchmarks.gpu {shlex.join(sys.argv[1:])}",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": f"torch {torch.__version__}{cuda}, Python {platform.python_version()}",
-        "sources": commit.stdout.strip() or "unknown",
+        "sources": _sources(),
         "machine": f"{os.cpu_count()} cores, {args.jobs} lines beside each other",
     }
+
+
+def _sources() -> str:
+    """Return the commit, if this is a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

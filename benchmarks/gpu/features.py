@@ -26,6 +26,7 @@ from benchmarks.gpu.findings import Findings, UnavailableError
 from benchmarks.gpu.network import Rate, connect, open_network
 from benchmarks.harness.device import backend_of
 from ddpopt import algorithms
+from tests.support.device import compute_exactly
 from tests.support.models import WIDTH
 from tests.support.ranks import Ranks
 from tests.system.scenarios.architectures import Block, ConvNet, FlexTransformer, Transformer
@@ -67,6 +68,7 @@ def in_ranks(device: str, num_ranks: int, function: Callable[..., str]) -> Itera
         return
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
+        compute_exactly()
         dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
         yield lambda *what: _first([function(0, device, *what)])
 
@@ -133,8 +135,8 @@ class Training:
 def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str:
     """Train eagerly and compiled, and compare losses and parameters.
 
-    What is rounded to 16 bits is compared with the unsplit compile by the same compiler, which
-    rounds where eager does too, and where it does not.
+    The tolerance is relative to a tensor's largest element; what is rounded to 16 bits needs one of
+    some percent, since compilers round less often than eager does.
     """
     torch.manual_seed(0)
     model = training.model().to(trial.device)
@@ -261,8 +263,13 @@ def _attention_kernel(kernel: SDPBackend, trial: Trial) -> str:
         around_step=lambda: sdpa_kernel(kernel),
     )
     if not trial.is_cuda and kernel not in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        raise UnavailableError(f"the CPU has no kernel {kernel.name}: needs CUDA")
-    return compare(trial, training, tolerance=0.03)
+        raise UnavailableError(f"{kernel.name} needs CUDA")
+    try:
+        return compare(trial, training, tolerance=0.03)
+    except RuntimeError as error:
+        if "No available kernel" in str(error):
+            raise UnavailableError(f"{kernel.name} does not take these sizes here") from None
+        raise
 
 
 def _mode(mode: str, trial: Trial) -> str:

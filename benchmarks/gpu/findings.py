@@ -57,7 +57,7 @@ class Findings:
 
     def __init__(self, path: Path) -> None:
         self.found = Found()
-        self.folder, self.stem = path.parent, path.stem
+        self.folder = path.parent
         self._path = path
         self.save()
 
@@ -95,5 +95,10 @@ def describe(error: BaseException) -> str:
     """Return an exception in a line: a rank's traceback is told by its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if "Error" in line), " ".join(lines))
-    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return text if len(text) <= _WHY_CHARACTERS else f"{text[:_WHY_CHARACTERS]} ..."
+    return shorten(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+def shorten(text: str) -> str:
+    """Return a text in a line of a table."""
+    line = " ".join(text.split())
+    return line if len(line) <= _WHY_CHARACTERS else f"{line[:_WHY_CHARACTERS]} ..."

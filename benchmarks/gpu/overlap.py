@@ -71,7 +71,7 @@ def see_overlap(
         for name, team in teams.items():
 
             def look(name: str = name, team: Team = team) -> str:
-                path = findings.folder / f"profile-{name}-{device}.json"
+                path = findings.folder.parent / f"profile-{name}-{device}.json"
                 team.wait_until_ready()
                 team.first_steps()
                 team.ask("use_rate", gbit, num_ranks)

@@ -14,12 +14,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from benchmarks.gpu.child import Request
 from benchmarks.gpu.findings import Found
@@ -58,99 +60,126 @@ def run_lines(
     lines: Sequence[Line], setting: Setting, say: Callable[[Outcome], None]
 ) -> list[Outcome]:
     """Return what came of the lines, in their order; each is said when it is known."""
-    end_s = time.monotonic() + setting.budget_s
-    environment = _environment(setting)
-    one_at_a_time = threading.Lock()
-
-    def run(line: Line) -> Outcome:
-        outcome = _run_line(line, setting, environment, end_s - time.monotonic())
-        with one_at_a_time:
-            say(outcome)
-        return outcome
-
     outcomes: list[Outcome] = []
-    for is_alone, group in itertools.groupby(lines, key=lambda line: line.is_alone):
-        with ThreadPoolExecutor(1 if is_alone else setting.num_jobs) as pool:
-            outcomes += pool.map(run, group)
+    with tempfile.TemporaryDirectory(prefix="ddpopt-gpu-", ignore_cleanup_errors=True) as place:
+        running = _Running(setting, Path(place), say)
+        for is_alone, group in itertools.groupby(lines, key=lambda line: line.is_alone):
+            with ThreadPoolExecutor(1 if is_alone else setting.num_jobs) as pool:
+                try:
+                    outcomes += pool.map(running.run, group)
+                except BaseException:  # a Ctrl-C, which children in sessions of their own miss
+                    running.stop()
+                    raise
     return outcomes
 
 
-def _environment(setting: Setting) -> Mapping[str, str]:
+class _Running:
+    """Runs lines, any number at a time; what is of no use afterwards goes to `place`."""
+
+    def __init__(self, setting: Setting, place: Path, say: Callable[[Outcome], None]) -> None:
+        self._setting = setting
+        self._place = place
+        self._say = say
+        self._end_s = time.monotonic() + setting.budget_s
+        self._environment = _environment(setting.device, place)
+        self._lock = threading.Lock()
+        self._children: set[subprocess.Popen[bytes]] = set()
+        (setting.folder / "lines").mkdir(parents=True, exist_ok=True)
+
+    def run(self, line: Line) -> Outcome:
+        """Run a line, if there is time."""
+        left_s = self._end_s - time.monotonic()
+        if left_s < line.least_s:
+            outcome = Outcome(line=line, result="not run", why="out of time")
+        else:
+            outcome = self._run(line, min(line.limit_s, left_s))
+        with self._lock:
+            self._say(outcome)
+        return outcome
+
+    def stop(self) -> None:
+        """Kill what runs, and begin nothing more."""
+        self._end_s = 0.0
+        for child in list(self._children):
+            _kill(child)
+
+    def _run(self, line: Line, limit_s: float) -> Outcome:
+        stem = "".join(c if c.isalnum() else "-" for c in line.name)
+        output, log = (self._setting.folder / "lines" / f"{stem}.{end}" for end in ("json", "log"))
+        output.unlink(missing_ok=True)
+        request = Request(
+            run=line.run,
+            device=self._setting.device,
+            arguments=dict(line.arguments),
+            output=str(output),
+        )
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._place / stem)}
+        start_s = time.monotonic()
+        with log.open("wb") as written, self._process(request, cache, written) as child:
+            try:
+                status, late = child.wait(limit_s), ""
+            except subprocess.TimeoutExpired:
+                status, late = 0, f"killed after {limit_s:.0f} s"
+        seconds = time.monotonic() - start_s
+        found = Found.load(output)
+        result, why = _judge(found, status, late)
+        words = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return Outcome(
+            line=line,
+            result=result,
+            why=why,
+            seconds=seconds,
+            found=found,
+            log=tuple(words) if result == "failed" else (),
+        )
+
+    @contextlib.contextmanager
+    def _process(
+        self, request: Request, environment: Mapping[str, str], log: IO[bytes]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a line in a session of its own; in the end nothing of that session is left."""
+        text = json.dumps(dataclasses.asdict(request))
+        child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.child", text],
+            cwd=ROOT,
+            env={**self._environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._children.add(child)
+        try:
+            yield child
+        finally:
+            _kill(child)
+            child.wait()
+            self._children.remove(child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _environment(device: str, place: Path) -> Mapping[str, str]:
     """Make this checkout known as an installed ddpopt would be."""
-    known = setting.folder / "path"
-    info = known / "ddpopt-0+sources.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
+    info = place / "path" / "ddpopt-0+sources.dist-info"
+    info.mkdir(parents=True)
     (info / "METADATA").write_text(_METADATA)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    places = [str(known), str(ROOT / "src"), str(ROOT), *_given("PYTHONPATH")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(places),
-        "DDPOPT_TEST_DEVICE": setting.device,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+    paths = [str(info.parent), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    defaults = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each of many processes
     }
-
-
-def _given(name: str) -> list[str]:
-    value = os.environ.get(name)
-    return [value] if value else []
-
-
-def _run_line(
-    line: Line, setting: Setting, environment: Mapping[str, str], left_s: float
-) -> Outcome:
-    if line.missing:
-        return Outcome(line=line, result="skipped", why=line.missing)
-    if left_s < line.least_s:
-        return Outcome(line=line, result="not run", why="out of time")
-    limit_s = min(line.limit_s, left_s)
-    stem = "".join(c if c.isalnum() else "-" for c in line.name)
-    output, log = setting.folder / f"{stem}.json", setting.folder / f"{stem}.log"
-    output.unlink(missing_ok=True)
-    request = Request(
-        run=line.run,
-        device=setting.device,
-        arguments=dict(line.arguments),
-        output=str(output),
-    )
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(setting.folder / "caches" / stem)}
-    start_s = time.monotonic()
-    with log.open("wb") as written, _process(request, {**environment, **cache}, written) as child:
-        try:
-            status, is_late = child.wait(limit_s), False
-        except subprocess.TimeoutExpired:
-            status, is_late = 0, True
-    seconds = time.monotonic() - start_s
-    found = Found.load(output)
-    result, why = _judge(found, status, f"killed after {limit_s:.0f} s" if is_late else "")
-    text = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if result == "failed" else []
-    return Outcome(line=line, result=result, why=why, seconds=seconds, found=found, log=tuple(text))
-
-
-@contextlib.contextmanager
-def _process(
-    request: Request, environment: Mapping[str, str], log: object
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a line in a session of its own; in the end nothing of that session is left."""
-    text = json.dumps(dataclasses.asdict(request))
-    command = [sys.executable, "-m", "benchmarks.gpu.child", text]
-    child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=log,  # type: ignore[arg-type]
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        yield child
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    return {
+        **defaults,
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "DDPOPT_TEST_DEVICE": device,
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def _judge(found: Found, status: int, why: str) -> tuple[str, str]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.gpu.findings import Check, Findings
+from benchmarks.gpu.findings import Check, Findings, shorten
 from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
 
 
 def run_tests(findings: Findings, device: str, *, select: Sequence[str]) -> None:
-    """Run tests by pytest's arguments; each is a check, noted when all have run."""
-    report = findings.folder / f"{findings.stem}-tests.xml"
-    options = ("-q", "-p", "no:cacheprovider", "--show-capture=no", f"--junitxml={report}")
-    status = pytest.main([*options, *select])
-    for case in ET.parse(report).iter("testcase"):
-        findings.found.checks.append(_check(case))
+    """Run tests by pytest's arguments; each is a check."""
+    options = ("-q", "-p", "no:cacheprovider", "--show-capture=no")
+    status = pytest.main([*options, *select], plugins=[_Notes(findings)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {status!r}")
 
@@ -31,18 +27,25 @@ def run_rows(
     run_tests(findings, device, select=[f"{test}[{name}-{inner}-{split}]" for name in names])
 
 
-def _check(case: ET.Element) -> Check:
-    """Return what pytest tells of one test."""
-    check = Check(
-        name=case.get("name", ""), outcome="passed", seconds=float(case.get("time") or 0.0)
-    )
-    for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        found = case.find(kind)
-        if found is not None:
-            check.outcome, check.why = outcome, _shorten(found.get("message") or kind)
-    return check
+class _Notes:
+    """A plugin that notes each test when it begins, and what came of it."""
 
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
 
-def _shorten(text: str, most: int = 400) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]} ..."
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        name = nodeid.partition("::")[2]
+        self._findings.found.checks.append(Check(name=name, outcome="running"))
+        self._findings.save()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        check = self._findings.found.checks[-1]
+        check.seconds += report.duration
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            check.outcome, check.why = "failed", shorten(getattr(crash, "message", "") or "error")
+        elif report.skipped:
+            check.outcome, check.why = "skipped", shorten(str(report.longrepr))
+        elif report.when == "teardown" and check.outcome == "running":
+            check.outcome = "passed"
+        self._findings.save()

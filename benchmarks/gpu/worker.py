@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import ddpopt
 from benchmarks.gpu.network import Rate, connect, open_network
 from benchmarks.gpu.timeline import Trace, summarise
 from benchmarks.harness.protocol import FirstSteps, StepTimes, Task
 from benchmarks.harness.worker import Worker, main
 from ddpopt.bucketing import rebucket
-from ddpopt.bucketing.estimate import scale
+from ddpopt.bucketing.costs import Profile
+from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.bucketing.plan import plan_buckets
+from ddpopt.split import state
 
 _NUM_CPU_STEPS = 3
 
@@ -36,6 +37,9 @@ class EmulatedWorker(Worker):
         super().__init__(task)
         self._network = open_network(task.device)
         connect(self._ddp, self._network)
+        self._profile: Profile | None = None
+        if self._peer.is_tuned:  # as its tuner does, where there is more than one rank
+            state.of(self._ddp).begin_search(is_trial=False)
 
     def first_steps(self) -> FirstSteps:
         """Compile, and train until DDP has rebuilt its buckets; its time is that of the first."""
@@ -68,9 +72,9 @@ class EmulatedWorker(Worker):
         A peer that is tuned gets the best buckets for it: its tuner would measure one rank's
         network, which is none, so the plan is made from what is known of the emulated one.
         """
-        self._network.rate = Rate(gbit=gbit, num_ranks=num_ranks)
+        self._network.rate = rate = Rate(gbit=gbit, num_ranks=num_ranks)
         if self._peer.is_tuned:
-            self._plan(num_ranks)
+            self._plan(rate)
         return len(self.bucket_bytes())
 
     def communication_s(self) -> float:
@@ -105,16 +109,19 @@ class EmulatedWorker(Worker):
             trace = Trace.load(place)
         return summarise(trace, self._network.intervals)._asdict()
 
-    def _plan(self, num_ranks: int) -> None:
-        assert self._network.rate is not None
-        alone = self.lone_steps(2, 3)
-        forward_s = statistics.median(step.forward_s for step in alone)
-        backward_s = statistics.median(step.backward_s for step in alone)
-        with self._autocast():
-            profile = ddpopt.estimate(self._ddp.module, self._batch, loss=self._model.loss)
-        profile = scale(profile, forward_s, backward_s)
-        rebucket.rebucket(self._ddp, plan_buckets(profile, self._network.rate.cost, num_ranks))
-        self.steps(3, 1)  # it is compiled again
+    def _plan(self, rate: Rate) -> None:
+        """Give DDP the best buckets; what is compiled was cut finely, and stays as it is."""
+        if self._profile is None:
+            alone = self.lone_steps(2, 3)
+            with self._autocast():
+                profile = estimate(self._ddp.module, self._batch, loss=self._model.loss)
+            self._profile = scale(
+                profile,
+                statistics.median(step.forward_s for step in alone),
+                statistics.median(step.backward_s for step in alone),
+            )
+        rebucket.apply(self._ddp, plan_buckets(self._profile, rate.cost, rate.num_ranks))
+        self.steps(3, 1)
 
     def _autocast(self) -> torch.autocast:
         """What models are trained with on a GPU."""

@@ -309,15 +309,15 @@ _ALL = (
     ),
     Model(
         name="gpt2-small",
-        description="GPT2LMHeadModel as published, 8 x 1024 tokens",
+        description="GPT2LMHeadModel as published, 4 x 1024 tokens",
         build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-small"]),
-        batch=_partial(_tokens, 8, 1024, 50257),
+        batch=_partial(_tokens, 4, 1024, 50257),
     ),
     Model(
         name="gpt2-medium",
-        description="GPT2LMHeadModel as published, medium, 4 x 1024 tokens",
+        description="GPT2LMHeadModel as published, medium, 2 x 1024 tokens",
         build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-medium"]),
-        batch=_partial(_tokens, 4, 1024, 50257),
+        batch=_partial(_tokens, 2, 1024, 50257),
     ),
     Model(
         name="bert-base",
