@@ -14,6 +14,7 @@ from typing import Any
 RIGHT, TOOLS, OVERLAP, COST = "Right", "Tools", "Overlap", "Cost"
 _GATES = "tests/split/backward/test_gates.py"
 _ORDER = "tests/split/test_overlap.py"
+_GROUPS = {2: "two ranks", 1: "one rank"}  # by gloo, and by NCCL; see `features.in_ranks`
 # Shards of rows run beside each other.
 _NUM_SHARDS = 3
 _NUM_INDUCTOR_SHARDS = 2
@@ -107,7 +108,7 @@ def _rows(inner: str, split: str, shard: int, num_shards: int, stands_for: str =
 
 
 def _features(inner: str, num_ranks: int, *, is_cuda: bool) -> Iterator[Line]:
-    group = "two ranks by gloo" if num_ranks == 2 else "one rank by NCCL"
+    group = _GROUPS[num_ranks]
     in_place = ["aot_eager in place of Inductor with Triton"]
     if num_ranks == 1:
         in_place.append("gloo in place of NCCL")
@@ -165,12 +166,11 @@ def _features(inner: str, num_ranks: int, *, is_cuda: bool) -> Iterator[Line]:
 
 def _tools(inner: str, *, is_cuda: bool) -> Iterator[Line]:
     for num_ranks in (2, 1):
-        group = "two ranks by gloo" if num_ranks == 2 else "one rank by NCCL"
         in_place = "aot_eager in place of Inductor"
         if num_ranks == 1:
             in_place += "; gloo in place of NCCL"
         yield Line(
-            name=f"tools, {group}",
+            name=f"tools, {_GROUPS[num_ranks]}",
             part=TOOLS,
             shows="record, verify, warmup, calibrate, buckets='auto' and plan on the device",
             run="benchmarks.gpu.tools:run_tools",
@@ -249,7 +249,7 @@ def _few() -> Iterator[Line]:
     yield _rows("aot_eager", "backward", 0, 20)
     by_name = {line.name: line for line in _right("aot_eager", is_cuda=False)}
     for name, kind in (("training", "FEW"), ("algorithms", "FEW_ALGORITHMS")):
-        line = by_name[f"{name}, two ranks by gloo"]
+        line = by_name[f"{name}, two ranks"]
         arguments = {**line.arguments, "kind": kind, "splits": ["backward"]}
         yield dataclasses.replace(line, arguments=arguments)
     yield next(_tools("aot_eager", is_cuda=False))
