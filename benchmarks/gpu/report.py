@@ -41,8 +41,9 @@ def markdown(outcomes: Sequence[Outcome], facts: Mapping[str, str]) -> Iterator[
 
 def _row(outcome: Outcome) -> str:
     counts = Counter(check.outcome for check in outcome.found.checks)
-    shown = f"{counts['passed']} of {len(outcome.found.checks)} checks passed" if counts else ""
-    why = "; ".join(text for text in (shown, outcome.why, outcome.line.stands_for) if text)
+    checks = ", ".join(f"{number} {checked}" for checked, number in counts.items())
+    said = (checks and f"checks: {checks}", outcome.why, outcome.line.stands_for)
+    why = "; ".join(filter(None, said))
     cells = (outcome.line.name, _MARKS[outcome.result], f"{outcome.seconds:.0f}", _cell(why))
     return f"| {' | '.join(cells)} |"
 

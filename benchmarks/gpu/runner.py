@@ -196,5 +196,4 @@ def _judge(found: Found, status: int, why: str) -> tuple[str, str]:
         return "failed", f"{failed[0].name}: {failed[0].why}{others}"
     if skipped and len(skipped) == len(found.checks):
         return "skipped", skipped[0].why
-    why = f"{len(skipped)} of {len(found.checks)} checks skipped" if skipped else ""
-    return "passed", why
+    return "passed", ""

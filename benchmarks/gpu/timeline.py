@@ -2,7 +2,7 @@
 
 On a GPU the spinning kernels of the emulated network, NCCL's kernels and copies between host and
 device are communication, and all other kernels computation, wherever they ran. On the CPU,
-operators are computation; when buckets were on the network, the network itself has noted.
+aten's operators are computation; when buckets were on the network, the network itself has noted.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def summarise(trace: Trace, sent: Sequence[Interval]) -> Summary:
         communication = union(span for name, span in named if _COMMUNICATION.search(name))
         named = [(name, span) for name, span in named if not _COMMUNICATION.search(name)]
     else:
-        named, origin = trace.spans(("cpu_op",)), trace.origin_ns
+        origin = trace.origin_ns  # other operators, autograd's for example, may wait as well
+        named = [span for span in trace.spans(("cpu_op",)) if span[0].startswith("aten::")]
         communication = union(Span((a - origin) / 1e3, (b - origin) / 1e3) for a, b in sent)
     computation = union(span for _, span in named)
     products = [span for name, span in named if _PRODUCT.search(name)]
