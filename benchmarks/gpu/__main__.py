@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--output", type=Path, default=Path("build/gpu"), help="a folder")
     add("--all", action="store_true", help="all lines; on the CPU there are else only a few")
-    add("--lines", type=lambda text: text.split(","), help="only those whose names begin so")
+    add("--lines", nargs="+", metavar="NAME", help="only those whose names begin so")
     add("--budget-s", type=float, default=_BUDGET_S, help="for all lines")
     add("--jobs", type=int, default=jobs, help="lines beside each other")
     args = parser.parse_args(arguments)

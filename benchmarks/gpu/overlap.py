@@ -14,20 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from benchmarks.gpu.findings import Findings, UnavailableError
+from benchmarks.gpu.findings import Findings, UnavailableError, describe
 from benchmarks.harness.cluster import Cluster
 from benchmarks.harness.models import MissingPackageError, find_model
 from benchmarks.harness.peers import PEERS
 from benchmarks.harness.tables import spread
-from benchmarks.harness.teams import Setting, Team, open_team
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 
 # Those that are there are measured; `sharded` is not, as long as there is no such peer.
 _PEERS = ("eager", "nosplit", "intree", "forward", "backward", "auto", "sharded")
 _BASES = ("eager", "nosplit", "intree")
 _NUM_UNTIMED, _NUM_TIMED = 1, 2
 _LOSS_TOLERANCE = 0.02  # with bfloat16; the losses are those of the first step
+_T = TypeVar("_T")
 _Turn = dict[str, float]  # seconds
 _ONE_RANK = Cluster(num_ranks=1, local_ranks=(0,))
 
@@ -159,13 +160,23 @@ def _compile(findings: Findings, teams: dict[str, Team]) -> None:
 def _measure(
     findings: Findings, own: Experiment, teams: dict[str, Team], gbit: float, title: str
 ) -> str:
-    """Measure the peers in turns, and add their table."""
-    num_buckets = {name: team.ask("use_rate", gbit, own.num_ranks) for name, team in teams.items()}
-    communication_s = min(team.ask("communication_s") for team in teams.values())
-    turns: dict[str, list[_Turn]] = {name: [] for name in teams}
-    for _ in range(own.rounds):
-        for name, team in teams.items():
-            turns[name].append(_take_turn(team))
+    """Measure the peers in turns, and add their table; one that fails is taken out of `teams`."""
+    failures: list[str] = []
+
+    def ask_all(ask: Callable[[Team], _T]) -> dict[str, _T]:
+        answers = {}
+        for name, team in list(teams.items()):
+            try:
+                answers[name] = ask(team)
+            except TeamError as error:  # noqa: PERF203  # the others go on
+                failures.append(f"{name}: {describe(error)}")
+                del teams[name]
+        return answers
+
+    num_buckets = ask_all(lambda team: team.ask("use_rate", gbit, own.num_ranks))
+    communication_s = min(ask_all(lambda team: team.ask("communication_s")).values())
+    rounds = [ask_all(_take_turn) for _ in range(own.rounds)]
+    turns = {name: [taken[name] for taken in rounds] for name in teams}
     alone = [statistics.median(turn["alone_s"] for turn in taken) for taken in turns.values()]
     bound_s = max(min(alone), communication_s)
     peers = {
@@ -181,6 +192,8 @@ def _measure(
     header += [f"iteration of {base}'s" for base in _BASES if base in turns]
     rows = [[name, *_cells(figures)] for name, figures in peers.items()]
     findings.table(f"{title}; median (quartiles) of {own.rounds} rounds", header, rows)
+    if failures:
+        raise AssertionError("; ".join(failures))
     return (
         f"computation alone {min(alone) * 1e3:.1f} ms, communication alone "
         f"{communication_s * 1e3:.1f} ms, bound {bound_s * 1e3:.1f} ms"

@@ -89,8 +89,8 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     profile = contextlib.nullcontext() if _torch.is_profiling() else _torch.profile_ranges(has_cuda)
     with listen(recorder), recorder.watching(ddp), profile as events:
         yield recording
+        clock.stop()  # before the profiler, which would miss kernels that are still to run
     reader = _Reader(ddp, recording.origin_unix_ns, events)
-    clock.stop()
     steps = [step.at(clock.computed_s) for step in recorder.steps if step.backward_stop_s]
     recording.steps = tuple(map(reader.read, steps))
     recording.notes = tuple(dict.fromkeys(reader.notes))
