@@ -224,7 +224,7 @@ def _compiling(model: str, peers: list[str], cap_mb: float) -> Line:
 
 
 def _times_cuda() -> Iterator[Line]:
-    yield _profile(model="gpt2-small", inner="inductor", gbit=100)
+    yield _profile(model="gpt2-small", inner="inductor", cap_mb=None, gbit=100)
     first, *others = (
         _model(model, inner="inductor", rates_gbit=_RATES_GBIT, rounds=5) for model in _MODELS
     )
@@ -234,7 +234,7 @@ def _times_cuda() -> Iterator[Line]:
 
 
 def _times_cpu() -> Iterator[Line]:
-    yield _profile(model="tiny", inner="aot_eager", gbit=5)
+    yield _profile(model="tiny", inner="aot_eager", cap_mb=1.0, gbit=5)
     yield _model("tiny", inner="aot_eager", rates_gbit=[0.5, 2], rounds=3, cap_mb=1.0)
     yield _compiling("tiny", ["nosplit", "backward"], 1.0)
 
@@ -253,6 +253,6 @@ def _few() -> Iterator[Line]:
         arguments = {**line.arguments, "kind": kind, "splits": ["backward"]}
         yield dataclasses.replace(line, arguments=arguments)
     yield next(_tools("aot_eager", is_cuda=False))
-    yield _profile(model="tiny", inner="aot_eager", gbit=5)
+    yield _profile(model="tiny", inner="aot_eager", cap_mb=1.0, gbit=5)
     peers = ["nosplit", "backward", "auto"]
     yield _model("tiny", inner="aot_eager", rates_gbit=[2], rounds=1, cap_mb=1.0, peers=peers)

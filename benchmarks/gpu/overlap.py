@@ -52,7 +52,7 @@ def measure_model(findings: Findings, device: str, **arguments: Any) -> None:
     known = [peer for peer in own.peers if peer in PEERS]
     if not findings.check("the model's package", lambda: _check_package(own.model)):
         return
-    with _teams(device, own.model, own.inner, own.cap_mb, known) as teams:
+    with _teams(device, model=own.model, inner=own.inner, cap_mb=own.cap_mb, peers=known) as teams:
         _compile(findings, teams)
         for gbit in own.rates_gbit:
             title = f"{own.model}, {own.num_ranks} ranks at {gbit:g} Gbit/s"
@@ -61,14 +61,14 @@ def measure_model(findings: Findings, device: str, **arguments: Any) -> None:
 
 
 def see_overlap(
-    findings: Findings, device: str, *, model: str, inner: str, gbit: float, num_ranks: int
+    findings: Findings, device: str, *, gbit: float, num_ranks: int, **arguments: Any
 ) -> None:
     """Profile real steps: split, products run beside communication, and unsplit none does.
 
-    That is a matter of order, so a busy machine changes nothing.
+    That is a matter of order, so a busy machine changes nothing. `arguments` are those of `_teams`.
     """
     beside: dict[str, int] = {}
-    with _teams(device, model, inner, 1.0, ("nosplit", "backward")) as teams:
+    with _teams(device, **arguments, peers=("nosplit", "backward")) as teams:
         for name, team in teams.items():
 
             def look(name: str = name, team: Team = team) -> str:
@@ -106,7 +106,7 @@ def _check_package(model: str) -> None:
 
 @contextlib.contextmanager
 def _teams(
-    device: str, model: str, inner: str, cap_mb: float | None, peers: Sequence[str]
+    device: str, *, model: str, inner: str, cap_mb: float | None, peers: Sequence[str]
 ) -> Iterator[dict[str, Team]]:
     """Start a process for each peer, each with a cache of its own."""
     with contextlib.ExitStack() as stack:

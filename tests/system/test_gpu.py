@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import network, report, runner, timeline  # noqa: E402
 from benchmarks.gpu.features import KINDS  # noqa: E402
 from benchmarks.gpu.lines import Line, lines_for  # noqa: E402
+from benchmarks.gpu.overlap import Experiment  # noqa: E402
 from benchmarks.harness import device as measuring  # noqa: E402
 from benchmarks.harness.models import find_model  # noqa: E402
 from benchmarks.harness.peers import PEERS  # noqa: E402
@@ -105,6 +106,8 @@ def test_every_line_names_what_there_is(device: str) -> None:
         assert set(line.arguments.get("peers", ())) <= set(PEERS)
         if "model" in line.arguments:
             find_model(line.arguments["model"])
+        if name == "measure_model":
+            Experiment(**line.arguments)
 
 
 def test_on_a_gpu_buckets_pass_on_a_stream_of_their_own() -> None:
