@@ -6,8 +6,8 @@ The hook stands for DDP's ring allreduce: a bucket of n bytes takes `startup_s`,
 computed. On a GPU a kernel of one thread spins on a stream of its own, as NCCL's kernels would run
 there; it takes one multiprocessor of many and no memory bandwidth, of which NCCL takes more. It
 counts cycles, so buckets take longer where the clock falls under load: a profile has their times.
-On the CPU a thread sleeps. Gradients stay as they are: there is no other rank. So every peer is measured
-with the same network, whatever the machine has.
+On the CPU a thread sleeps. Gradients stay as they are: there is no other rank. So every peer is
+measured with the same network, whatever the machine has.
 """
 
 from __future__ import annotations
