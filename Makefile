@@ -10,7 +10,7 @@ CORE   := _torch split ranks checks data_parallel test_backend.py test_options.p
           test_reducer.py algorithms/test_api.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
-.PHONY: demo test test-all drift lint docs clean
+.PHONY: demo test test-all drift gpu lint docs clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
@@ -30,6 +30,11 @@ drift: $(DRIFT)/installed
 	$(DRIFT)/bin/python -m pytest $(CORE:%=tests/%)
 	$(DRIFT)/bin/python -m pytest tests/system/test_cli.py -k doctor
 	$(DRIFT)/bin/ddpopt doctor
+
+# A page of proofs on this machine's GPU, in build/gpu, in nine minutes. Nothing is installed: PYTHON
+# is an interpreter that has torch with CUDA, pytest and numpy.
+gpu:
+	PYTHON="$(PYTHON)" bash benchmarks/gpu/run.sh cuda build/gpu
 
 $(DRIFT)/installed: pyproject.toml
 	$(PYTHON) -m venv $(DRIFT)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ddpopt.backend
+from tests.support.device import ONE_RANK_BACKEND, compute_exactly
 from tests.support.haste import hurry
 from tests.support.ranks import OwnRanks, Ranks
 from tests.support.sets import ALL, QUICK, REST, SYSTEM, quick_of
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hurry()
+    compute_exactly()
     # On a hit AOTAutograd's cache returns a backward that may overwrite what it saved, whatever
     # `retain_graph` says (torch 2.13); so no test may find what another session compiled.
     folder = tempfile.TemporaryDirectory(prefix="ddpopt-inductor-", ignore_cleanup_errors=True)
@@ -47,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(ONE_RANK_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     yield
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
@@ -55,7 +57,7 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(_group: None) -> Iterator[None]:
-    """A gloo group of one rank, and a Dynamo that has compiled nothing yet."""
+    """A group of one rank, and a Dynamo that has compiled nothing yet."""
     ddpopt.backend.install()
     torch._dynamo.reset()
     torch.manual_seed(0)

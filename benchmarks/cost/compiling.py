@@ -80,13 +80,14 @@ def run(
             for peer in peers:
                 with tempfile.TemporaryDirectory() as cache:
                     for state in ("cold", "warm"):
-                        cost = _in_process(model, peer, cap_mb, device, cache)
+                        cost = in_process(model, peer, cap_mb, device, cache)
                         costs[model][peer][state].append(cost)
                         print(f"{model} {peer} {state}: {cost}", file=sys.stderr, flush=True)
     return costs
 
 
-def _in_process(model: str, peer: str, cap_mb: float, device: str, cache: str) -> Cost:
+def in_process(model: str, peer: str, cap_mb: float, device: str, cache: str) -> Cost:
+    """Return what the first step takes in a process of its own, with this cache."""
     arguments = ["--worker", "--models", model, "--peers", peer, "--cap-mb", str(cap_mb)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cost.compiling", *arguments, "--device", device],

@@ -211,6 +211,9 @@ def _images(num_images: int, size: int, num_classes: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(num_images, 3, size, size), "labels": labels}
 
 
+_GPT2 = {
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
+}  # fmt: skip
 _SIZES: Mapping[str, dict[str, Any]] = {
     "bert": {
         "vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
@@ -232,6 +235,11 @@ _SIZES: Mapping[str, dict[str, Any]] = {
         "intermediate_size": 1536, "image_size": 96, "patch_size": 16, "num_labels": 100,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     },
+    # As they were published; a step of one of these takes a GPU.
+    "gpt2-small": {**_GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "gpt2-medium": {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "bert-base": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "resnet50-imagenet": {"num_labels": 1000},
 }  # fmt: skip
 
 
@@ -298,6 +306,35 @@ _ALL = (
         description="ViTForImageClassification: 8 layers, width 384, 12 images of 96 x 96",
         build=_partial(_transformer, "ViTForImageClassification", "ViTConfig", **_SIZES["vit"]),
         batch=_partial(_images, 12, 96, 100),
+    ),
+    Model(
+        name="gpt2-small",
+        description="GPT2LMHeadModel as published, 4 x 1024 tokens",
+        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-small"]),
+        batch=_partial(_tokens, 4, 1024, 50257),
+    ),
+    Model(
+        name="gpt2-medium",
+        description="GPT2LMHeadModel as published, medium, 2 x 1024 tokens",
+        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-medium"]),
+        batch=_partial(_tokens, 2, 1024, 50257),
+    ),
+    Model(
+        name="bert-base",
+        description="BertForMaskedLM as published, 16 x 512 tokens",
+        build=_partial(_transformer, "BertForMaskedLM", "BertConfig", **_SIZES["bert-base"]),
+        batch=_partial(_tokens, 16, 512, 30522),
+    ),
+    Model(
+        name="resnet50-imagenet",
+        description="ResNetForImageClassification as published, 64 images of 224 x 224",
+        build=_partial(
+            _transformer,
+            "ResNetForImageClassification",
+            "ResNetConfig",
+            **_SIZES["resnet50-imagenet"],
+        ),
+        batch=_partial(_images, 64, 224, 1000),
     ),
     Model(
         name="tiny",

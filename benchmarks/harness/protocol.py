@@ -11,7 +11,7 @@ class Task:
 
     `cap_mb` is DDP's `bucket_cap_mb`, None for its default; `num_threads` is None for torch's.
     Ranks meet in the file `store`, or if that is empty at torchrun's address, under the name
-    `meeting`. `socket` is the inherited one on which requests come.
+    `meeting`. `socket` is the inherited one on which requests come. `device` is cpu or cuda.
     """
 
     peer: str
@@ -24,6 +24,7 @@ class Task:
     store: str
     meeting: str
     socket: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class Setting:
     num_threads: int | None
     folder: Path
     worker: str = "benchmarks.harness.worker"
+    device: str = "cpu"
 
 
 class Team:
@@ -171,6 +172,7 @@ def open_team(
                 store="" if cluster.is_torchrun else str(place / "store"),
                 meeting=f"{caches.name}-{place.name}",
                 socket=-1,
+                device=setting.device,
             )
             cache = caches / f"rank{rank}"
             processes[rank] = _start(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import importlib
 import json
 import os
@@ -30,6 +29,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.harness import device
 from benchmarks.harness.models import find_model
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
@@ -48,15 +48,22 @@ class Worker:
     def __init__(self, task: Task) -> None:
         if task.num_threads is not None:
             torch.set_num_threads(task.num_threads)
-        dist.init_process_group("gloo", store=meet(task), rank=task.rank, world_size=task.num_ranks)
+        dist.init_process_group(
+            device.backend_of(task.device),
+            store=meet(task),
+            rank=task.rank,
+            world_size=task.num_ranks,
+        )
         torch.manual_seed(0)
+        self._device = task.device
+        self._clock = device.Clock(task.device)
         self._peer, options = find_peer(task.peer)
         self._inner = task.inner
         torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
         self._model = find_model(task.model)
-        module = self._model.build()
+        module = self._model.build().to(task.device)
         torch.manual_seed(task.rank)
-        self._batch = self._model.batch()
+        self._batch = {name: value.to(task.device) for name, value in self._model.batch().items()}
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
         self._ddp = DistributedDataParallel(module, **cap)
         with contextlib.suppress(ImportError):
@@ -126,14 +133,15 @@ class Worker:
 
     def reduce_alone(self, num_times: int) -> list[float]:
         """Reduce buckets of the same sizes, all launched at once, with nothing to compute."""
-        buckets = [torch.zeros(size // 4) for size in self.bucket_bytes()]
+        sizes = self.bucket_bytes()
+        buckets = [torch.zeros(size // 4, device=self._device) for size in sizes]
         times = []
         for _ in range(num_times):
             dist.barrier()
-            start = time.perf_counter()
+            start = self._clock.moment()
             for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
                 work.wait()
-            times.append(time.perf_counter() - start)
+            times.append(self._clock.seconds(start, self._clock.moment()))
         return self._slowest(times)
 
     def facts(self) -> Facts:
@@ -152,20 +160,12 @@ class Worker:
         )
 
     def forget_peak(self) -> None:
-        """Watch the memory in use from now on, after giving back what compilation left behind."""
-        gc.collect()
-        with contextlib.suppress(AttributeError):  # not all C libraries have it
-            ctypes.CDLL(None).malloc_trim(0)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        """Watch the memory in use from now on; see `device.forget_peak`."""
+        device.forget_peak(self._device)
 
     def peak_mb(self) -> float:
-        """Return the most memory that was resident since `forget_peak`, 0 where Linux is not."""
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) / 1024
-        return 0.0
+        """Return the most memory that was in use since `forget_peak`; see `device.peak_mb`."""
+        return device.peak_mb(self._device)
 
     def timeline(self) -> Timeline | None:
         """Run a step with a hook on each bucket; every later step has it too."""
@@ -179,26 +179,27 @@ class Worker:
 
     def _step(self, before_backward: Callable[[], None] = lambda: None) -> StepTimes:
         dist.barrier()
-        start = time.perf_counter()
+        now, seconds = self._clock.moment, self._clock.seconds
+        start = now()
         loss = self._model.loss(self._compiled(**self._batch))
-        forward = time.perf_counter()
+        forward = now()
         before_backward()
         with self._peer.around_backward(self._inner):
             loss.backward()
-        backward = time.perf_counter()
+        backward = now()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        stop = time.perf_counter()
+        stop = now()
         self._loss = loss.item()
         return StepTimes(
-            forward_s=forward - start,
-            backward_s=backward - forward,
-            optimizer_s=stop - backward,
-            iteration_s=stop - start,
+            forward_s=seconds(start, forward),
+            backward_s=seconds(forward, backward),
+            optimizer_s=seconds(backward, stop),
+            iteration_s=seconds(start, stop),
         )
 
     def _slowest(self, times: list[float]) -> list[float]:
-        slowest = torch.tensor(times, dtype=torch.float64)
+        slowest = torch.tensor(times, dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         values: list[float] = slowest.tolist()
         return values

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _events
+from ddpopt.inspection import recorder
 from ddpopt.inspection.recording import RecordedStep
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
@@ -252,3 +253,47 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_training(
             ddp(torch.randn(2, WIDTH)).sum().backward()
     assert (tmp_path / "new" / "folder" / "rank0.json").is_file()
     assert not (tmp_path / "precious").exists()
+
+
+class _LateEvent:
+    """Of a GPU that gets to what is queued 100 s later, but to the first at once."""
+
+    first: ClassVar[float | None] = None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        self.at_ms = time.time_ns() / 1e6 + (0.0 if _LateEvent.first is None else 1e5)
+        _LateEvent.first = _LateEvent.first or self.at_ms
+
+    def elapsed_time(self, other: _LateEvent) -> float:
+        return other.at_ms - self.at_ms
+
+
+def test_on_a_gpu_times_are_those_at_which_it_got_there(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the processor, which is ahead: of steps, sections and gradients."""
+    _, model = _model("backward")
+    inputs = batches(0, [(8, WIDTH)] * (SETTLED + 3))
+    for x in inputs[:SETTLED]:
+        model(x).sum().backward()
+    waited: list[torch.device] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(_LateEvent, "first", None)
+        patched.setattr(torch, "Event", _LateEvent)
+        patched.setattr(recorder, "_device_of", lambda _: torch.device("meta"))
+        patched.setattr(recorder, "now", waited.append)
+        with ddpopt.record(model) as recording:
+            for x in inputs[SETTLED:]:
+                model(x).sum().backward()
+    assert len(waited) == 2
+    assert len(recording.steps) == 3
+    for step in recording.steps:
+        assert step.sections
+        assert len(step.buckets) > 1
+        times_s = [step.forward_start_s, step.forward_stop_s]
+        times_s += [t for s in step.sections for t in (s.start_s, s.stop_s)]
+        times_s += [t for b in step.buckets for t in (b.ready_s, b.launched_s)]
+        assert all(100 <= time_s <= step.backward_stop_s for time_s in times_s)

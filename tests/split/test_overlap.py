@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.split.backward.gates import CompiledSection
+from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -78,7 +79,7 @@ def _launch_into(events: list[str]) -> Any:
 def _train(
     rank: int, events: list[str], options: dict[str, Any], ddp_options: dict[str, Any], launch: Any
 ) -> tuple[list[str], Any]:
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03, **ddp_options)
+    ddp = DistributedDataParallel(MLP().to(DEVICE), bucket_cap_mb=0.03, **ddp_options)
     ddp.register_comm_hook(None, launch)
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     for x in batches(rank, [(2, WIDTH)] * 4):

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.device import DEVICE
+
 WIDTH = 64
 
 
@@ -105,7 +107,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 def batches(rank: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """Return one input a step, different on every rank."""
     generator = torch.Generator().manual_seed(100 + rank)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
 
 
 def train(
@@ -147,6 +149,7 @@ def assert_equal_states(
 
 def twins(model: nn.Module, **ddp_options: Any) -> tuple[Any, Any]:
     """Return two DDP modules with equal weights."""
+    model = model.to(DEVICE)
     return (
         DistributedDataParallel(copy.deepcopy(model), **ddp_options),
         DistributedDataParallel(copy.deepcopy(model), **ddp_options),

@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 
 from ddpopt.algorithms import Handle
 from ddpopt.errors import PeerError
+from tests.support.device import compute_exactly
 from tests.support.haste import hurry
 
 TIMEOUT_S = 600  # that a machine is busy is no failure
@@ -133,6 +134,7 @@ def _work(
 ) -> None:
     os.environ.update(environment)  # a forked rank has that of the first one's start
     hurry()
+    compute_exactly()
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
     )

@@ -9,16 +9,20 @@ same in each step of the same graphs, and hooks on hundreds of gradients would c
 allreduce has finished is known to the process group alone: torch's profiler has it. The profiler
 cannot be on twice; where it is on already, that time is left out, and sections and buckets appear
 as named ranges in the profile of whoever turned it on.
+
+A GPU gets to what is queued later than the processor that queues it, and the profiler's allreduces
+are kernels. So each time there is that of an event in the GPU's queue, and is known in the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from ddpopt import _torch
 from ddpopt._events import Label, Observer, Turn, ignore, listen, observe
 from ddpopt._files import check_can_write
 from ddpopt._text import format_bytes
+from ddpopt.bucketing.device import now
 from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
 from ddpopt.split import state
 
@@ -78,13 +83,16 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         machine=boot_id.read_text().strip() if boot_id.exists() else socket.gethostname(),
         origin_unix_ns=time.time_ns(),
     )
-    recorder = _Recorder(ddp, recording.origin_unix_ns)
+    clock = _Clock(_device_of(ddp), recording.origin_unix_ns)
+    recorder = _Recorder(ddp, clock)
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
     profile = contextlib.nullcontext() if _torch.is_profiling() else _torch.profile_ranges(has_cuda)
     with listen(recorder), recorder.watching(ddp), profile as events:
         yield recording
+        clock.stop()  # before the profiler, which would miss kernels that are still to run
     reader = _Reader(ddp, recording.origin_unix_ns, events)
-    recording.steps = tuple(reader.read(step) for step in recorder.steps if step.backward_stop_s)
+    steps = [step.at(clock.computed_s) for step in recorder.steps if step.backward_stop_s]
+    recording.steps = tuple(map(reader.read, steps))
     recording.notes = tuple(dict.fromkeys(reader.notes))
     _recordings[ddp] = recording
     if path is not None:
@@ -96,9 +104,43 @@ def recording_of(ddp: DistributedDataParallel) -> Recording | None:
     return _recordings.get(ddp)
 
 
+def _device_of(ddp: DistributedDataParallel) -> torch.device:
+    return next(iter(_torch.reducer_parameters(ddp))).device
+
+
+class _Clock:
+    """Tells times after the recording's origin, by the system's clock as the profiler's."""
+
+    def __init__(self, device: torch.device, origin_ns: int) -> None:
+        self._device = device
+        self._origin_ns = origin_ns
+        self._events: dict[float, torch.Event] = {}  # on a GPU, by the time of their queueing
+        now(device)  # so that the GPU is at the processor's place now
+        self._first_s = self.now_s()
+
+    def now_s(self) -> float:
+        """Return the time, for the place in the device's queue as well."""
+        time_s = (time.time_ns() - self._origin_ns) / 1e9
+        if self._device.type != "cpu":
+            event = self._events[time_s] = torch.Event(self._device, enable_timing=True)
+            event.record()
+        return time_s
+
+    def stop(self) -> None:
+        """Wait until the device has been at all places."""
+        now(self._device)
+
+    def computed_s(self, time_s: float) -> float:
+        """Return when the device got to where it was queued at `time_s`, which `now_s` returned."""
+        event = self._events.get(time_s)
+        if event is None:
+            return time_s
+        return self._first_s + self._events[self._first_s].elapsed_time(event) / 1e3
+
+
 @dataclass(slots=True)
 class _Step:
-    """Times after the recording's origin, by the system's clock as the profiler's; 0 is unknown."""
+    """Times as `_Clock` tells them; 0 is unknown."""
 
     forward_start_s: float
     forward_stop_s: float = 0.0
@@ -106,13 +148,30 @@ class _Step:
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)  # around DDP's hook
     sections: list[RecordedSection] = field(default_factory=list)
 
+    def at(self, computed_s: Callable[[float], float]) -> _Step:
+        """Return this step with the times at which its places were reached."""
+        return _Step(
+            forward_start_s=computed_s(self.forward_start_s),
+            forward_stop_s=computed_s(self.forward_stop_s),
+            backward_stop_s=computed_s(self.backward_stop_s),
+            arrivals={i: (computed_s(a), computed_s(b)) for i, (a, b) in self.arrivals.items()},
+            sections=[
+                dataclasses.replace(
+                    section,
+                    start_s=computed_s(section.start_s),
+                    stop_s=computed_s(section.stop_s),
+                )
+                for section in self.sections
+            ],
+        )
+
 
 class _Recorder(Observer):
     """Notes times while a recording runs; see `_events.Listener`."""
 
-    def __init__(self, ddp: DistributedDataParallel, origin_ns: int) -> None:
+    def __init__(self, ddp: DistributedDataParallel, clock: _Clock) -> None:
         self.steps: list[_Step] = []
-        self._origin_ns = origin_ns
+        self._now_s = clock.now_s
         self._step: _Step | None = None  # the one whose backward is to come or runs
         self._nodes: set[Any] = set()  # of sections that are watched in this step
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
@@ -219,9 +278,6 @@ class _Recorder(Observer):
             for hook in self._hooks.pop(index):
                 hook.remove()
 
-    def _now_s(self) -> float:
-        return (time.time_ns() - self._origin_ns) / 1e9
-
 
 def _find_node(outputs: Any, known: set[Any]) -> Any:
     """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
@@ -281,7 +337,8 @@ class _Reader:
                 index=k,
                 num_bytes=sum(self._num_bytes[index] for index in bucket),
                 ready_s=ready_s,
-                launched_s=min(start_s, after_s),
+                # gloo is told before a GPU has made the gradients, and waits for them.
+                launched_s=max(ready_s, min(start_s, after_s)),
                 # The profiler is told a little later than DDP, which waits for all of them.
                 finished_s=None if stop_s is None else min(stop_s, step.backward_stop_s),
             )

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.split import state
 from ddpopt.split.backward import gates
+from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks
 
@@ -434,7 +435,7 @@ def test_an_abandoned_backward_keeps_nothing_and_the_next_step_is_right(
         saved = step()
     # What a failed backward left in its queue, torch keeps until the thread's next backward; the
     # hook's error and the frame that made it refer to each other.
-    torch.zeros((), requires_grad=True).backward()
+    torch.zeros((), device=DEVICE, requires_grad=True).backward()
     gc.collect()
     assert len(saved) >= 4
     assert _num_alive(saved) == 0
@@ -463,7 +464,7 @@ def test_autocast_around_backward_alone_does_what_it_does_unsplit(one_rank: None
 
     def run(_: Any, forward: Any) -> None:
         loss = _loss(forward(_input()))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss.backward()
 
     _assert_same(run, MLP(4, SIZE))
@@ -485,7 +486,7 @@ class _SparseRows(nn.Module):
 
 def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     """Return how far the first layer's gradients are from the mean of the ranks' own."""
-    module = _SparseRows()
+    module = _SparseRows().to(DEVICE)
     alone = copy.deepcopy(module)
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.0002, find_unused_parameters=True)
     options = {"inner": inner, "split": "backward"}

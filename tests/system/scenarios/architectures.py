@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from ddpopt import Fallback
+from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH
 from tests.system.scenarios.scenario import Scenario, Trainer
 
@@ -178,7 +179,7 @@ class Regions(MLP):
     """Autocast around a part, and a stretch without gradients in another."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             for layer in list(self.layers)[:4]:
                 x = layer(x).relu()
         with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddpopt import Fallback
+from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH
 from tests.system.scenarios.architectures import ConvNet, Transformer
 from tests.system.scenarios.scenario import CAP, Scenario, Trainer, train
@@ -29,7 +30,7 @@ def _shard_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _scale(trainer: Trainer) -> None:
     """In the second step the gradients overflow on one rank, and both must skip it."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
     for i, (x,) in enumerate(trainer.steps()):
         overflow = float("inf") if (i, trainer.rank) == (1, 1) else 1.0
         scaler.scale(trainer.loss(x) * overflow).backward()
@@ -41,7 +42,7 @@ def _scale(trainer: Trainer) -> None:
 
 def _autocast(trainer: Trainer) -> None:
     for (x,) in trainer.steps():
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = trainer.loss(x)
         loss.backward()
         trainer.update()

@@ -22,6 +22,7 @@ import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt.split.plan import SplitPlan
+from tests.support.device import DEVICE
 from tests.support.registration import uninstall
 from tests.system.scenarios.rows import SCENARIOS
 from tests.system.scenarios.scenario import Compile, Scenario, Trainer
@@ -93,7 +94,7 @@ def _train(name: str, compile_: Compile, rank: int) -> Trainer:
     torch.manual_seed(0)
     scenario = SCENARIOS[name]()
     with torch._dynamo.config.patch(**scenario.dynamo_config), _small_first_bucket(scenario):
-        wrapped = scenario.wrap(scenario.model, compile_, scenario.ddp_options)
+        wrapped = scenario.wrap(scenario.model.to(DEVICE), compile_, scenario.ddp_options)
         scenario.prepare(wrapped.module)
         trainer = Trainer(scenario, wrapped, rank)
         scenario.train(trainer)

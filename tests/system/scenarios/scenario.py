@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import Fallback
+from tests.support.device import DEVICE
 from tests.support.models import WIDTH
 
 CAP = 0.03  # MiB: two of the MLP's six layers
@@ -52,7 +53,7 @@ class Trainer:
         torch.manual_seed(self.rank)  # dropout
         for shapes in self.scenario.steps:
             yield [
-                torch.randn(shape, generator=self._generator).to(self.scenario.dtype)
+                torch.randn(shape, generator=self._generator).to(DEVICE, self.scenario.dtype)
                 for shape in shapes
             ]
 

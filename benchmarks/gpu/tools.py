@@ -1,0 +1,133 @@
+"""Lines about what users call beside `torch.compile`: record, verify, warmup, calibrate, plans."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from benchmarks.gpu.features import in_ranks
+from benchmarks.gpu.findings import Findings
+from tests.support.models import MLP, batches
+
+_WIDTH = 64
+_CAP_MB = 0.03
+_SETTLED = 4  # steps, after which DDP tells its buckets
+_TUNING_STEPS = 12
+
+
+def run_tools(findings: Findings, device: str, *, num_ranks: int, inner: str) -> None:
+    """Try each on all ranks; one rank has nothing to calibrate."""
+    names = TOOLS if num_ranks > 1 else ON_ONE_RANK
+    with in_ranks(device, num_ranks, run_tool) as run:
+        for name in names:
+            findings.check(name, functools.partial(run, name, inner, str(findings.folder)))
+
+
+def run_tool(rank: int, device: str, name: str, inner: str, folder: str) -> str:
+    """Try one of them on this rank; return what it says."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    said: str = TOOLS[name](rank, device, inner, Path(folder))
+    return said
+
+
+def _model(device: str, inner: str, **options: Any) -> tuple[DistributedDataParallel, Any]:
+    ddp = DistributedDataParallel(MLP(bias=False).to(device), bucket_cap_mb=_CAP_MB)
+    given = {"inner": inner, "split": "backward", **options}
+    return ddp, torch.compile(ddp, backend="ddpopt", options=given)
+
+
+def _train(rank: int, model: nn.Module, num_steps: int) -> None:
+    for x in batches(rank, [(8, _WIDTH)] * num_steps):
+        model(x).pow(2).mean().backward()
+
+
+def _record(rank: int, device: str, inner: str, folder: Path) -> str:
+    """Each step has its sections and buckets in order, and the trace is one that Perfetto opens."""
+    ddp, model = _model(device, inner)
+    _train(rank, model, _SETTLED)
+    traces = folder / "recorded"
+    with ddpopt.record(model, traces) as recording:
+        _train(rank, model, 3)
+    for step in recording.steps:
+        times = [step.forward_start_s, step.forward_stop_s, step.backward_stop_s]
+        assert times == sorted(times), times
+        assert [bucket.index for bucket in step.buckets] == list(range(len(step.buckets)))
+        for bucket in step.buckets:
+            finished_s = bucket.launched_s if bucket.finished_s is None else bucket.finished_s
+            assert bucket.ready_s <= bucket.launched_s <= finished_s <= step.backward_stop_s
+    assert len(recording.steps) == 3
+    assert len(recording.steps[0].buckets) > 1
+    events = json.loads((traces / f"rank{rank}.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {"computation", "communication"}, names
+    assert "as planned" in str(ddpopt.explain(ddp))
+    notes = f"; notes: {' '.join(recording.notes)}" if recording.notes else ""
+    return f"{len(recording.steps)} steps of {len(recording.steps[0].buckets)} buckets{notes}"
+
+
+def _verify(rank: int, device: str, inner: str, _folder: Path) -> str:
+    """Compiled steps are eager's."""
+    _, model = _model(device, inner)
+    (x,) = batches(rank, [(8, _WIDTH)])
+    return str(ddpopt.verify(model, x))
+
+
+def _warmup(rank: int, device: str, inner: str, _folder: Path) -> str:
+    """Nothing changes, and nothing is compiled in the steps that follow."""
+    ddp, model = _model(device, inner)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    (x,) = batches(rank, [(8, _WIDTH)])
+    ddpopt.warmup(model, x)
+    assert all(map(torch.equal, before, ddp.parameters()))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _train(rank, model, 3)
+    return f"{len(ddpopt.explain(ddp).plans[0].sections)} sections, no compile after it"
+
+
+def _calibrate(_rank: int, device: str, _inner: str, _folder: Path) -> str:
+    """An allreduce of tensors on the device costs something."""
+    cost = ddpopt.calibrate(device=device)
+    assert cost.startup_s > 0
+    assert cost.s_per_byte > 0
+    return str(cost)
+
+
+def _auto(rank: int, device: str, inner: str, _folder: Path) -> str:
+    """All ranks decide, and train on."""
+    ddp, model = _model(device, inner, buckets="auto")
+    _train(rank, model, _TUNING_STEPS)
+    said = ddpopt.explain(ddp).tuning
+    assert said, "the tuner did not decide"
+    return said
+
+
+def _plan(rank: int, device: str, _inner: str, _folder: Path) -> str:
+    """A plan is made from the model on the device, and its buckets are DDP's."""
+    model = MLP(bias=False).to(device)
+    (x,) = batches(rank, [(8, _WIDTH)])
+    network = ddpopt.AllreduceCost(startup_s=1e-5, s_per_byte=1e-8)
+    plan = ddpopt.plan(model, x, network=network, world_size=8, backend=None)
+    ddp = DistributedDataParallel(model, **plan.ddp_kwargs())
+    for _ in range(3):
+        ddp(x).pow(2).mean().backward()
+    rates = ddpopt.measure_device(device)
+    return f"{len(plan.buckets)} buckets; {rates}"
+
+
+TOOLS = {
+    "record": _record,
+    "verify": _verify,
+    "warmup": _warmup,
+    "calibrate": _calibrate,
+    "buckets='auto'": _auto,
+    "plan": _plan,
+}
+ON_ONE_RANK = ("record", "verify", "warmup", "plan")
