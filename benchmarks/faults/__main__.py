@@ -48,7 +48,7 @@ from benchmarks.harness.cluster import FREE, Cluster, open_cluster, own_namespac
 
 _ROOT = Path(__file__).parents[2]
 _NUM_STEPS = 12
-_MARK = "DDPOPT_FAULTS_RUN"
+_MARK = "FAULTS_RUN"
 _RUN_LIMIT_S = 240.0
 _ORPHAN_LIMIT_S = 15.0  # a C++ compiler may have to end its file
 _POLL_S = 0.02

@@ -72,10 +72,10 @@ def _right(inner: str, *, is_cuda: bool) -> Iterator[Line]:
         "" if is_cuda else "aot_eager in place of Inductor with Triton",
     )
     for shard in range(_NUM_SHARDS):
-        for split in ("backward", "forward"):
+        for split in ("auto", "forward"):
             yield _rows("aot_eager", split, shard, _NUM_SHARDS)
     for shard in range(_NUM_INDUCTOR_SHARDS):
-        for split in ("backward", "forward"):
+        for split in ("auto", "forward"):
             stands_for = "" if is_cuda else "Inductor's C++ in place of Triton"
             yield _rows("inductor", split, shard, _NUM_INDUCTOR_SHARDS, stands_for)
     for num_ranks in (2, 1):
@@ -246,7 +246,7 @@ def _few() -> Iterator[Line]:
     """Yield a line of each program, with few rows."""
     select = [_GATES, "-k", "retained_graph_runs_backward_again"]
     yield _tests("gates", "Gates under two ways to run a backward", select, "one rank by gloo")
-    yield _rows("aot_eager", "backward", 0, 20)
+    yield _rows("aot_eager", "auto", 0, 20)
     by_name = {line.name: line for line in _right("aot_eager", is_cuda=False)}
     for name, kind in (("training", "FEW"), ("algorithms", "FEW_ALGORITHMS")):
         line = by_name[f"{name}, two ranks"]

@@ -177,7 +177,7 @@ def _environment(device: str, place: Path) -> Mapping[str, str]:
         **defaults,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "DDPOPT_TEST_DEVICE": device,
+        "TEST_DEVICE": device,
         "HF_HUB_OFFLINE": "1",
     }
 

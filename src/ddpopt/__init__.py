@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddpopt import algorithms, config
+from ddpopt._files import installed_version
 from ddpopt.bucketing.ahead import plan
 from ddpopt.bucketing.calibrate import calibrate
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
@@ -99,7 +100,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `DataParallel` when it is used: its forward is kept from Dynamo, which is imported."""
     if name == "__version__":
-        return config.installed_version()
+        return installed_version()
     if name == "DataParallel":
         from ddpopt.data_parallel.module import DataParallel  # noqa: PLC0415
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -42,6 +43,14 @@ class MalformedError(ValueError):
 
 
 # ---- reading ----------------------------------------------------------------------------------
+
+
+def installed_version() -> str:
+    """Return the release of ddpopt, "not installed" where only its source is on the path."""
+    try:
+        return importlib.metadata.version("ddpopt")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @functools.cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.metadata
 import os
 import sys
 import types
@@ -22,14 +21,6 @@ from ddpopt.errors import OptionError
 
 _Value = TypeVar("_Value", bool, str)
 _declared: dict[str, tuple[bool | str, Sequence[str]]] = {}
-
-
-def installed_version() -> str:
-    """Return the release of ddpopt, "not installed" where only its source is on the path."""
-    try:
-        return importlib.metadata.version("ddpopt")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def check_boolean(name: str, value: object, error: type[Exception] = OptionError) -> None:

@@ -168,7 +168,9 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
     ddp = DistributedDataParallel(Named(names), bucket_cap_mb=cap_mb)
     model = torch.compile(ddp, **_options())
     own_version = mock.patch.object(
-        warming, "_own_version", return_value="0.0" if what == "version" and is_other else "9.9"
+        warming,
+        "installed_version",
+        return_value="0.0" if what == "version" and is_other else "9.9",
     )
     num_steps = 0
     with (

@@ -1,4 +1,4 @@
-"""The device on which tests of training run: the CPU, or what DDPOPT_TEST_DEVICE says, as `cuda`.
+"""The device on which tests of training run: the CPU, or what TEST_DEVICE says, as `cuda`.
 
 `benchmarks/gpu` sets it, and names the tests that take their device from here.
 """
@@ -9,7 +9,7 @@ import os
 
 import torch
 
-DEVICE = torch.device(os.environ.get("DDPOPT_TEST_DEVICE", "cpu"))
+DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 # NCCL refuses two ranks on one GPU: there gloo reduces for them, and NCCL for one.
 ONE_RANK_BACKEND = "nccl" if DEVICE.type == "cuda" else "gloo"
 

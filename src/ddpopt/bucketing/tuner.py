@@ -36,7 +36,7 @@ from ddpopt.bucketing.decision import STAY, Decision, decide, judge
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.stopwatch import Measured, Stopwatch, device_of
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
-from ddpopt.ranks.agreement import gather
+from ddpopt.ranks.agreement import gather, hand_out
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
 
@@ -228,14 +228,13 @@ class _Tuner(Observer):
         group = ddp.process_group
         cost = calibrate(group, device_of(ddp))
         gathered = gather(ddp, measured, _SEARCH.title)
-        decision = [Decision("")]
+        decided = Decision("")
         if dist.get_rank(group) == 0:
             try:
-                decision = [decide(ddp, gathered, cost)]
+                decided = decide(ddp, gathered, cost)
             except Exception as error:  # the others wait for a word
-                decision = [Decision(f"{STAY}: planning raised {error!r}")]
-        dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
-        (decided,) = decision
+                decided = Decision(f"{STAY}: planning raised {error!r}")
+        decided = hand_out(ddp, decided, _SEARCH.title)
         self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
         if self.best is None or not decided.is_better:
             self._tell(decided.text)

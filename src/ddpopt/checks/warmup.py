@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch, config
+from ddpopt import _logs, _torch
+from ddpopt._files import installed_version
 from ddpopt.bucketing import tuner
 from ddpopt.bucketing.batch import LossFn
 from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
@@ -98,7 +99,7 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[F
             "False} if some must",
         ),
         Fact("torch", torch.__version__),
-        Fact("ddpopt", config.installed_version()),
+        Fact("ddpopt", installed_version()),
     ]
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, config
-from ddpopt._files import write_text
+from ddpopt import _torch
+from ddpopt._files import installed_version, write_text
 from ddpopt._text import count, format_bytes, format_ms, printable, shorten, table
 from ddpopt.bucketing import rebucket, tuner
 from ddpopt.bucketing.plan import BucketPlan
@@ -91,7 +91,7 @@ class Explanation:
         return {
             "format": "ddpopt explanation 1",
             "versions": {
-                "ddpopt": config.installed_version(),
+                "ddpopt": installed_version(),
                 "torch": str(torch.__version__),
             },
             **_fields(self, "model", "tuning", "hints"),

@@ -22,8 +22,9 @@ import json
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,11 +74,28 @@ def gather(
     faults.introduce_if_asked()
     group = group or ddp.process_group
     given = [own] * dist.get_world_size(group)
-    device = next(ddp.parameters()).device  # NCCL sends objects by the current one
-    index = None if device.type == "cpu" else device.index
-    with faults.communicating(what), torch.accelerator.device_index(index):
+    with faults.communicating(what), _on_device(ddp):
         dist.all_gather_object(given, own, group=group)
     return given
+
+
+def hand_out(ddp: DistributedDataParallel, own: T, what: str) -> T:
+    """Return what rank 0 of DDP's group gives; the others' is ignored. Collective.
+
+    Raises:
+        PeerError: a rank did not make this call; it begins with `what`.
+    """
+    group, given = ddp.process_group, [own]
+    with faults.communicating(what), _on_device(ddp):
+        dist.broadcast_object_list(given, src=dist.get_global_rank(group, 0), group=group)
+    return given[0]
+
+
+def _on_device(ddp: DistributedDataParallel) -> AbstractContextManager[Any]:
+    """Make DDP's device the current one, by which NCCL sends objects."""
+    device = next(ddp.parameters()).device
+    index = None if device.type == "cpu" else device.index
+    return torch.accelerator.device_index(index)
 
 
 def agree(
