@@ -20,6 +20,7 @@ LAYERS = (
     "_torch",
     "_logs",
     "_events",
+    "_waits",
     "options",
     "ranks",
     "split",

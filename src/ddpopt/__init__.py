@@ -21,6 +21,7 @@ from ddpopt.checks.verify import Verification, verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.data_parallel.module import DataParallel
 from ddpopt.errors import (
+    AbsentGradientError,
     AttachError,
     DDPOptError,
     DisagreementError,
@@ -44,6 +45,7 @@ from ddpopt.inspection.traces import merge_traces
 from ddpopt.ranks.faults import naming_peers
 
 __all__ = [
+    "AbsentGradientError",
     "AllreduceCost",
     "AttachError",
     "BucketPlan",

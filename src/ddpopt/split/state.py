@@ -35,7 +35,8 @@ class DDPState:
     `nodes` has those of the sections of each graph, by the graph's name. `told_buckets` are the
     Reducer's as it told them after it rebuilt them, empty if it could not. `is_copy` says that a
     check made the module. `is_searched` says that better buckets are being looked for, so that
-    graphs are cut finely, and `is_trial` that they will be cut again afterwards. `code` is what
+    graphs are cut finely, and `is_trial` that they will be cut again afterwards. `waits_in_forward`
+    is as in [Note: waits]. `code` is what
     Dynamo compiled for the module, as `_torch.forget_code` takes it.
     """
 
@@ -51,6 +52,7 @@ class DDPState:
         self.is_copy = False
         self.is_searched = False
         self.is_trial = False
+        self.waits_in_forward = False
         self.code: list[Any] = []
 
     @property
@@ -164,6 +166,12 @@ class DDPState:
         """Have Dynamo forget what it compiled for the module, which the guard on rules stops."""
         _torch.forget_code(self.code)
         self.code.clear()
+
+    def wait_in_forward(self, is_asked: bool) -> None:
+        """Have compiled forwards wait for parameters where they read them, or not any more."""
+        if is_asked and not self.waits_in_forward:
+            self._forget_code()
+        self.waits_in_forward = is_asked
 
     def become_copy_of(self, original: DDPState) -> None:
         """Note that the module is a copy, which runs the original's code."""

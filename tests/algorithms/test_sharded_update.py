@@ -1,0 +1,401 @@
+"""ShardedUpdate: trains as plain DDP, in shards, and never hands out a part for the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _waits
+from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
+from ddpopt.errors import AbsentGradientError, OptionError, PeerError
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+}
+
+
+def _flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in module.parameters()])
+
+
+class Training:
+    """A model under DDP on the first ranks, by plain DDP or with ShardedUpdate."""
+
+    def __init__(self, is_sharded: bool, model: nn.Module, group: Any = None, **options: Any):
+        options = {"bucket_cap_mb": 0.02, **options}
+        self.ddp = DistributedDataParallel(model, process_group=group, **options)
+        self.is_sharded = is_sharded
+        self.forward: Any = self.ddp
+        self.optimizer: Any = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
+        self.handle: Any = None
+
+    def attach(self, algorithm: ShardedUpdate | None = None) -> None:
+        if self.is_sharded:
+            self.handle = attach(self.ddp, self.optimizer, algorithm or ShardedUpdate())
+
+    def step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.forward(x).pow(2).mean().backward()
+        self.optimizer.step()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.handle is not None:
+            return self.handle.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+        return nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm)
+
+    def end(self) -> torch.Tensor:
+        if self.handle is not None:
+            self.handle.detach()
+        return _flat(self.ddp)
+
+
+def _group(num_ranks: int) -> Any:
+    """Return a group of the first ranks, None on the others."""
+    group = dist.new_group(list(range(num_ranks)))
+    return group if dist.get_rank() < num_ranks else None
+
+
+# ---- the same result as plain DDP -------------------------------------------------------------
+
+
+def _optimize(rank: int, name: str) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(3))
+        training.optimizer = OPTIMIZERS[name](training.ddp.parameters())
+        training.attach()
+        for x in batches(rank, [(8, WIDTH)] * 20):
+            training.step(x)
+        found.append(training.end())
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_ranks_train_as_plain_ddp_to_the_bit(ranks: Ranks, name: str) -> None:
+    """Twenty steps of each optimizer that updates each element by itself."""
+    for plain, sharded in ranks.run(_optimize, name):
+        assert torch.equal(plain, sharded)
+
+
+def _clip(training: Training, inputs: Any) -> None:
+    for x in inputs:
+        training.optimizer.zero_grad()
+        training.forward(x).pow(2).mean().backward()
+        training.clip(0.01)
+        training.optimizer.step()
+
+
+def _schedule(training: Training, inputs: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 3, 0.5)
+    for x in inputs:
+        training.step(x)
+        scheduler.step()
+
+
+def _accumulate(training: Training, inputs: Any) -> None:
+    for k, x in enumerate(inputs):
+        with training.ddp.no_sync() if k % 3 < 2 else contextlib.nullcontext():
+            training.forward(x).pow(2).mean().backward()
+        if k % 3 == 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+def _accumulate_averages(training: Training, inputs: Any) -> None:
+    """Each second step leaves gradients, to which the next backward adds."""
+    for k, x in enumerate(inputs):
+        training.forward(x).pow(2).mean().backward()
+        if k % 2:
+            training.optimizer.step()
+        if k % 4 == 1:
+            training.optimizer.zero_grad()
+        if k % 4 == 3:
+            training.ddp.zero_grad()
+
+
+def _zero_in_place(training: Training, inputs: Any) -> None:
+    for k, x in enumerate(inputs):
+        loss = training.forward(x).pow(2).mean()
+        (training.optimizer if k % 2 else training.ddp).zero_grad(set_to_none=False)
+        loss.backward()
+        training.optimizer.step()
+
+
+def _zero_between(training: Training, inputs: Any) -> None:
+    """Gradients are dropped after forward, and in the middle of an accumulation."""
+    for k, x in enumerate(inputs):
+        with training.ddp.no_sync():
+            training.forward(x).pow(2).mean().backward()
+        if k % 2:
+            training.optimizer.zero_grad()
+        loss = training.forward(x).pow(2).mean()
+        if k % 3:
+            training.ddp.zero_grad()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def _scale(training: Training, inputs: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    for k, x in enumerate(inputs):
+        training.optimizer.zero_grad()
+        loss = training.forward(x).pow(2).mean()
+        if k % 5 == 2 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(training.optimizer)
+        training.clip(0.1)
+        scaler.step(training.optimizer)
+        scaler.update()
+    assert scaler.get_scale() not in (8.0, 0.0)
+
+
+def _evaluate(training: Training, inputs: Any) -> None:
+    for x in inputs:
+        training.step(x)
+        training.ddp.eval()
+        with torch.no_grad():
+            training.ddp(x)
+        training.ddp.module(x)
+        training.ddp.train()
+
+
+def _reattach(training: Training, inputs: Any) -> None:
+    """Plain, sharded, plain between backward and update, sharded."""
+    for k, x in enumerate(inputs):
+        training.optimizer.zero_grad()
+        training.forward(x).pow(2).mean().backward()
+        if k == 5 and training.handle is not None:
+            training.handle.detach()
+            training.handle = None
+        training.optimizer.step()
+        if k == 8:
+            training.attach()
+
+
+def _two_groups(training: Training, inputs: Any) -> None:
+    first, *others = training.ddp.parameters()
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    groups = [{"params": [first, frozen], "lr": 0.1, "weight_decay": 0.1}, {"params": others[:3]}]
+    optimizers = [
+        torch.optim.Adam(groups, lr=0.01),
+        torch.optim.SGD(others[3:], lr=0.1, momentum=0.5),
+    ]
+    if training.handle is not None:
+        training.handle.detach()
+        training.handle = attach(training.ddp, optimizers, ShardedUpdate(overlap_forward=False))
+    for x in inputs:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        training.forward(x).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+USES = {
+    use.__name__[1:]: use
+    for use in (
+        _clip,
+        _schedule,
+        _accumulate,
+        _accumulate_averages,
+        _zero_in_place,
+        _zero_between,
+        _scale,
+        _evaluate,
+        _reattach,
+        _two_groups,
+    )
+}
+
+
+def _use(rank: int, name: str, options: dict[str, Any]) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(3), **options)
+        training.attach()
+        USES[name](training, batches(rank, [(8, WIDTH)] * 12))
+        found.append(training.end())
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
+@pytest.mark.parametrize("name", USES)
+def test_training_loops_of_all_kinds_train_as_plain_ddp(
+    ranks: Ranks, name: str, options: dict[str, Any]
+) -> None:
+    for plain, sharded in ranks.run(_use, name, options):
+        torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
+    assert not plain.equal(ranks.run(_use, "evaluate", {})[0][0])
+
+
+class Mixed(nn.Module):
+    """Several dtypes, a channels-last weight, a scalar, an empty one, a shared one, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.low = nn.Linear(5, 7).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.first, self.second = nn.Linear(7, 7).double(), nn.Linear(7, 7).double()
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(7, 7).double().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolution(x.view(-1, 3, 4, 4)).amax((2, 3))) + self.empty.sum()
+        x = self.low(x.bfloat16()).double() * self.scale
+        return self.frozen(self.second(self.first(x)))
+
+
+class Sometimes(nn.Module):
+    """Uses some layers in some steps, on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        for k, layer in enumerate(self.layers):
+            is_left_out = self.num_calls % 4 == k
+            if not (is_left_out and (k < 2 or dist.get_rank() == 0)):
+                x = layer(x).relu()
+        return x
+
+
+def _model(rank: int, num_ranks: int, kind: str, options: dict[str, Any]) -> Any:
+    group = _group(num_ranks)
+    if group is None:
+        return None
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = {"mixed": Mixed, "sometimes": Sometimes, "mlp": lambda: MLP(3)}[kind]()
+        training = Training(is_sharded, model, group, **options)
+        training.attach()
+        shape = (8, 48) if kind == "mixed" else (8, WIDTH)
+        for x in batches(rank, [shape] * 12):
+            training.step(x)
+        found.append(training.end())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixed", {"bucket_cap_mb": 0.0005}),
+        ("sometimes", {"find_unused_parameters": True}),
+        ("sometimes", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+        ("mlp", {"static_graph": True}),
+        ("mlp", {"bucket_cap_mb": 25}),
+        ("mlp", {"bucket_cap_mb": 0.0001}),
+    ],
+)
+def test_models_of_all_kinds_train_as_with_plain_ddp(
+    ranks: Ranks, kind: str, options: dict[str, Any]
+) -> None:
+    """Also where parameters have no gradient in a step: optimizers leave them alone."""
+    for plain, sharded in ranks.run(_model, 2, kind, options):
+        assert torch.equal(plain, sharded)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "mixed"])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4, 8])
+def test_any_number_of_ranks_trains_as_plain_ddp(
+    eight_ranks: Ranks, num_ranks: int, kind: str
+) -> None:
+    """Sizes that ranks do not divide; sums of more than two round otherwise."""
+    found = eight_ranks.run(_model, num_ranks, kind, {})[:num_ranks]
+    for plain, sharded in found:
+        assert torch.equal(sharded, found[0][1])
+        torch.testing.assert_close(sharded, plain, rtol=1e-2, atol=1e-2 if kind == "mixed" else 1e-3)
+
+
+# ---- never silent -----------------------------------------------------------------------------
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _read(rank: int) -> Any:
+    torch.manual_seed(0)
+    training, plain = Training(True, MLP(2)), Training(False, MLP(2))
+    plain.ddp.load_state_dict(training.ddp.state_dict())
+    training.attach()
+    (x,) = batches(rank, [(8, WIDTH)])
+    for each in (training, plain):
+        each.forward(x).pow(2).mean().backward()
+    parameters = list(training.ddp.parameters())
+    pieces = [p for group in training.optimizer.param_groups for p in group["params"]]
+    said = [
+        _said(lambda: nn.utils.clip_grad_norm_(parameters, 1.0)),
+        _said(lambda: nn.utils.clip_grad_value_(parameters, 1.0)),
+        _said(lambda: nn.utils.clip_grad_norm_(pieces, 1.0)),
+        _said(lambda: parameters[0].grad.norm()),
+        _said(lambda: parameters[0].grad.clone()),
+        _said(lambda: parameters[0].grad.numpy()),
+        _said(lambda: dist.all_reduce(parameters[0].grad)),
+        _said(lambda: torch.save(parameters[0].grad, io.BytesIO())),
+        _said(lambda: training.optimizer.state_dict()),
+        _said(lambda: training.optimizer.load_state_dict({"state": {}, "param_groups": []})),
+    ]
+    full = training.handle.full_gradients()
+    expected = {name: p.grad for name, p in plain.ddp.module.named_parameters()}
+    norms = training.clip(0.1), plain.clip(0.1)
+    clipped = training.handle.full_gradients()
+    sizes = [sum(p.numel() for p in pieces), sum(p.numel() for p in parameters)]
+    training.handle.detach()
+    restored = [torch.equal(p.grad, clipped[n]) for n, p in training.ddp.module.named_parameters()]
+    same = [torch.allclose(clipped[name], p) for name, p in expected.items()]
+    return said, [torch.equal(full[n] * 0 + full[n], full[n]) for n in expected], norms, sizes, (
+        restored,
+        same,
+    )
+
+
+def test_gradients_that_are_nowhere_as_a_whole_cannot_be_used(ranks: Ranks) -> None:
+    """Reading, clipping or saving them raises, and names what to call in place of that."""
+    for said, found, (norm, expected), sizes, (restored, same) in ranks.run(_read):
+        for text in said[:-2]:
+            assert text.startswith("AbsentGradientError")
+            assert "handle.clip_grad_norm_" in text
+            assert "handle.full_gradients()" in text
+        assert "OptionError: state_dict of this optimizer" in said[-2]
+        assert "handle.load_state_dict" in said[-1]
+        assert all(found)
+        assert all(restored)
+        assert all(same)
+        torch.testing.assert_close(norm, expected)
+        assert sizes[0] < 0.51 * sizes[1]
