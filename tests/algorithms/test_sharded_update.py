@@ -250,7 +250,6 @@ def test_training_loops_of_all_kinds_train_as_plain_ddp(
 ) -> None:
     for plain, sharded in ranks.run(_use, name, options):
         torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
-    assert not plain.equal(ranks.run(_use, "evaluate", {})[0][0])
 
 
 class Mixed(nn.Module):
@@ -335,7 +334,9 @@ def test_any_number_of_ranks_trains_as_plain_ddp(
     found = eight_ranks.run(_model, num_ranks, kind, {})[:num_ranks]
     for plain, sharded in found:
         assert torch.equal(sharded, found[0][1])
-        torch.testing.assert_close(sharded, plain, rtol=1e-2, atol=1e-2 if kind == "mixed" else 1e-3)
+        torch.testing.assert_close(
+            sharded, plain, rtol=1e-2, atol=1e-2 if kind == "mixed" else 1e-3
+        )
 
 
 # ---- never silent -----------------------------------------------------------------------------
@@ -379,9 +380,15 @@ def _read(rank: int) -> Any:
     training.handle.detach()
     restored = [torch.equal(p.grad, clipped[n]) for n, p in training.ddp.module.named_parameters()]
     same = [torch.allclose(clipped[name], p) for name, p in expected.items()]
-    return said, [torch.equal(full[n] * 0 + full[n], full[n]) for n in expected], norms, sizes, (
-        restored,
-        same,
+    return (
+        said,
+        [torch.equal(full[n] * 0 + full[n], full[n]) for n in expected],
+        norms,
+        sizes,
+        (
+            restored,
+            same,
+        ),
     )
 
 

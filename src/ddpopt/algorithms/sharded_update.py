@@ -82,7 +82,7 @@ class ShardedUpdateHandle(Handle):
         self._reductions: list[Callable[[], None]] = []
         self._failure: Exception | None = None
         self._told_buckets: list[tuple[int, ...]] = []  # by the Reducer, in the last backward
-        self._kept: set[int] = set()  # gradients to which nothing was added, so far
+        self._lifted: set[int] | None = None  # gradients that were there when a backward began
         self._updating: set[optim.Optimizer] = set()
         self._is_changed = False  # shards were updated, and not sent
         self._flag: tuple[torch.Tensor, Any] | None = None  # of ranks whose update failed
@@ -256,12 +256,11 @@ class ShardedUpdateHandle(Handle):
     def on_forward(self) -> None:
         """As `Handle.on_forward`; wait for what no reader is known to wait for."""
         super().on_forward()
+        self._end_lift()
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is self._absent[index]:
                 parameter.grad = None  # Dynamo looks at it; see `on_forward_end`
                 self._hidden.append(index)
-            elif self._piece(index).grad is None:  # by zero_grad of the optimizer
-                parameter.grad = None
         self._is_training = torch.is_grad_enabled() and self.training.ddp.training
         for shard in reversed(self._shards):
             # Readers that waited in the last forward do so in this one.
@@ -280,14 +279,31 @@ class ShardedUpdateHandle(Handle):
         self._receive()
 
     def on_gradient(self, index: int) -> None:
-        """Get ready for a gradient of this rank's own that autograd is about to accumulate."""
-        parameter, piece = self._parameters[index], self._piece(index)
-        is_zeroed = piece.grad is None or parameter.grad is None
-        if is_zeroed:
-            self._has_gradient[index] = False
-        if is_zeroed or parameter.grad is self._absent[index]:
-            parameter.grad = None
-        piece.grad = self._absent_pieces[index]
+        """Note a gradient of this rank's own, which autograd is about to accumulate."""
+        if self._lifted is None:
+            self._lift()
+        self._piece(index).grad = self._absent_pieces[index]
+
+    def _lift(self) -> None:
+        """Get ready for a backward, in which autograd and DDP read and write gradients.
+
+        What was zeroed since the last one is forgotten, wherever that was done.
+        """
+        self._lifted = set()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None or self._piece(index).grad is None:
+                self._has_gradient[index] = False
+                parameter.grad = None
+            elif parameter.grad is self._absent[index]:
+                parameter.grad = None
+                self._lifted.add(index)
+
+    def _end_lift(self) -> None:
+        """Put what raises in the place of gradients that this backward had none of."""
+        for index in self._lifted or ():
+            if self._parameters[index].grad is None and self._piece(index).grad is not None:
+                self._parameters[index].grad = self._absent[index]
+        self._lifted = None
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Begin to sum a bucket to shards. DDP need not wait for it, and copies local gradients."""
@@ -300,10 +316,6 @@ class ShardedUpdateHandle(Handle):
         if bucket.index() == 0:
             self._told_buckets.clear()
         self._told_buckets.append(known)
-        for index in known:
-            if self._parameters[index].grad is self._absent[index]:  # DDP would write to it
-                self.on_gradient(index)
-                self._kept.add(index)
         try:
             if self._failure is None:
                 sizes = [parameter.numel() for parameter in bucket.parameters()]
@@ -319,15 +331,12 @@ class ShardedUpdateHandle(Handle):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        self._end_lift()
         for index, parameter in enumerate(self._parameters):
-            is_used = parameter.grad is not None  # on some rank
-            self._has_gradient[index] = is_used or (
-                self._has_gradient[index] and index in self._kept
-            )
-            has = self._has_gradient[index]
+            has = parameter.grad is not None  # or it was never used, on no rank
+            self._has_gradient[index] = has
             parameter.grad = self._absent[index] if has else None
             self._piece(index).grad = self._absent_pieces[index] if has else None
-        self._kept.clear()
 
     def before_update(self) -> None:
         """Have all parameters, and this rank's gradients."""
@@ -560,7 +569,9 @@ class ShardedUpdateHandle(Handle):
         """Return what an optimizer's `state_dict` would be with plain DDP. Collective."""
         whole = self._gather_states(optimizer)
         pieces = [self._piece(k) for k in range(len(self._parameters))]
-        cut: dict[torch.Tensor, State] = {piece: optimizer.state.pop(piece) for piece in pieces if piece in optimizer.state}
+        cut: dict[torch.Tensor, State] = {
+            piece: optimizer.state.pop(piece) for piece in pieces if piece in optimizer.state
+        }
         optimizer.state.update({p: s for p, s in zip(self._parameters, whole, strict=True) if s})
         _replace(optimizer, dict(zip(pieces, self._parameters, strict=True)))
         try:
