@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _waits
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
-from ddpopt.errors import AbsentGradientError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
 
@@ -253,7 +250,7 @@ def test_training_loops_of_all_kinds_train_as_plain_ddp(
 
 
 class Mixed(nn.Module):
-    """Several dtypes, a channels-last weight, a scalar, an empty one, a shared one, a frozen one."""
+    """Several dtypes; channels-last, scalar, empty, shared and frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,12 +361,12 @@ def _read(rank: int) -> Any:
         _said(lambda: nn.utils.clip_grad_norm_(parameters, 1.0)),
         _said(lambda: nn.utils.clip_grad_value_(parameters, 1.0)),
         _said(lambda: nn.utils.clip_grad_norm_(pieces, 1.0)),
-        _said(lambda: parameters[0].grad.norm()),
-        _said(lambda: parameters[0].grad.clone()),
-        _said(lambda: parameters[0].grad.numpy()),
+        _said(parameters[0].grad.norm),
+        _said(parameters[0].grad.clone),
+        _said(parameters[0].grad.numpy),
         _said(lambda: dist.all_reduce(parameters[0].grad)),
         _said(lambda: torch.save(parameters[0].grad, io.BytesIO())),
-        _said(lambda: training.optimizer.state_dict()),
+        _said(training.optimizer.state_dict),
         _said(lambda: training.optimizer.load_state_dict({"state": {}, "param_groups": []})),
     ]
     full = training.handle.full_gradients()
@@ -406,3 +403,209 @@ def test_gradients_that_are_nowhere_as_a_whole_cannot_be_used(ranks: Ranks) -> N
         assert all(same)
         torch.testing.assert_close(norm, expected)
         assert sizes[0] < 0.51 * sizes[1]
+
+
+class Descent(torch.optim.Optimizer):
+    """p <- p - lr sign(g); raises on rank 1 in its third step."""
+
+    def __init__(self, parameters: Any, fails: bool = False) -> None:
+        self.num_steps, self.fails = 0, fails
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            for k, p in enumerate(group["params"]):
+                if self.fails and dist.get_rank() == 1 and (self.num_steps, k) == (3, 1):
+                    raise ArithmeticError("in the update")
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def _refuse(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(MLP(2))
+    adafactor = torch.optim.Adafactor(ddp.parameters())
+    adam = torch.optim.Adam(ddp.parameters())
+    gaps = MLP(1, bias=False)
+    gaps.layers[0].weight = nn.Parameter(torch.zeros(4, 8)[:, :3])  # type: ignore[assignment]
+    shared = MLP(2, bias=False)
+    shared.layers[1].weight = nn.Parameter(shared.layers[0].weight.detach()[1:])  # type: ignore[assignment]
+    handle = attach(ddp, adam, ShardedUpdate())
+    said = [_said(lambda: attach(ddp, adam, Decentralized(hierarchical=False)))]
+    said.append(_said(lambda: handle.load_state_dict({"optimizers": []})))
+    said.append(
+        _said(lambda: handle.load_state_dict(torch.optim.SGD(gaps.parameters()).state_dict()))
+    )
+    said.append(_said(lambda: handle.clip_grad_norm_(1.0, -1.0)))
+    handle.detach()
+    said.append(_said(handle.wait))
+    for model in (ddp, DistributedDataParallel(gaps), DistributedDataParallel(shared)):
+        optimizer = adafactor if model is ddp else torch.optim.SGD(model.parameters())
+        said.append(_said(lambda m=model, o=optimizer: attach(m, o, ShardedUpdate())))
+    said.append(_said(lambda: attach(ddp, Descent(ddp.parameters()), ShardedUpdate())))
+    said.append(_said(lambda: ShardedUpdate(elementwise=[Descent])))  # type: ignore[arg-type]
+    return said
+
+
+def test_what_cannot_be_sharded_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    for said in ranks.run(_refuse):
+        for text, expected in zip(
+            said,
+            [
+                "AttachError: on rank 0: this model has an algorithm already",
+                "OptionError: on rank 0: the state is not of 1 optimizers",
+                "OptionError: on rank 0: the state of optimizer 0 is of groups of [1] parameters",
+                "OptionError: norm_type is -1.0",
+                "AttachError: this ShardedUpdate was detached",
+                "OptionError: on rank 0: ShardedUpdate cannot work with Adafactor",
+                "OptionError: on rank 0: layers.0.weight has gaps or overlaps in memory",
+                "OptionError: on rank 0: layers.0.weight and layers.1.weight share memory",
+                "OptionError: on rank 0: ShardedUpdate cannot work with Descent",
+                "TypeError: elementwise is",
+            ],
+            strict=True,
+        ):
+            assert expected in text
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def _resume(rank: int, saves: bool, loads: bool, name: str) -> Any:
+    """Train six steps, save, load into a new model, and train six more; or train twelve."""
+    inputs = batches(rank, [(8, WIDTH)] * 12)
+    torch.manual_seed(0)
+    first = Training(saves, MLP(3))
+    first.optimizer = OPTIMIZERS[name](first.ddp.parameters())
+    first.attach()
+    for x in inputs[:6]:
+        first.step(x)
+    buffer = io.BytesIO()
+    state = (first.handle or first.optimizer).state_dict()
+    torch.save((first.ddp.state_dict(), state), buffer)
+    buffer.seek(0)
+    for x in inputs[6:]:
+        first.step(x)
+    second = Training(loads, MLP(3))
+    second.optimizer = OPTIMIZERS[name](second.ddp.parameters())
+    second.attach()
+    second.step(inputs[0])
+    weights, state = torch.load(buffer)
+    second.ddp.load_state_dict(weights)
+    if saves and not loads:
+        (state,) = state["optimizers"]
+    (second.handle or second.optimizer).load_state_dict(state)
+    for x in inputs[6:]:
+        second.step(x)
+    return first.end(), second.end()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "nadam", "asgd"])
+@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
+def test_checkpoints_are_those_of_plain_ddp(
+    ranks: Ranks, saves: bool, loads: bool, name: str
+) -> None:
+    """Saved with ShardedUpdate and loaded without, the other way round, and both."""
+    for whole, resumed in ranks.run(_resume, saves, loads, name):
+        assert torch.equal(whole, resumed)
+
+
+def _remember(rank: int) -> Any:
+    torch.manual_seed(0)
+    training = Training(True, MLP(4))
+    training.attach()
+    plain = Training(False, MLP(4))
+    for each in (training, plain):
+        for x in batches(rank, [(8, WIDTH)] * 4):
+            each.step(x)
+    return [
+        sum(v.nbytes for s in each.optimizer.state.values() for v in s.values() if v.dim())
+        for each in (training, plain)
+    ]
+
+
+def test_optimizer_states_are_divided_among_ranks(four_ranks: Ranks) -> None:
+    """Padding of buckets is all that is more."""
+    found = four_ranks.run(_remember)
+    assert sum(sharded for sharded, _ in found) == found[0][1]
+    for sharded, plain in found:
+        assert sharded < plain / 4 * 1.1
+
+
+# ---- when something goes wrong ----------------------------------------------------------------
+
+
+def _fail(rank: int) -> Any:
+    torch.manual_seed(0)
+    training = Training(True, MLP(3))
+    training.optimizer = Descent(training.ddp.parameters(), fails=True)
+    training.attach(ShardedUpdate(elementwise=(Descent,)))
+    inputs = batches(rank, [(8, WIDTH)] * 5)
+    said = [_said(lambda x=x: training.step(x)) for x in inputs]
+    weights = _flat(training.ddp)
+    training.handle.detach()
+    return said, weights
+
+
+def test_an_update_that_fails_on_a_rank_ends_in_one_error_on_all(ranks: Ranks) -> None:
+    """In the next forward; parameters stay equal on all ranks."""
+    (said, weights), (other, others_weights) = ranks.run(_fail)
+    assert other[2] == "ArithmeticError: in the update"
+    assert said[2] == "nothing"
+    assert said[3] == other[3]
+    assert said[3].startswith("PeerError: the optimizer's update raised on rank 1 in step 3")
+    assert torch.equal(weights, others_weights)
+
+
+def _lose(rank: int) -> str:
+    training = Training(True, MLP(3))
+    training.attach()
+    x = torch.ones(2, WIDTH)
+    return lose_rank_1(rank, training.handle, lambda: training.step(x))
+
+
+def test_a_lost_rank_is_an_error_in_the_next_step(own_ranks: OwnRanks) -> None:
+    found = own_ranks().run_survivors([0], _lose)
+    assert "of step 2 failed: another rank has ended" in found[0]
+
+
+# ---- compiled ---------------------------------------------------------------------------------
+
+
+def _compile(rank: int, options: dict[str, Any], is_outside: bool) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model: Any = MLP(6, bias=False)
+        if not is_outside:
+            model.compile(backend="ddpopt", options=options)
+        training = Training(is_sharded, model)
+        if is_outside:
+            training.forward = torch.compile(training.ddp, backend="ddpopt", options=options)
+        training.attach()
+        for x in batches(rank, [(8, WIDTH)] * 8):
+            training.step(x)
+        awaited = None
+        if training.handle is not None:
+            awaited = [shard.is_awaited for shard in training.handle._shards]
+        count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found.append((training.end(), count, awaited))
+    return found
+
+
+@pytest.mark.parametrize("is_outside", [False, True], ids=["inside", "outside"])
+@pytest.mark.parametrize("split", ["backward", "auto", "forward"])
+def test_compiled_training_is_that_of_plain_ddp_and_waits_where_it_reads(
+    ranks: Ranks, split: str, is_outside: bool
+) -> None:
+    """To the bit, with no more graphs."""
+    options = {"inner": "aot_eager", "split": split}
+    for (plain, num_plain, _), (sharded, num_graphs, awaited) in ranks.run(
+        _compile, options, is_outside
+    ):
+        assert torch.equal(plain, sharded)
+        assert num_graphs == num_plain > 0
+        assert all(awaited)

@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,14 @@ ELEMENTWISE = (
 )
 
 
+class _Sent(NamedTuple):
+    """What ranks tell each other beside parameters: 1 for each rank whose update raised."""
+
+    has_failed: torch.Tensor
+    work: Any
+    step: int
+
+
 class ShardedUpdateHandle(Handle):
     """As `Handle`, with gradients and optimizer states in shards; see [Note: shards and pieces].
 
@@ -85,7 +93,7 @@ class ShardedUpdateHandle(Handle):
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
         self._updating: set[optim.Optimizer] = set()
         self._is_changed = False  # shards were updated, and not sent
-        self._flag: tuple[torch.Tensor, Any] | None = None  # of ranks whose update failed
+        self._sent: _Sent | None = None
         self._is_whole = False  # optimizers have their whole states for a moment
         self._addresses: dict[int, Shard] = {}
         self._is_training = False
@@ -460,24 +468,26 @@ class ShardedUpdateHandle(Handle):
         flags[self._flags.rank()] = bool(self._updating)
         self._updating.clear()
         with communicating(f"sending parameters in step {self.num_steps}"):
-            self._flag = flags, dist.all_reduce(flags, group=self._flags, async_op=True)
+            work = dist.all_reduce(flags, group=self._flags, async_op=True)
+            self._sent = _Sent(flags, work, self.num_steps)
             for shard in reversed(self._shards):
-                shard.send()
+                shard.send(f"receiving parameters of step {self.num_steps}")
 
     def _receive(self) -> None:
         """Have all parameters; raise if an update failed."""
         for shard in reversed(self._shards):
             shard.wait()
-        if self._flag is not None:
-            (flags, work), self._flag = self._flag, None
-            with communicating(f"receiving parameters in step {self.num_steps}"):
-                work.wait()
-            if failed := flags.nonzero().flatten().tolist():
-                raise PeerError(
-                    f"the optimizer's update raised on {name_ranks(failed)} in step "
-                    f"{self.num_steps}; all ranks have the same parameters, of which some were not "
-                    "updated: start again from a checkpoint"
-                )
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        with communicating(f"receiving parameters of step {sent.step}"):
+            sent.work.wait()
+        if failed := sent.has_failed.nonzero().flatten().tolist():
+            raise PeerError(
+                f"the optimizer's update raised on {name_ranks(failed)} in step {sent.step}; all "
+                "ranks have the same parameters, of which some were not updated: start again from "
+                "a checkpoint"
+            )
 
     # ---- shards ------------------------------------------------------------------------------
 

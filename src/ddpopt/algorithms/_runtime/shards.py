@@ -63,6 +63,7 @@ class Shard:
         self.is_awaited = False
         self.addresses = {p.data_ptr() for p in parameters if p.numel()}
         self._arriving: list[Any] = []
+        self._what = ""
 
     # ---- places ------------------------------------------------------------------------------
 
@@ -100,15 +101,19 @@ class Shard:
 
     # ---- parameters --------------------------------------------------------------------------
 
-    def send(self) -> None:
-        """Begin to give all ranks what each one's part of the parameters is now."""
+    def send(self, what: str) -> None:
+        """Begin to give all ranks what each one's part of the parameters is now.
+
+        Errors begin with `what`.
+        """
+        self._what = what
         self._arriving = self._exchange.all_gather(self._flat)
 
     def wait(self) -> None:
         """Return when all parameters are there."""
         if self._arriving:
             arriving, self._arriving = self._arriving, []
-            with communicating("receiving updated parameters"):
+            with communicating(self._what):
                 for work in arriving:
                     work.wait()
 
