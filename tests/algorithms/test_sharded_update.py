@@ -543,9 +543,7 @@ def _fail(rank: int) -> Any:
     training.attach(ShardedUpdate(elementwise=(Descent,)))
     inputs = batches(rank, [(8, WIDTH)] * 5)
     said = [_said(lambda x=x: training.step(x)) for x in inputs]
-    weights = _flat(training.ddp)
-    training.handle.detach()
-    return said, weights
+    return said, training.end()
 
 
 def test_an_update_that_fails_on_a_rank_ends_in_one_error_on_all(ranks: Ranks) -> None:
@@ -609,3 +607,32 @@ def test_compiled_training_is_that_of_plain_ddp_and_waits_where_it_reads(
         assert torch.equal(plain, sharded)
         assert num_graphs == num_plain > 0
         assert all(awaited)
+
+
+def _order(rank: int, inner: str) -> list[str]:
+    """Return the events of a compiled forward, in their order."""
+    torch.manual_seed(0)
+    model = MLP(6)
+    model.compile(backend="ddpopt", options={"inner": inner, "split": "backward"})
+    training = Training(True, model)
+    training.attach()
+    inputs = batches(rank, [(8, WIDTH)] * 6)
+    for x in inputs:
+        training.step(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        training.forward(inputs[0])
+    training.end()
+    kinds = {
+        "ddpopt::wait_": "wait",
+        "aten::addmm": "product",
+        "mkldnn::_linear_pointwise": "product",
+    }
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [kinds[event.name] for event in events if event.name in kinds]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_each_layer_waits_for_its_own_parameters(ranks: Ranks, inner: str) -> None:
+    """The layers before it have been computed by then; Inductor would move waits to the top."""
+    for events in ranks.run(_order, inner):
+        assert events == ["wait", "product"] * 6
