@@ -409,8 +409,9 @@ class ShardedUpdateHandle(Handle):
         """Yield the index and this rank's gradient, a view, of each parameter that has one."""
         self._finish()
         for index, has in enumerate(self._has_gradient):
-            if has and self._parameters[index].grad is self._absent[index]:
-                shard, k = self._home[index]
+            shard, k = self._home[index]
+            is_kept = shard.pieces[k].grad is not None
+            if has and is_kept and self._parameters[index].grad is self._absent[index]:
                 yield index, shard.gradient[shard.place_of(k)]
 
     def _begin_sum(
@@ -721,7 +722,12 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
                     f"({name},))"
                 )
         named = {p: described.name for p, described in training.parameters.items()}
+        reduced = _torch.reducer_parameters(training.ddp)
         for parameter, name in named.items():
+            if parameter not in reduced:
+                raise OptionError(
+                    f"DDP does not reduce {name}, which was frozen when DDP was made; make DDP anew"
+                )
             if not is_dense(parameter):
                 raise OptionError(
                     f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make "

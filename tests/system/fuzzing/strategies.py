@@ -107,6 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
         freezes=draw(_in_steps(FREEZES)),
         extras=draw(_in_steps(EXTRAS)),
         copied=draw(st.sampled_from((*[""] * 10, "deepcopy", "pickle", "pickle"))),
+        is_sharded=draw(_sometimes(4)),
     )
     return _possible(case)
 
