@@ -90,6 +90,7 @@ class ShardedUpdateHandle(Handle):
         self._reductions: list[Callable[[], None]] = []
         self._failure: Exception | None = None
         self._told_buckets: list[tuple[int, ...]] = []  # by the Reducer, in the last backward
+        self._is_ending = False  # all of a backward's buckets are there
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
         self._updating: set[optim.Optimizer] = set()
         self._is_changed = False  # shards were updated, and not sent
@@ -297,6 +298,7 @@ class ShardedUpdateHandle(Handle):
 
         What was zeroed since the last one is forgotten, wherever that was done.
         """
+        self._finish()
         self._lifted = set()
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None or self._piece(index).grad is None:
@@ -317,12 +319,15 @@ class ShardedUpdateHandle(Handle):
         """Begin to sum a bucket to shards. DDP need not wait for it, and copies local gradients."""
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
-        if bucket.is_last():
+        # In its first backward, a static graph's buckets come when all nodes have run, unnumbered.
+        is_after_all = _torch.autograd_node() is None
+        if bucket.index() == 0 and not self._is_ending:
+            self._told_buckets.clear()
+        if (bucket.is_last() or is_after_all) and not self._is_ending:
+            self._is_ending = True
             _torch.at_end_of_backward(self.on_backward_end)
         members = [self._index.get(parameter) for parameter in bucket.parameters()]
         known = tuple(index for index in members if index is not None)
-        if bucket.index() == 0:
-            self._told_buckets.clear()
         self._told_buckets.append(known)
         try:
             if self._failure is None:
@@ -336,6 +341,7 @@ class ShardedUpdateHandle(Handle):
 
     def on_backward_end(self) -> None:
         """Put what raises in the place of gradients."""
+        self._is_ending = False
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

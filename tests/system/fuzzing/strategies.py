@@ -151,6 +151,10 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=())
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
+    if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
+        case = dataclasses.replace(case, copied="deepcopy")
+    if case.copied and case.static_graph:  # whose copy does not reduce in its first step (2.13)
+        case = dataclasses.replace(case, is_sharded=False)
     return _possible_in_ddp(case, kinds)
 
 
