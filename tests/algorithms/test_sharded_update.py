@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
@@ -637,3 +639,32 @@ def test_each_layer_waits_for_its_own_parameters(ranks: Ranks, inner: str) -> No
     """The layers before it have been computed by then; Inductor would move waits to the top."""
     for events in ranks.run(_order, inner):
         assert events == ["wait", "product"] * 6
+
+
+def _check(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = MLP(6)
+    training = Training(True, model)
+    training.forward = torch.compile(
+        training.ddp, backend="ddpopt", options={"inner": "aot_eager", "split": "backward"}
+    )
+    training.attach()
+    inputs = batches(rank, [(8, WIDTH)] * 4)
+    ddpopt.warmup(training.forward, inputs[0])
+    for x in inputs:
+        training.step(x)
+    training.handle.wait()
+    verified = ddpopt.verify(training.forward, inputs[0])
+    num_steps = training.handle.num_steps
+    weights, copied = _flat(training.ddp), _flat(copy.deepcopy(training.ddp.module))
+    return num_steps, verified.is_repeatable, torch.equal(weights, copied), training.end()
+
+
+def test_checks_and_copies_see_whole_parameters(ranks: Ranks) -> None:
+    """Between two steps, once `wait` returned."""
+    found = ranks.run(_check)
+    for num_steps, is_repeatable, is_equal, weights in found:
+        assert num_steps == 4
+        assert is_repeatable
+        assert is_equal
+        assert torch.equal(weights, found[0][3])

@@ -644,7 +644,12 @@ class ShardedUpdateHandle(Handle):
             if live is not None:
                 method(live, *arguments)
 
-        end = _torch.uncompiled(lambda *_: call(ShardedUpdateHandle.on_forward_end))
+        def end_forward(module: object, *_: object) -> None:
+            live = me()
+            if live is not None and module is live.training.ddp:  # and not a copy of it
+                live.on_forward_end()
+
+        end = _torch.uncompiled(end_forward)
         yield ddp.register_forward_hook(end, always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
         for index, node in enumerate(self._nodes):
