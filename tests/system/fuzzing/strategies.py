@@ -153,7 +153,8 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, copied="deepcopy")
     if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
         case = dataclasses.replace(case, copied="deepcopy")
-    if case.copied and case.static_graph:  # whose copy does not reduce in its first step (2.13)
+    is_found = case.container != "dataclass" and not case.copied
+    if case.static_graph and not is_found:  # which does not reduce in its first step (2.13)
         case = dataclasses.replace(case, is_sharded=False)
     return _possible_in_ddp(case, kinds)
 
