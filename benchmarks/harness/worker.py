@@ -298,12 +298,12 @@ class _Recorder:
 def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
     """Have ranks exchange nothing but one flag in this block, and compute as ever."""
     exchange = handle._exchange
-    exchange.reduce_scatter = lambda values, part: ([], lambda: part.add_(values[: part.numel()]))
+    exchange.mean_scatter = lambda values, part: ([], lambda: part.add_(values[0]).div_(2))
     exchange.all_gather = lambda _values: []
     try:
         yield
     finally:
-        del exchange.reduce_scatter, exchange.all_gather
+        del exchange.mean_scatter, exchange.all_gather
 
 
 def meet(task: Task) -> dist.Store:

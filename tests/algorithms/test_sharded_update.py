@@ -7,6 +7,7 @@ import copy
 import io
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
+from ddpopt.algorithms._runtime.exchange import Exchange
+from tests.bucketing.test_rebucket import _plan_for
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
 
@@ -639,6 +642,86 @@ def test_each_layer_waits_for_its_own_parameters(ranks: Ranks, inner: str) -> No
     """The layers before it have been computed by then; Inductor would move waits to the top."""
     for events in ranks.run(_order, inner):
         assert events == ["wait", "product"] * 6
+
+
+class Late:
+    """Puts what was received where it belongs when it is waited for, and not before."""
+
+    def __init__(self, put: Callable[[], object]) -> None:
+        self.wait = put
+
+
+def _receive_late(exchange: Exchange, values: torch.Tensor) -> list[Any]:
+    """As `Exchange.all_gather`, with nothing but NaN from other ranks until it is waited for."""
+    received = values.clone()
+    works = all_gather(exchange, received)
+    others = torch.ones(exchange.num_ranks, dtype=torch.bool)
+    others[exchange.rank] = False
+    values.view(exchange.num_ranks, -1)[others] = float("nan")
+    return [*works, Late(lambda: values.copy_(received))]
+
+
+all_gather = Exchange.all_gather
+
+
+def _read_late(rank: int, how: str, inner: str) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MLP(6)
+        options = {"inner": inner, "split": how}
+        if how != "eager":
+            model.compile(backend="ddpopt", options=options)
+        training = Training(is_sharded, model)
+        training.attach()
+        with mock.patch.object(Exchange, "all_gather", _receive_late):
+            for k, x in enumerate(batches(rank, [(8, WIDTH)] * 8)):
+                training.step(x)
+                if k % 3 == 1:
+                    training.ddp.eval()
+                    (training.ddp if k % 2 else training.ddp.module)(x)
+                    training.ddp.train()
+                if k % 3 == 2:
+                    assert all(w.isfinite().all() for w in training.ddp.state_dict().values())
+        awaited = is_sharded and all(shard.is_awaited for shard in training.handle._shards)
+        found.append((training.end(), awaited))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [("eager", ""), ("backward", "aot_eager"), ("forward", "aot_eager"), ("backward", "inductor")],
+)
+def test_nothing_reads_a_parameter_before_it_is_there(ranks: Ranks, how: str, inner: str) -> None:
+    """A network that is as slow as it can be: parameters are there when they are waited for."""
+    for (plain, _), (sharded, awaited) in ranks.run(_read_late, how, inner):
+        torch.testing.assert_close(sharded, plain, rtol=1e-5, atol=1e-6)
+        assert awaited
+
+
+def _rebucket(rank: int) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(6))
+        options = {"inner": "aot_eager"}
+        training.forward = torch.compile(training.ddp, backend="ddpopt", options=options)
+        training.attach()
+        for k, x in enumerate(batches(rank, [(8, WIDTH)] * 10)):
+            training.step(x)
+            if k == 4:
+                ddpopt.rebucket(training.ddp, _plan_for(training.ddp.module, (4, 2, 6)))
+        sizes = is_sharded and [len(shard.members) for shard in training.handle._shards]
+        found.append((training.end(), sizes))
+    return found
+
+
+def test_other_buckets_in_mid_training_are_divided_anew(ranks: Ranks) -> None:
+    for (plain, _), (sharded, sizes) in ranks.run(_rebucket):
+        assert torch.equal(plain, sharded)
+        assert sizes == [4, 2, 6]
 
 
 def _check(rank: int) -> Any:

@@ -21,7 +21,7 @@ from torch import nn, optim
 
 from ddpopt import _torch, _waits
 from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
-from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.algorithms._runtime.exchange import Complete, Exchange, Works
 from ddpopt.algorithms._runtime.groups import make_agreement_group
 from ddpopt.algorithms._runtime.handle import (
     Algorithm,
@@ -90,6 +90,7 @@ class ShardedUpdateHandle(Handle):
         self._reductions: list[Callable[[], None]] = []
         self._failure: Exception | None = None
         self._told_buckets: list[tuple[int, ...]] = []  # by the Reducer, in the last backward
+        self._hidden: list[int] = []  # gradients that are taken away for a forward
         self._is_ending = False  # all of a backward's buckets are there
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
         self._updating: set[optim.Optimizer] = set()
@@ -229,7 +230,7 @@ class ShardedUpdateHandle(Handle):
         self.settle()
         self.wait()
         return {
-            **self._identity(),
+            "algorithm": self.algorithm.name,
             "num_steps": self.num_steps,
             "num_communications": self.num_communications,
             "optimizers": [self._whole_state_dict(o) for o in self.training.optimizers],
@@ -266,10 +267,8 @@ class ShardedUpdateHandle(Handle):
         """As `Handle.on_forward`; wait for what no reader is known to wait for."""
         super().on_forward()
         self._end_lift()
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is self._absent[index]:
-                parameter.grad = None  # Dynamo looks at it; see `on_forward_end`
-                self._hidden.append(index)
+        if self.training.ddp.gradient_as_bucket_view:  # the Reducer copies them to new buckets
+            self._hide()
         self._is_training = torch.is_grad_enabled() and self.training.ddp.training
         for shard in reversed(self._shards):
             # Readers that waited in the last forward do so in this one.
@@ -278,7 +277,7 @@ class ShardedUpdateHandle(Handle):
             shard.awaited.clear()
 
     def on_forward_end(self) -> None:
-        """Have all parameters, and put back what stands in the place of gradients."""
+        """Have all parameters; note where readers waited for them."""
         for index in self._hidden:
             self._parameters[index].grad = self._absent[index]
         self._hidden.clear()
@@ -307,6 +306,13 @@ class ShardedUpdateHandle(Handle):
             elif parameter.grad is self._absent[index]:
                 parameter.grad = None
                 self._lifted.add(index)
+
+    def _hide(self) -> None:
+        """Take away what stands in the place of gradients, until this forward ends."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is self._absent[index]:
+                parameter.grad = None
+                self._hidden.append(index)
 
     def _end_lift(self) -> None:
         """Put what raises in the place of gradients that this backward had none of."""
@@ -424,39 +430,40 @@ class ShardedUpdateHandle(Handle):
         self, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
     ) -> Callable[[], None]:
         """Begin to average a bucket, and return what completes this rank's gradients."""
-        num_ranks = self._exchange.num_ranks
-        homes = [None if index is None else self._home[index] for index in members]
         kept = [
             (part := shard.gradient[shard.place_of(k)], part.clone())
             for index, (shard, k) in ((i, self._home[i]) for i in members if i is not None)
             if self._has_gradient[index]
         ]
-        if values.dtype is torch.float16:  # of which a sum may be too large
-            values.div_(num_ranks)
-            num_ranks = 1
         own = self._by_members.get(tuple(members))
         if own is not None:
-            works, add = self._exchange.reduce_scatter(values, own.gradient)
+            works, add = self._exchange.mean_scatter(values, own.gradient)
         else:
-            group = self.groups.everyone
-            works, add = [dist.all_reduce(values, group=group, async_op=True)], lambda: None
+            works, add = self._begin_mean(values, members, sizes)
 
         def complete() -> None:
             for work in works:
                 work.wait()
             add()
-            if own is not None:
-                own.gradient.div_(num_ranks)
-            else:
-                parts = torch.split(values.div_(num_ranks), list(sizes))
-                for home, part in zip(homes, parts, strict=False):
-                    if home is not None:
-                        shard, k = home
-                        shard.gradient[shard.place_of(k)].copy_(shard.cut_flat(part, k))
             for part, earlier in kept:
                 part.add_(earlier)
 
         return complete
+
+    def _begin_mean(
+        self, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
+    ) -> tuple[Works, Complete]:
+        """Begin to average a bucket that is not divided: all ranks get all of it, and cut it."""
+        values.div_(self._exchange.num_ranks)
+        work = dist.all_reduce(values, group=self.groups.everyone, async_op=True)
+
+        def cut() -> None:
+            for index, part in zip(members, torch.split(values, list(sizes)), strict=True):
+                if index is not None:
+                    shard, k = self._home[index]
+                    shard.gradient[shard.place_of(k)].copy_(shard.cut_flat(part, k))
+
+        return [work], cut
 
     def _finish(self) -> None:
         """Complete this rank's gradients."""
@@ -636,7 +643,6 @@ class ShardedUpdateHandle(Handle):
 
     def _hooks(self) -> Iterator[Any]:
         """Register all hooks that `Handle` has not."""
-        self._hidden: list[int] = []
         ddp, me = self.training.ddp, weakref.ref(self)
 
         def call(method: Callable[..., None], *arguments: Any) -> None:

@@ -16,6 +16,19 @@ from ddpopt.errors import AbsentGradientError
 
 _ZERO = ("zero_", "_foreach_zero_")
 _IGNORED = ("detach_", "requires_grad_")  # by which zero_grad prepares
+# What Dynamo asks of a parameter's gradient when it compiles code with the parameter; "__get__" is
+# that of properties, such as shape.
+_KNOWN = (
+    "__get__",
+    "_is_view",
+    "dim",
+    "is_conj",
+    "is_neg",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",
+)
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's
 
 
@@ -32,8 +45,8 @@ class GradientOwner(Protocol):
 class AbsentGradient(torch.Tensor):
     """The gradient of a parameter that is nowhere as a whole; has no memory.
 
-    It has the parameter's shape, dtype and device. `zero_grad` and `GradScaler` may use it; all
-    else raises AbsentGradientError.
+    It has the parameter's shape, dtype and device. `zero_grad` and `GradScaler` may use it, and
+    Dynamo may look at it; all else raises AbsentGradientError.
     """
 
     owner: Callable[[], GradientOwner | None]
@@ -56,11 +69,11 @@ class AbsentGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what zero_grad and GradScaler ask; raise for all else."""
+        """Answer what zero_grad, GradScaler and Dynamo ask; raise for all else."""
         name = getattr(function, "__name__", "")
         if name in _IGNORED:
             return args[0]
-        if name == "__get__":  # of a property, such as shape
+        if name in _KNOWN:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if name in _ZERO or name == _UNSCALE:
             values = args[0] if isinstance(args[0], list | tuple) else [args[0]]
