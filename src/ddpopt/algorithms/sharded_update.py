@@ -165,14 +165,14 @@ class ShardedUpdateHandle(Handle):
 
         Parameters without a gradient are left out. They are copies.
         """
-        having = dict(self._gradients())
+        having = {index for index, _ in self._gradients()}
         found: dict[str, torch.Tensor] = {}
         for shard in self._shards:
-            members = [k for k, index in enumerate(shard.members) if index in having]
-            if members:
-                pieces = {k: having[shard.members[k]] for k in members}
-                for k, whole in zip(pieces, shard.gather(pieces), strict=True):
-                    found[self.training.parameters[shard.parameters[k]].name] = whole
+            for index, parameter, whole in zip(
+                shard.members, shard.parameters, shard.gather_gradients(), strict=True
+            ):
+                if index in having:
+                    found[self.training.parameters[parameter].name] = whole
         return found
 
     def average(self) -> None:
@@ -538,7 +538,7 @@ class ShardedUpdateHandle(Handle):
         self._receive()
         old, optimizers = self._shards, self.training.optimizers
         old_pieces = [self._piece(k) for k in range(len(self._parameters))]
-        having = dict(self._gradients())
+        self._finish()
         missing = {*self._index.values()}.difference(*buckets)
         self._take([*filter(None, buckets), *([index] for index in sorted(missing))])
         for shard in old:
@@ -546,9 +546,8 @@ class ShardedUpdateHandle(Handle):
                 states = [optimizer.state.pop(piece, {}) for piece in shard.pieces]
                 for index, whole in zip(shard.members, shard.gather_states(states), strict=True):
                     self._put_state(optimizer, index, whole)
-            pieces = {k: having[i] for k, i in enumerate(shard.members) if i in having}
-            for k, whole_gradient in zip(pieces, shard.gather(pieces), strict=True):
-                home, member = self._home[shard.members[k]]
+            for index, whole_gradient in zip(shard.members, shard.gather_gradients(), strict=True):
+                home, member = self._home[index]
                 home.gradient[home.place_of(member)].copy_(home.cut(whole_gradient, member))
         pieces_now = [self._piece(k) for k in range(len(self._parameters))]
         for optimizer in optimizers:

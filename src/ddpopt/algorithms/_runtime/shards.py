@@ -11,7 +11,7 @@ them and their hyperparameters stay as they were. A parameter's state is cut as 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,33 +155,27 @@ class Shard:
                     whole[k][name] = None  # in the order that they had
                 else:
                     whole[k][name] = value
-        for (name, _), members in cuts.items():
-            parts = {k: states[k][name] for k in members}
-            for k, value in zip(members, self.gather(parts), strict=True):
-                whole[k][name] = value
+        for (name, dtype), members in cuts.items():
+            flat = torch.zeros_like(self._flat, dtype=dtype)
+            for k in members:
+                self.own_part(flat)[self.place_of(k)].copy_(states[k][name])
+            values = self._gather(flat)
+            for k in members:
+                whole[k][name] = values[k]
         return whole
 
-    def gather(self, pieces: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole values of members, given this rank's pieces of them. Collective.
+    def gather_gradients(self) -> list[torch.Tensor]:
+        """Return the averaged gradients of all members. Collective."""
+        flat = torch.zeros_like(self._flat)
+        self.own_part(flat).copy_(self.gradient)
+        return self._gather(flat)
 
-        All are of one dtype.
-        """
-        if not pieces:
-            return []
-        dtype = next(iter(pieces.values())).dtype
-        flat = torch.zeros_like(self._flat, dtype=dtype)
-        own = self.own_part(flat)
-        for k, piece in pieces.items():
-            own[self.place_of(k)].copy_(piece)
+    def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a value for each member, of values of the bucket of which this has its part."""
         with communicating("gathering what ranks have of parameters"):
             for work in self._exchange.all_gather(flat):
                 work.wait()
-        whole = self.split(flat)
-        return [torch.empty_like(whole[k]).copy_(whole[k]) for k in pieces]
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (index, parameter, piece) of each member."""
-        return zip(self.members, self.parameters, self.pieces, strict=True)
+        return [torch.empty_like(value).copy_(value) for value in self.split(flat)]
 
 
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
