@@ -16,8 +16,11 @@ import torch
 class Arrival(Protocol):
     """Knows when parameters are there."""
 
+    def wait(self) -> None:
+        """Return when they may be read."""
+
     def reach(self, address: int) -> None:
-        """Return when the parameter at this address may be read."""
+        """As `wait`, for who is about to read the parameter at this address."""
 
 
 _arrivals: dict[int, Arrival] = {}
@@ -41,6 +44,12 @@ def wait_for(parameters: Iterable[torch.Tensor]) -> None:
         arrival = _arrivals.get(parameter.data_ptr())
         if arrival is not None:
             arrival.reach(parameter.data_ptr())
+
+
+def wait_for_all() -> None:
+    """Return when all that was announced may be read."""
+    for arrival in list(_arrivals.values()):
+        arrival.wait()
 
 
 # As if it wrote the parameters, so that compilers run it before what reads them; and as if it read

@@ -108,8 +108,7 @@ class ShardedUpdateHandle(Handle):
                 parameter.grad = self._absent[index]
                 shard.pieces[k].grad = self._absent_pieces[index]
         for optimizer in training.optimizers:
-            whole = [dict(optimizer.state.pop(p, {})) for p in self._parameters]
-            self._give_pieces(optimizer, self._parameters, whole)
+            self._give_pieces(optimizer)
         self._removable += [*self._hooks()]
         weakref.finalize(self, _waits.withdraw, self._addresses)
         state.of(training.ddp).wait_in_forward(True)
@@ -142,8 +141,10 @@ class ShardedUpdateHandle(Handle):
         if not norm_type > 0:
             raise OptionError(f"norm_type is {norm_type}; give a number above 0")
         gradients = [gradient for _, gradient in self._gradients()]
-        norms = [torch.linalg.vector_norm(g, norm_type).float() for g in gradients if g.numel()]
-        total = torch.zeros((), device=self.training.device)
+        is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
+        kind = torch.float64 if is_double else torch.float32
+        total = torch.zeros((), device=self.training.device, dtype=kind)
+        norms = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
         if norms:
             total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         with communicating("adding up the norms of gradients"):
@@ -200,10 +201,7 @@ class ShardedUpdateHandle(Handle):
                 is_whole = True
         finally:
             for optimizer in self.training.optimizers:
-                pieces = [self._piece(k) for k in range(len(self._parameters))]
-                for piece in pieces:
-                    optimizer.state.pop(piece, None)
-                _replace(optimizer, dict(zip(pieces, self._parameters, strict=True)))
+                self._take_pieces(optimizer)
             for parameter, absent in zip(self._parameters, self._absent, strict=True):
                 if parameter.grad is absent:
                     parameter.grad = None
@@ -249,15 +247,11 @@ class ShardedUpdateHandle(Handle):
         remedy = "load the same on all ranks"
         agree_on(self.training.ddp, lambda: self._check_loaded(state), remedy, everyone)
         loaded = [state] if "param_groups" in state else state["optimizers"]
-        pieces = [self._piece(k) for k in range(len(self._parameters))]
         for optimizer, saved in zip(self.training.optimizers, loaded, strict=True):
-            for piece in pieces:
-                optimizer.state.pop(piece, None)
-            _replace(optimizer, dict(zip(pieces, self._parameters, strict=True)))
+            self._take_pieces(optimizer)
             with self._being_whole():
                 optimizer.load_state_dict(saved)
-            whole = [dict(optimizer.state.pop(p, {})) for p in self._parameters]
-            self._give_pieces(optimizer, self._parameters, whole)
+            self._give_pieces(optimizer)
         self.num_steps = state.get("num_steps", self.num_steps)
         self.num_communications = state.get("num_communications", self.num_communications)
 
@@ -430,23 +424,21 @@ class ShardedUpdateHandle(Handle):
         self, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
     ) -> Callable[[], None]:
         """Begin to average a bucket, and return what completes this rank's gradients."""
-        kept = [
-            (part := shard.gradient[shard.place_of(k)], part.clone())
-            for index, (shard, k) in ((i, self._home[i]) for i in members if i is not None)
-            if self._has_gradient[index]
-        ]
+        homes = [self._home[k] for k in members if k is not None and self._has_gradient[k]]
+        parts = [shard.gradient[shard.place_of(k)] for shard, k in homes]
+        earlier = [part.clone() for part in parts]  # to which this backward adds
         own = self._by_members.get(tuple(members))
         if own is not None:
-            works, add = self._exchange.mean_scatter(values, own.gradient)
+            works, finish = self._exchange.mean_scatter(values, own.gradient)
         else:
-            works, add = self._begin_mean(values, members, sizes)
+            works, finish = self._begin_mean(values, members, sizes)
 
         def complete() -> None:
             for work in works:
                 work.wait()
-            add()
-            for part, earlier in kept:
-                part.add_(earlier)
+            finish()
+            for part, addend in zip(parts, earlier, strict=True):
+                part.add_(addend)
 
         return complete
 
@@ -526,9 +518,7 @@ class ShardedUpdateHandle(Handle):
         self._by_members: dict[tuple[int | None, ...], Shard] = {s.members: s for s in self._shards}
         self._home = {index: (s, k) for s in self._shards for k, index in enumerate(s.members)}
         me = weakref.ref(self)
-        self._absent_pieces = [
-            AbsentGradient(self._piece(k), k, me) for k in range(len(self._parameters))
-        ]
+        self._absent_pieces = [AbsentGradient(p, k, me) for k, p in enumerate(self._pieces())]
         self._addresses.clear()
         self._addresses.update({a: shard for shard in self._shards for a in shard.addresses})
         _waits.announce(self._addresses)
@@ -537,7 +527,7 @@ class ShardedUpdateHandle(Handle):
         """Divide other buckets than before. Collective; a bucket's states are whole at a time."""
         self._receive()
         old, optimizers = self._shards, self.training.optimizers
-        old_pieces = [self._piece(k) for k in range(len(self._parameters))]
+        old_pieces = self._pieces()
         self._finish()
         missing = {*self._index.values()}.difference(*buckets)
         self._take([*filter(None, buckets), *([index] for index in sorted(missing))])
@@ -549,7 +539,7 @@ class ShardedUpdateHandle(Handle):
             for index, whole_gradient in zip(shard.members, shard.gather_gradients(), strict=True):
                 home, member = self._home[index]
                 home.gradient[home.place_of(member)].copy_(home.cut(whole_gradient, member))
-        pieces_now = [self._piece(k) for k in range(len(self._parameters))]
+        pieces_now = self._pieces()
         for optimizer in optimizers:
             _replace(optimizer, dict(zip(old_pieces, pieces_now, strict=True)))
         for index, (was, now) in enumerate(zip(old_pieces, pieces_now, strict=True)):
@@ -559,21 +549,27 @@ class ShardedUpdateHandle(Handle):
         shard, k = self._home[index]
         return shard.pieces[k]
 
+    def _pieces(self) -> list[nn.Parameter]:
+        return [self._piece(index) for index in range(len(self._parameters))]
+
     def _indices_of(self, optimizer: optim.Optimizer) -> list[int]:
         """Return which parameters' pieces an optimizer has."""
         own = {piece for group in optimizer.param_groups for piece in group["params"]}
-        return [index for index in range(len(self._parameters)) if self._piece(index) in own]
+        return [index for index, piece in enumerate(self._pieces()) if piece in own]
 
     # ---- optimizers --------------------------------------------------------------------------
 
-    def _give_pieces(
-        self, optimizer: optim.Optimizer, of: Sequence[torch.Tensor], whole: Sequence[State]
-    ) -> None:
-        """Give an optimizer pieces in the place of parameters, and their part of whole states."""
-        pieces = [self._piece(k) for k in range(len(self._parameters))]
-        _replace(optimizer, dict(zip(of, pieces, strict=True)))
-        for index, values in enumerate(whole):
-            self._put_state(optimizer, index, values)
+    def _give_pieces(self, optimizer: optim.Optimizer) -> None:
+        """Give an optimizer pieces in the place of parameters, and their part of its states."""
+        _replace(optimizer, dict(zip(self._parameters, self._pieces(), strict=True)))
+        for index, parameter in enumerate(self._parameters):
+            self._put_state(optimizer, index, optimizer.state.pop(parameter, {}))
+
+    def _take_pieces(self, optimizer: optim.Optimizer) -> None:
+        """Give an optimizer its parameters back, without states."""
+        for piece in self._pieces():
+            optimizer.state.pop(piece, None)
+        _replace(optimizer, dict(zip(self._pieces(), self._parameters, strict=True)))
 
     def _put_state(self, optimizer: optim.Optimizer, index: int, whole: State) -> None:
         shard, k = self._home[index]
@@ -591,7 +587,7 @@ class ShardedUpdateHandle(Handle):
     def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """Return what an optimizer's `state_dict` would be with plain DDP. Collective."""
         whole = self._gather_states(optimizer)
-        pieces = [self._piece(k) for k in range(len(self._parameters))]
+        pieces = self._pieces()
         cut: dict[torch.Tensor, State] = {
             piece: optimizer.state.pop(piece) for piece in pieces if piece in optimizer.state
         }
@@ -686,11 +682,18 @@ class ShardedUpdateHandle(Handle):
             )
 
 
+@_torch.while_compiling
+def _wait_for_all() -> None:
+    _waits.wait_for_all()
+
+
 def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
     """Return a hook that runs before the forward of a module with these parameters."""
 
     def wait(*_: object) -> None:
-        if not torch.compiler.is_compiling():  # compiled code has waits of its own, or none
+        if torch.compiler.is_compiling():
+            _wait_for_all()  # now: a backend that is not ours compiles code without waits
+        else:
             _waits.wait_for(parameters)
 
     return wait
