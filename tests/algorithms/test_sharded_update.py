@@ -615,10 +615,22 @@ def test_compiled_training_is_that_of_plain_ddp_and_waits_where_it_reads(
         assert all(awaited)
 
 
-def _order(rank: int, inner: str) -> list[str]:
+class Wide(nn.Module):
+    """Large products that are summed after all of them: in another order they take less memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 512, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        products = [layer(x) for layer in self.layers]
+        return torch.stack([product.sum(1) for product in products])
+
+
+def _order(rank: int, inner: str, kind: type[nn.Module]) -> list[str]:
     """Return the events of a compiled forward, in their order."""
     torch.manual_seed(0)
-    model = MLP(6)
+    model: nn.Module = kind()
     model.compile(backend="ddpopt", options={"inner": inner, "split": "backward"})
     training = Training(True, model)
     training.attach()
@@ -631,16 +643,21 @@ def _order(rank: int, inner: str) -> list[str]:
     kinds = {
         "ddpopt::wait_": "wait",
         "aten::addmm": "product",
+        "aten::mm": "product",
         "mkldnn::_linear_pointwise": "product",
     }
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     return [kinds[event.name] for event in events if event.name in kinds]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_each_layer_waits_for_its_own_parameters(ranks: Ranks, inner: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "kind"), [("aot_eager", MLP), ("inductor", MLP), ("inductor", Wide)]
+)
+def test_each_layer_waits_for_its_own_parameters(
+    ranks: Ranks, inner: str, kind: type[nn.Module]
+) -> None:
     """The layers before it have been computed by then; Inductor would move waits to the top."""
-    for events in ranks.run(_order, inner):
+    for events in ranks.run(_order, inner, kind):
         assert events == ["wait", "product"] * 6
 
 
