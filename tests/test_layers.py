@@ -22,6 +22,7 @@ LAYERS = (
     "_torch",
     "_logs",
     "_events",
+    "_waits",
     "options",
     "ranks",
     "split",

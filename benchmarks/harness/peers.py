@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.algorithms import Algorithm, ShardedUpdate
 
 Compiled = Callable[..., Any]
 Compile = Callable[[DistributedDataParallel, str, dict[str, Any]], Compiled]
@@ -26,7 +29,8 @@ class Peer:
 
     `compile` takes the DDP module, the inner compiler and further options; Dynamo's
     `optimize_ddp` is set before the module is made, and backward runs in `around_backward`. One
-    that `is_tuned` finds its buckets anew for each rate.
+    that `is_tuned` finds its buckets anew for each rate. `optimizer` takes parameters and what
+    AdamW takes; with an `algorithm` this is attached to it.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Peer:
     around_backward: Around = lambda _inner: contextlib.nullcontext()
     has_buckets: bool = True
     is_tuned: bool = False
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    algorithm: Algorithm[Any] | None = None
 
 
 def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
@@ -126,6 +132,18 @@ _ALL = (
         description="ddpopt, `split: backward, buckets: auto`",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,
+    ),
+    Peer(
+        name="zero",
+        description="ddpopt, `split: backward`, and ZeroRedundancyOptimizer",
+        compile=_compile_split("backward"),
+        optimizer=functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
+    ),
+    Peer(
+        name="sharded",
+        description="ddpopt, `split: backward`, and ShardedUpdate",
+        compile=_compile_split("backward"),
+        algorithm=ShardedUpdate(),
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

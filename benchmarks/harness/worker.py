@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from benchmarks.harness import device
 from benchmarks.harness.models import find_model
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
+from ddpopt.algorithms import ShardedUpdateHandle, attach
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing import tuner as tuning
 from ddpopt.bucketing.merging import buckets_of_caps
@@ -70,7 +71,10 @@ class Worker:
             # Half a second to a second, which some peers would pay here and some in the first step.
             importlib.import_module("torch._inductor.compile_fx")
         self._compiled = self._peer.compile(self._ddp, task.inner, options)
-        self._optimizer = torch.optim.AdamW(module.parameters(), lr=_LEARNING_RATE, fused=True)
+        self._optimizer = self._peer.optimizer(module.parameters(), lr=_LEARNING_RATE, fused=True)
+        self._handle: Any = None
+        if self._peer.algorithm is not None:
+            self._handle = attach(self._ddp, self._optimizer, self._peer.algorithm)
         self._loss = 0.0
         self._recorder: _Recorder | None = None
 
@@ -91,7 +95,8 @@ class Worker:
 
     def lone_steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         """Train without any communication."""
-        with self._ddp.no_sync():
+        sharded = isinstance(self._handle, ShardedUpdateHandle)
+        with _silent(self._handle) if sharded else self._ddp.no_sync():
             return self.steps(num_untimed, num_timed)
 
     def bucket_bytes(self) -> tuple[int, ...]:
@@ -169,7 +174,7 @@ class Worker:
 
     def timeline(self) -> Timeline | None:
         """Run a step with a hook on each bucket; every later step has it too."""
-        if not self._peer.has_buckets:
+        if not self._peer.has_buckets or self._handle is not None:  # whose hook is the only one
             return None
         if self._recorder is None:
             self._recorder = _Recorder(self._ddp)
@@ -288,6 +293,18 @@ class _Recorder:
             return reduced.value()[0]
 
         return work.get_future().then(finish)
+
+
+@contextlib.contextmanager
+def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
+    """Have ranks exchange nothing but one flag in this block, and compute as ever."""
+    exchange = handle._exchange
+    exchange.mean_scatter = lambda values, part: ([], lambda: part.add_(values[0]).div_(2))
+    exchange.all_gather = lambda _values: []
+    try:
+        yield
+    finally:
+        del exchange.mean_scatter, exchange.all_gather
 
 
 def meet(task: Task) -> dist.Store:

@@ -23,6 +23,7 @@ from ddpopt.bucketing.timeline import Timeline
 from ddpopt.checks.verify import Verification, verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import (
+    AbsentGradientError,
     AttachError,
     DDPOptError,
     DisagreementError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from ddpopt.data_parallel.module import DataParallel
 
 __all__ = [
+    "AbsentGradientError",
     "AllreduceCost",
     "AttachError",
     "BucketPlan",

@@ -62,6 +62,13 @@ class AttachError(DDPOptError, RuntimeError):
     """
 
 
+class AbsentGradientError(DDPOptError, RuntimeError):
+    """The gradient of a whole parameter was used where each rank has only its part of it.
+
+    With `ShardedUpdate`: clip by `handle.clip_grad_norm_`, read `handle.full_gradients()`.
+    """
+
+
 class PeerError(DDPOptError, RuntimeError):
     """Another rank has ended, hangs, or did not take part within the process group's timeout.
 

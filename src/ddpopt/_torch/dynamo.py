@@ -118,6 +118,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
+def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
+    """As `torch.compiler.assume_constant_result`: Dynamo calls it when it compiles a call of it."""
+    return torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+
+
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
     return names.TRACE_RULES_CHECK.get()(function)

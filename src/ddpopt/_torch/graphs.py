@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -44,6 +44,15 @@ def depth_below_frame(placeholder: fx.Node) -> int:
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     """Whether another graph follows this one in its frame; True where Dynamo does not tell."""
     return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
+
+
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
+
+
+def without_memory(kind: type[TensorT], like: torch.Tensor) -> TensorT:
+    """Return a tensor of this subclass that has a shape, a dtype and a device, and no values."""
+    make: Any = names.MAKE_WRAPPER.of(torch.Tensor)
+    return make(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 RUNNING_AVERAGES = ("running_mean", "running_var")

@@ -14,6 +14,7 @@ from ddpopt.algorithms.low_precision import (
     Replicas,
 )
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
+from ddpopt.algorithms.sharded_update import ShardedUpdate, ShardedUpdateHandle
 
 __all__ = [
     "Algorithm",
@@ -28,5 +29,7 @@ __all__ = [
     "QAdam",
     "QAdamOptimizer",
     "Replicas",
+    "ShardedUpdate",
+    "ShardedUpdateHandle",
     "attach",
 ]

@@ -31,6 +31,7 @@ from ddpopt.split import state
 from ddpopt.split.backward.compile import BackwardCut, compile_gated
 from ddpopt.split.backward.cut import cut_backward
 from ddpopt.split.backward.facts import read_backward
+from ddpopt.split.backward.gates import GatedGraph
 from ddpopt.split.backward.plan import final_positions, plan_backward
 from ddpopt.split.dump import Shown, is_showing, show, write
 from ddpopt.split.forward.compile import compile_sections
@@ -39,7 +40,7 @@ from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, param
 from ddpopt.split.forward.plan import order_arrival, plan_sections
 from ddpopt.split.nodes import call_nodes, count_collectives, describe, graph_name
 from ddpopt.split.plan import SplitPlan
-from ddpopt.split.runner import GraphRunner, order_first_arrival
+from ddpopt.split.runner import GraphRunner, order_first_arrival, waiting_first
 from ddpopt.split.sections import passing_errors
 
 
@@ -69,6 +70,8 @@ def compile_under_ddp(
         write(gm, plan, [Shown("original", gm)])
     if compiled is None:
         compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
+    if survey.known.waits_in_forward and not isinstance(compiled, GatedGraph):
+        compiled = waiting_first(compiled)
     _announce(ddp, plan, nodes, options)
     slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
     return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
@@ -92,6 +95,8 @@ def compile_whole(
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
         compiled = telling(compiled, Label(plan.graph, 0))
+        if state.of(ddp).waits_in_forward:
+            compiled = waiting_first(compiled)
         return GraphRunner(plan, nodes, compiled, compiled)
     return compiled
 
@@ -121,7 +126,7 @@ class _Survey:
         known = self.known
         blank = dataclasses.replace(self.blank, graph="")
         parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
-        parts += [known.rules, known.is_searched]
+        parts += [known.rules, known.is_searched, known.waits_in_forward]
         parts += [b and [*map(tuple, b)] for b in (known.buckets, known.expected_buckets)]
         return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
@@ -284,7 +289,8 @@ def _split_backward(
     # What comes from a cache has no graphs to show.
     key = None if is_showing() else survey.key()
     copied = copy_for_splitting(gm)
-    return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key))
+    awaited = set(arguments.values()) if survey.known.waits_in_forward else set()
+    return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key, awaited))
 
 
 def _announce(

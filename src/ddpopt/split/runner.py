@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch
+from ddpopt import _logs, _torch, _waits
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import find_misplaced
 from ddpopt.split import state
@@ -59,6 +59,16 @@ class GraphRunner:
     def unsettle(self) -> None:
         """Look at the next DDP module again: its buckets have changed."""
         self._settled_ddp = lambda: None
+
+
+def waiting_first(compiled: Compiled) -> Compiled:
+    """Return `compiled` waiting for all of its parameters; see [Note: waits] for the better way."""
+
+    def run(*args: Any) -> Any:
+        _waits.wait_for(value for value in args if isinstance(value, torch.nn.Parameter))
+        return compiled(*args)
+
+    return run
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:

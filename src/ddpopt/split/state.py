@@ -36,7 +36,8 @@ class DDPState:
     Reducer's final ones as it told them, empty if it could not. `is_copy` says that a
     check made the module. `is_searched` says that better buckets are being looked for, so that
     graphs are cut finely, and `is_trial` that they will be cut again afterwards; `expected_buckets`
-    are those of a plan that is to be applied, which graphs are cut by already. `code` is what
+    are those of a plan that is to be applied, which graphs are cut by already. `waits_in_forward`
+    is as in [Note: waits]. `code` is what
     Dynamo compiled for the module, as `_torch.forget_code` takes it.
     """
 
@@ -54,6 +55,7 @@ class DDPState:
         self.is_searched = False
         self.is_trial = False
         self.expected_buckets: Buckets | None = None
+        self.waits_in_forward = False
         self.code: list[Any] = []
 
     @property
@@ -178,6 +180,12 @@ class DDPState:
         """Have Dynamo forget what it compiled for the module, which the guard on rules stops."""
         _torch.forget_code(self.code)
         self.code.clear()
+
+    def wait_in_forward(self, is_asked: bool) -> None:
+        """Have compiled forwards wait for parameters where they read them, or not any more."""
+        if is_asked and not self.waits_in_forward:
+            self._forget_code()
+        self.waits_in_forward = is_asked
 
     def become_copy_of(self, original: DDPState) -> None:
         """Note that the module is a copy, which runs the original's code."""

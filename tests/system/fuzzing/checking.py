@@ -128,7 +128,7 @@ def check(rank: int, case: Case, plant: str) -> Finding:
 def _check(rank: int, case: Case, plant: str) -> Finding:
     eager = _attempt(case, rank, lambda module: module)
     with planted.bug(plant):
-        ours = _attempt(case, rank, functools.partial(_compile, case))
+        ours = _attempt(case, rank, functools.partial(_compile, case), case.is_sharded)
     if eager.raised_anywhere:
         return Finding(outcome=REFUSED, detail=eager.error)
     if case.inner == "inductor" and not ours.raised_anywhere:
@@ -173,11 +173,11 @@ class _Attempt:
         return tuple(max(1, len(plan.sections)) for plan in self.plans)
 
 
-def _attempt(case: Case, rank: int, compile_: Compile) -> _Attempt:
+def _attempt(case: Case, rank: int, compile_: Compile, is_sharded: bool = False) -> _Attempt:
     notes, plans, error = Notes(), (), ""
     group = group_of_trainings()
     try:
-        notes, ddp = train(case, rank, compile_, group)
+        notes, ddp = train(case, rank, compile_, group, is_sharded)
         plans = ddpopt.explain(ddp).plans
     except Exception:
         error = traceback.format_exc()

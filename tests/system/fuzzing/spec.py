@@ -84,6 +84,7 @@ class Case:
     freezes: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     copied: str = ""
+    is_sharded: bool = False
 
     def all_blocks(self) -> Iterator[Block]:
         """Give all blocks, those within others too."""

@@ -107,6 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
         freezes=draw(_in_steps(FREEZES)),
         extras=draw(_in_steps(EXTRAS)),
         copied=draw(st.sampled_from((*[""] * 10, "deepcopy", "pickle", "pickle"))),
+        is_sharded=draw(_sometimes(4)),
     )
     return _possible(case)
 
@@ -150,6 +151,11 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=())
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
+    if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
+        case = dataclasses.replace(case, copied="deepcopy")
+    is_found = case.container != "dataclass" and not case.copied
+    if case.static_graph and not is_found:  # which does not reduce in its first step (2.13)
+        case = dataclasses.replace(case, is_sharded=False)
     return _possible_in_ddp(case, kinds)
 
 

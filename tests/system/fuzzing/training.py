@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import datetime
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
+from ddpopt.algorithms import ShardedUpdate, ShardedUpdateHandle, attach
+from ddpopt.errors import OptionError
 from tests.system.fuzzing.blocks import WIDTH
 from tests.system.fuzzing.building import Model
 from tests.system.fuzzing.spec import Case
@@ -55,16 +57,20 @@ def leave_group() -> None:
 
 
 class _Training(NamedTuple):
-    """A DDP module, what is called in its place, its parameters by name, and their optimizer."""
+    """A DDP module, what is called in its place, its parameters by name, and their optimizer.
+
+    `handle` is that of ShardedUpdate, None without it or where it refuses the model.
+    """
 
     ddp: DistributedDataParallel
     forward: Callable[..., Any]
     named: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
+    handle: ShardedUpdateHandle | None
 
 
 def train(
-    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
+    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup, is_sharded: bool = False
 ) -> tuple[Notes, DistributedDataParallel]:
     """Train for the steps of a case."""
     torch._dynamo.reset()
@@ -73,21 +79,23 @@ def train(
     _hook(case, model)
     reduced = {name for name, p in model.named_parameters() if p.requires_grad}
     if case.compiles_inside:
-        training = _training(case, _wrap(case, compile_(model), group), compile_)
+        training = _training(case, _wrap(case, compile_(model), group), compile_, is_sharded)
     else:
-        training = _training(case, _wrap(case, model, group), compile_)
+        training = _training(case, _wrap(case, model, group), compile_, is_sharded)
     notes = Notes()
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     torch.manual_seed(1000 * case.seed + rank)
     for step in range(len(case.batches)):
         if step == 1 and case.copied:
             _freeze(training.named, reduced, "")
-            training = _training(case, _copy(case, training.ddp, group), compile_)
+            _detach(training)
+            training = _training(case, _copy(case, training.ddp, group), compile_, is_sharded)
         if case.freezes:
             _freeze(training.named, reduced, _item(case.freezes, step))
         if rank == 0 and _item(case.extras, step):
             _run_alone(case, step, training, notes, generator)
         _train_step(case, step, training, notes, generator)
+    _detach(training)
     for name, parameter in training.named.items():
         notes.values[f"parameter {name}"] = parameter.detach().clone()
     for name, buffer in _module(training.ddp).named_buffers():
@@ -95,14 +103,25 @@ def train(
     return notes, training.ddp
 
 
-def _training(case: Case, ddp: DistributedDataParallel, compile_: Compile) -> _Training:
+def _training(
+    case: Case, ddp: DistributedDataParallel, compile_: Compile, is_sharded: bool
+) -> _Training:
     named = dict(_module(ddp).named_parameters())
     may_train = [p for p in named.values() if p.requires_grad or "thawed" in case.freezes]
     optimizer = torch.optim.SGD(may_train, lr=0.05, momentum=0.9 if case.momentum else 0.0)
     if case.regions:
         _module(ddp).compile_regions(compile_)
     is_compiled = bool(case.compiles_inside or case.regions)
-    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, optimizer)
+    handle = None
+    if is_sharded:
+        with contextlib.suppress(OptionError, NotImplementedError):
+            handle = attach(ddp, optimizer, ShardedUpdate())
+    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, optimizer, handle)
+
+
+def _detach(training: _Training) -> None:
+    if training.handle is not None:
+        training.handle.detach()
 
 
 def _module(ddp: DistributedDataParallel) -> Any:
@@ -112,7 +131,7 @@ def _module(ddp: DistributedDataParallel) -> Any:
 def _train_step(
     case: Case, step: int, training: _Training, notes: Notes, generator: torch.Generator
 ) -> None:
-    ddp, forward, named, optimizer = training
+    ddp, forward, named, optimizer, handle = training
     if step and case.evaluates_between:
         ddp.eval()
         with torch.no_grad():
@@ -130,7 +149,9 @@ def _train_step(
             if loss.requires_grad:  # unless all is frozen
                 loss.backward()
         notes.values[f"{where} input"] = x.detach().clone()
-        _note_gradients(notes, where, {"input": x, **named})
+        _note_gradients(notes, where, {"input": x})
+        if is_last or not case.is_sharded:
+            _note_gradients(notes, where, named, handle)
     optimizer.step()
     optimizer.zero_grad(set_to_none=case.clears_to_none)
 
@@ -243,9 +264,18 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _note_gradients(notes: Notes, where: str, tensors: dict[str, torch.Tensor]) -> None:
+def _note_gradients(
+    notes: Notes,
+    where: str,
+    tensors: Mapping[str, torch.Tensor],
+    handle: ShardedUpdateHandle | None = None,
+) -> None:
+    full = {} if handle is None else handle.full_gradients()
+    described = {} if handle is None else handle.training.parameters
     for name, tensor in tensors.items():
-        if tensor.grad is not None:
-            gradient = tensor.grad.detach()
+        is_own = tensor in described
+        gradient = full.get(described[tensor].name) if is_own else tensor.grad
+        if gradient is not None:
+            gradient = gradient.detach()
             notes.values[f"{where} gradient {name}"] = gradient.clone().to_dense()
         notes.texts[f"{where} hooks {name}"] = str(getattr(tensor, "num_accumulated", 0))

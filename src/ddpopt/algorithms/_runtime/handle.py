@@ -146,7 +146,12 @@ class Handle:
         if training.ddp not in _attached:
             training.ddp.register_comm_hook(weakref.ref(training.ddp), _comm_hook)
         _attached[training.ddp] = weakref.WeakMethod(self.on_bucket)
-        on_forward = _torch.uncompiled(lambda *_: self.on_forward())
+
+        def count(ddp: object, _inputs: object) -> None:
+            if ddp is training.ddp:  # copies, as those of `verify`, have its hooks
+                self.on_forward()
+
+        on_forward = _torch.uncompiled(count)
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
         for optimizer in training.optimizers:
             self._removable += [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.backward.facts import ANY, find_descent, gradient_nodes, saved_arguments
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
+from ddpopt.split.backward.waits import insert_waits
 from ddpopt.split.nodes import graph_name, output_values
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.sections import SectionCompiler
@@ -62,12 +63,14 @@ def compile_gated(
     aot: _torch.AOTCompilerFn,
     cut: Cut,
     key: str | None,
+    awaited: Collection[int] = (),
 ) -> tuple[SplitPlan, Nodes, GatedGraph]:
     """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
     `gm` is a copy, which is used up. `key` stands for all that `cut` depends on besides the graph:
     where an equal graph was cut by an equal key before, the result may come from torch's cache,
-    with its plan and nodes. None has it compiled in any case.
+    with its plan and nodes. None has it compiled in any case. The forward waits for the arguments
+    in `awaited` before it reads them.
 
     Raises:
         CutRefusedError: this graph's backward cannot be cut.
@@ -79,7 +82,7 @@ def compile_gated(
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
-    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key)
+    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key, awaited)
     compiled = aot(gm, [*example_inputs, token], cutting)
     kept = cutting.kept
     assert kept is not None, "AOTAutograd returned a forward without its backward"
@@ -91,7 +94,13 @@ class _Cutting(_torch.Cutting):
     """Cuts one graph's backward for AOTAutograd. `kept` and `further` are there afterwards."""
 
     def __init__(
-        self, graph: str, num_inputs: int, device: torch.device, cut: Cut, key: str | None
+        self,
+        graph: str,
+        num_inputs: int,
+        device: torch.device,
+        cut: Cut,
+        key: str | None,
+        awaited: Collection[int],
     ) -> None:
         self.key = key
         self.kept: _Kept | None = None
@@ -100,6 +109,7 @@ class _Cutting(_torch.Cutting):
         self._num_inputs = num_inputs
         self._device = device
         self._cut = cut
+        self._awaited = awaited
         self._was_autocast_on = _torch.is_autocast_on()
         self._saved: dict[str, int] = {}
         self._places: dict[Hashable, int] = {}
@@ -109,6 +119,8 @@ class _Cutting(_torch.Cutting):
         described = _torch.outputs_described(forward)
         self._places = {output: place for place, output in enumerate(described)}
         _return_token_itself(forward)
+        arguments = _torch.argument_placeholders(forward)
+        insert_waits(forward, [node for node, a in arguments.items() if a in self._awaited])
 
     def compile(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection

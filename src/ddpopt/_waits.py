@@ -1,0 +1,67 @@
+"""Waiting for parameters that other ranks are still sending, where they are read.
+
+Whoever has parameters sent says so by `announce`; whoever is about to read some calls `wait_for`,
+compiled code by the operator `ddpopt::wait_`. Neither knows the other. A parameter is known by its
+address: compiled code is given parameters, but not their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class Arrival(Protocol):
+    """Knows when parameters are there."""
+
+    def wait(self) -> None:
+        """Return when they may be read."""
+
+    def reach(self, address: int) -> None:
+        """As `wait`, for who is about to read the parameter at this address."""
+
+
+_arrivals: dict[int, Arrival] = {}
+
+
+def announce(arrivals: Mapping[int, Arrival]) -> None:
+    """Have readers of the parameters at these addresses ask, until `withdraw`."""
+    _arrivals.update(arrivals)
+
+
+def withdraw(arrivals: Mapping[int, Arrival]) -> None:
+    """Have readers of these parameters ask no more."""
+    for address, arrival in arrivals.items():
+        if _arrivals.get(address) is arrival:  # the memory may be another model's by now
+            del _arrivals[address]
+
+
+def wait_for(parameters: Iterable[torch.Tensor]) -> None:
+    """Return when all of these may be read; at once for those of which nobody knows."""
+    for parameter in parameters:
+        arrival = _arrivals.get(parameter.data_ptr())
+        if arrival is not None:
+            arrival.reach(parameter.data_ptr())
+
+
+def wait_for_all() -> None:
+    """Return when all that was announced may be read."""
+    for arrival in list(_arrivals.values()):
+        arrival.wait()
+
+
+# As if it wrote the parameters, so that compilers run it before what reads them; and as if it read
+# `after`, so that they run it no earlier than the call that makes that value.
+_library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]
+_library.define("wait_(Tensor(a!)[] parameters, Tensor? after) -> ()")
+
+
+def _wait(parameters: list[torch.Tensor], _after: torch.Tensor | None) -> None:
+    wait_for(parameters)
+
+
+_library.impl("wait_", _wait, "CompositeExplicitAutograd")
+torch.library.register_fake("ddpopt::wait_", lambda _parameters, _after: None, lib=_library)
+WAIT = torch.ops.ddpopt.wait_.default

@@ -1,0 +1,195 @@
+"""`Shard`: the parameters of one bucket in one buffer, of which each rank owns a part.
+
+[Note: shards and pieces]
+A bucket's parameters become views of one flat buffer, in the order in which the bucket has their
+gradients. The buffer is padded and divided among the ranks: rank r's part is its *shard*. What of a
+parameter lies in it is this rank's *piece* of that parameter: a flat view, often empty. Optimizers
+are given pieces in the place of parameters, all of them on each rank, so that groups, the order in
+them and their hyperparameters stay as they were. A parameter's state is cut as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.ranks.faults import communicating
+
+_ALIGNMENT = 16  # elements: ends of parts are where vectors of 64 bytes end
+# States that torch's optimizers keep of a parameter as a whole; all others are of its elements.
+_WHOLE = frozenset({"step", "eta", "mu", "mu_product"})
+
+State = dict[str, Any]  # an optimizer's, of one parameter
+
+
+class Shard:
+    """A bucket of which this rank owns a part; see [Note: shards and pieces].
+
+    Attributes:
+        members: The bucket's parameters, by index, in its order.
+        pieces: This rank's piece of each of them.
+        gradient: The averaged gradient of this rank's part.
+        addresses: Where in memory the parameters are.
+        awaited: Those that were waited for by who reads them, since this was cleared.
+        is_awaited: Whether these were all of them in the last forward of training.
+    """
+
+    def __init__(
+        self, members: Sequence[int], parameters: Sequence[torch.Tensor], exchange: Exchange
+    ) -> None:
+        """Move the storage of `parameters`, which are those of `members`."""
+        self.members = tuple(members)
+        self.parameters = tuple(parameters)
+        self._exchange = exchange
+        ends = list(itertools.accumulate(p.numel() for p in parameters))
+        self._starts = [end - p.numel() for end, p in zip(ends, parameters, strict=True)]
+        self.num_values = ends[-1]
+        per_rank = -(-self.num_values // exchange.num_ranks)
+        self._size = -(-per_rank // _ALIGNMENT) * _ALIGNMENT
+        self._first = self._size * exchange.rank
+        self._flat = parameters[0].detach().new_zeros(self._size * exchange.num_ranks)
+        for parameter, values in zip(parameters, self.split(self._flat), strict=True):
+            values.copy_(parameter.detach())
+            parameter.data = values
+        own = self.own_part(self._flat)
+        self.gradient = torch.zeros_like(own)
+        self.pieces = [nn.Parameter(own[self.place_of(k)]) for k in range(len(parameters))]
+        self.awaited: set[int] = set()
+        self.is_awaited = False
+        self.addresses = {p.data_ptr() for p in parameters if p.numel()}
+        self._arriving: list[Any] = []
+        self._what = ""
+
+    # ---- places ------------------------------------------------------------------------------
+
+    def place_of(self, member: int) -> slice:
+        """Return where the piece of the k-th member is in this rank's part."""
+        start, num_values = self._starts[member], self.parameters[member].numel()
+        first = min(max(start - self._first, 0), self._size)
+        last = min(max(start + num_values - self._first, first), self._size)
+        return slice(first, last)
+
+    def cut(self, value: torch.Tensor, member: int) -> torch.Tensor:
+        """Return this rank's piece of a value of the k-th member's elements, a view if it can be.
+
+        `value` has the member's shape.
+        """
+        return self.cut_flat(flatten(value, self.parameters[member]), member)
+
+    def cut_flat(self, flat: torch.Tensor, member: int) -> torch.Tensor:
+        """As `cut`, for values of shape [num_elements], in the order of the member's memory."""
+        place, offset = self.place_of(member), self._first - self._starts[member]
+        if place.start == place.stop:
+            return flat[:0]
+        return flat[place.start + offset : place.stop + offset]
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of values of the whole, padded bucket."""
+        return flat[self._first : self._first + self._size]
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view for each member, with its shape and strides, of values of the bucket."""
+        return [
+            flat.as_strided(p.shape, p.stride(), flat.storage_offset() + start)
+            for p, start in zip(self.parameters, self._starts, strict=True)
+        ]
+
+    # ---- parameters --------------------------------------------------------------------------
+
+    def send(self, what: str) -> None:
+        """Begin to give all ranks what each one's part of the parameters is now.
+
+        Errors begin with `what`.
+        """
+        self._what = what
+        self._arriving = self._exchange.all_gather(self._flat)
+
+    def wait(self) -> None:
+        """Return when all parameters are there."""
+        if self._arriving:
+            arriving, self._arriving = self._arriving, []
+            with communicating(self._what):
+                for work in arriving:
+                    work.wait()
+
+    def reach(self, address: int) -> None:
+        """Wait, for the reader of a parameter."""
+        self.wait()
+        self.awaited.add(address)
+
+    def release(self) -> None:
+        """Give the parameters storages of their own again."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()  # which keeps strides
+
+    # ---- what belongs to parameters ----------------------------------------------------------
+
+    def cut_state(self, state: State, member: int) -> State:
+        """Return this rank's piece of a parameter's state, in memory of its own."""
+        shape = self.parameters[member].shape
+        return {
+            name: (self.cut(value, member) if is_of_elements(name, value, shape) else value).clone()
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+
+    def gather_states(self, states: Sequence[State]) -> list[State]:
+        """Return the states of whole parameters, given those of this rank's pieces. Collective.
+
+        All ranks have states of the same members, of the same names and types.
+        """
+        shapes = [piece.shape for piece in self.pieces]
+        whole: list[State] = [{} for _ in states]
+        rows = zip(range(len(states)), states, shapes, strict=True)
+        cuts: dict[tuple[str, torch.dtype], list[int]] = {}
+        for k, state, shape in rows:
+            for name, value in state.items():
+                if is_of_elements(name, value, shape):
+                    cuts.setdefault((name, value.dtype), []).append(k)
+                    whole[k][name] = None  # in the order that they had
+                else:
+                    whole[k][name] = value
+        for (name, dtype), members in cuts.items():
+            flat = torch.zeros_like(self._flat, dtype=dtype)
+            for k in members:
+                self.own_part(flat)[self.place_of(k)].copy_(states[k][name])
+            values = self._gather(flat)
+            for k in members:
+                whole[k][name] = values[k]
+        return whole
+
+    def gather_gradients(self) -> list[torch.Tensor]:
+        """Return the averaged gradients of all members. Collective."""
+        flat = torch.zeros_like(self._flat)
+        self.own_part(flat).copy_(self.gradient)
+        return self._gather(flat)
+
+    def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a value for each member, of values of the bucket of which this has its part."""
+        with communicating("gathering what ranks have of parameters"):
+            for work in self._exchange.all_gather(flat):
+                work.wait()
+        return [torch.empty_like(value).copy_(value) for value in self.split(flat)]
+
+
+def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
+    """Whether a state has a value for each element of a parameter, or piece, of this shape."""
+    return isinstance(value, torch.Tensor) and name not in _WHOLE and value.shape == shape
+
+
+def is_dense(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's elements fill its memory without gaps, each once."""
+    return parameter.stride() == torch.empty_like(parameter).stride()
+
+
+def flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return values of shape [num_elements], in the order that `like` has them in memory."""
+    if value.stride() != like.stride():
+        value = torch.empty_like(like, dtype=value.dtype).copy_(value)
+    return value.as_strided((value.numel(),), (1,), value.storage_offset())

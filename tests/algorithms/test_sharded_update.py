@@ -1,0 +1,781 @@
+"""ShardedUpdate: trains as plain DDP, in shards, and never hands out a part for the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
+from ddpopt.algorithms._runtime.exchange import Exchange
+from tests.bucketing.test_rebucket import _plan_for
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+}
+
+
+def _flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in module.parameters()])
+
+
+class Training:
+    """A model under DDP on the first ranks, by plain DDP or with ShardedUpdate."""
+
+    def __init__(self, is_sharded: bool, model: nn.Module, group: Any = None, **options: Any):
+        options = {"bucket_cap_mb": 0.02, **options}
+        self.ddp = DistributedDataParallel(model, process_group=group, **options)
+        self.is_sharded = is_sharded
+        self.forward: Any = self.ddp
+        self.optimizer: Any = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
+        self.handle: Any = None
+
+    def attach(self, algorithm: ShardedUpdate | None = None) -> None:
+        if self.is_sharded:
+            self.handle = attach(self.ddp, self.optimizer, algorithm or ShardedUpdate())
+
+    def step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.forward(x).pow(2).mean().backward()
+        self.optimizer.step()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.handle is not None:
+            return self.handle.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+        return nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm)
+
+    def end(self) -> torch.Tensor:
+        if self.handle is not None:
+            self.handle.detach()
+        return _flat(self.ddp)
+
+
+def _group(num_ranks: int) -> Any:
+    """Return a group of the first ranks, None on the others."""
+    group = dist.new_group(list(range(num_ranks)))
+    return group if dist.get_rank() < num_ranks else None
+
+
+# ---- the same result as plain DDP -------------------------------------------------------------
+
+
+def _optimize(rank: int, name: str) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(3))
+        training.optimizer = OPTIMIZERS[name](training.ddp.parameters())
+        training.attach()
+        for x in batches(rank, [(8, WIDTH)] * 20):
+            training.step(x)
+        found.append(training.end())
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_ranks_train_as_plain_ddp_to_the_bit(ranks: Ranks, name: str) -> None:
+    """Twenty steps of each optimizer that updates each element by itself."""
+    for plain, sharded in ranks.run(_optimize, name):
+        assert torch.equal(plain, sharded)
+
+
+def _clip(training: Training, inputs: Any) -> None:
+    for x in inputs:
+        training.optimizer.zero_grad()
+        training.forward(x).pow(2).mean().backward()
+        training.clip(0.01)
+        training.optimizer.step()
+
+
+def _schedule(training: Training, inputs: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 3, 0.5)
+    for x in inputs:
+        training.step(x)
+        scheduler.step()
+
+
+def _accumulate(training: Training, inputs: Any) -> None:
+    for k, x in enumerate(inputs):
+        with training.ddp.no_sync() if k % 3 < 2 else contextlib.nullcontext():
+            training.forward(x).pow(2).mean().backward()
+        if k % 3 == 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+def _accumulate_averages(training: Training, inputs: Any) -> None:
+    """Each second step leaves gradients, to which the next backward adds."""
+    for k, x in enumerate(inputs):
+        training.forward(x).pow(2).mean().backward()
+        if k % 2:
+            training.optimizer.step()
+        if k % 4 == 1:
+            training.optimizer.zero_grad()
+        if k % 4 == 3:
+            training.ddp.zero_grad()
+
+
+def _zero_in_place(training: Training, inputs: Any) -> None:
+    for k, x in enumerate(inputs):
+        loss = training.forward(x).pow(2).mean()
+        (training.optimizer if k % 2 else training.ddp).zero_grad(set_to_none=False)
+        loss.backward()
+        training.optimizer.step()
+
+
+def _zero_between(training: Training, inputs: Any) -> None:
+    """Gradients are dropped after forward, and in the middle of an accumulation."""
+    for k, x in enumerate(inputs):
+        with training.ddp.no_sync():
+            training.forward(x).pow(2).mean().backward()
+        if k % 2:
+            training.optimizer.zero_grad()
+        loss = training.forward(x).pow(2).mean()
+        if k % 3:
+            training.ddp.zero_grad()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def _scale(training: Training, inputs: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    for k, x in enumerate(inputs):
+        training.optimizer.zero_grad()
+        loss = training.forward(x).pow(2).mean()
+        if k % 5 == 2 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(training.optimizer)
+        training.clip(0.1)
+        scaler.step(training.optimizer)
+        scaler.update()
+    assert scaler.get_scale() not in (8.0, 0.0)
+
+
+def _evaluate(training: Training, inputs: Any) -> None:
+    for x in inputs:
+        training.step(x)
+        training.ddp.eval()
+        with torch.no_grad():
+            training.ddp(x)
+        training.ddp.module(x)
+        training.ddp.train()
+
+
+def _reattach(training: Training, inputs: Any) -> None:
+    """Plain, sharded, plain between backward and update, sharded."""
+    for k, x in enumerate(inputs):
+        training.optimizer.zero_grad()
+        training.forward(x).pow(2).mean().backward()
+        if k == 5 and training.handle is not None:
+            training.handle.detach()
+            training.handle = None
+        training.optimizer.step()
+        if k == 8:
+            training.attach()
+
+
+def _two_groups(training: Training, inputs: Any) -> None:
+    first, *others = training.ddp.parameters()
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    groups = [{"params": [first, frozen], "lr": 0.1, "weight_decay": 0.1}, {"params": others[:3]}]
+    optimizers = [
+        torch.optim.Adam(groups, lr=0.01),
+        torch.optim.SGD(others[3:], lr=0.1, momentum=0.5),
+    ]
+    if training.handle is not None:
+        training.handle.detach()
+        training.handle = attach(training.ddp, optimizers, ShardedUpdate(overlap_forward=False))
+    for x in inputs:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        training.forward(x).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+USES = {
+    use.__name__[1:]: use
+    for use in (
+        _clip,
+        _schedule,
+        _accumulate,
+        _accumulate_averages,
+        _zero_in_place,
+        _zero_between,
+        _scale,
+        _evaluate,
+        _reattach,
+        _two_groups,
+    )
+}
+
+
+def _use(rank: int, name: str, options: dict[str, Any]) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(3), **options)
+        training.attach()
+        USES[name](training, batches(rank, [(8, WIDTH)] * 12))
+        found.append(training.end())
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["", "views"])
+@pytest.mark.parametrize("name", USES)
+def test_training_loops_of_all_kinds_train_as_plain_ddp(
+    ranks: Ranks, name: str, options: dict[str, Any]
+) -> None:
+    for plain, sharded in ranks.run(_use, name, options):
+        torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
+
+
+class Mixed(nn.Module):
+    """Several dtypes; channels-last, scalar, empty, shared and frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.low = nn.Linear(5, 7).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.first, self.second = nn.Linear(7, 7).double(), nn.Linear(7, 7).double()
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(7, 7).double().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolution(x.view(-1, 3, 4, 4)).amax((2, 3))) + self.empty.sum()
+        x = self.low(x.bfloat16()).double() * self.scale
+        return self.frozen(self.second(self.first(x)))
+
+
+class Sometimes(nn.Module):
+    """Uses some layers in some steps, on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        for k, layer in enumerate(self.layers):
+            is_left_out = self.num_calls % 4 == k
+            if not (is_left_out and (k < 2 or dist.get_rank() == 0)):
+                x = layer(x).relu()
+        return x
+
+
+def _model(rank: int, num_ranks: int, kind: str, options: dict[str, Any]) -> Any:
+    group = _group(num_ranks)
+    if group is None:
+        return None
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = {"mixed": Mixed, "sometimes": Sometimes, "mlp": lambda: MLP(3)}[kind]()
+        training = Training(is_sharded, model, group, **options)
+        training.attach()
+        shape = (8, 48) if kind == "mixed" else (8, WIDTH)
+        for x in batches(rank, [shape] * 12):
+            training.step(x)
+        found.append(training.end())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mixed", {"bucket_cap_mb": 0.0005}),
+        ("sometimes", {"find_unused_parameters": True}),
+        ("sometimes", {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+        ("mlp", {"static_graph": True}),
+        ("mlp", {"bucket_cap_mb": 25}),
+        ("mlp", {"bucket_cap_mb": 0.0001}),
+    ],
+)
+def test_models_of_all_kinds_train_as_with_plain_ddp(
+    ranks: Ranks, kind: str, options: dict[str, Any]
+) -> None:
+    """Also where parameters have no gradient in a step: optimizers leave them alone."""
+    for plain, sharded in ranks.run(_model, 2, kind, options):
+        assert torch.equal(plain, sharded)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "mixed"])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4, 8])
+def test_any_number_of_ranks_trains_as_plain_ddp(
+    eight_ranks: Ranks, num_ranks: int, kind: str
+) -> None:
+    """Sizes that ranks do not divide; sums of more than two round otherwise."""
+    found = eight_ranks.run(_model, num_ranks, kind, {})[:num_ranks]
+    for plain, sharded in found:
+        assert torch.equal(sharded, found[0][1])
+        torch.testing.assert_close(
+            sharded, plain, rtol=1e-2, atol=1e-2 if kind == "mixed" else 1e-3
+        )
+
+
+# ---- never silent -----------------------------------------------------------------------------
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _read(rank: int) -> Any:
+    torch.manual_seed(0)
+    training, plain = Training(True, MLP(2)), Training(False, MLP(2))
+    plain.ddp.load_state_dict(training.ddp.state_dict())
+    training.attach()
+    (x,) = batches(rank, [(8, WIDTH)])
+    for each in (training, plain):
+        each.forward(x).pow(2).mean().backward()
+    parameters = list(training.ddp.parameters())
+    pieces = [p for group in training.optimizer.param_groups for p in group["params"]]
+    said = [
+        _said(lambda: nn.utils.clip_grad_norm_(parameters, 1.0)),
+        _said(lambda: nn.utils.clip_grad_value_(parameters, 1.0)),
+        _said(lambda: nn.utils.clip_grad_norm_(pieces, 1.0)),
+        _said(parameters[0].grad.norm),
+        _said(parameters[0].grad.clone),
+        _said(parameters[0].grad.numpy),
+        _said(lambda: dist.all_reduce(parameters[0].grad)),
+        _said(lambda: torch.save(parameters[0].grad, io.BytesIO())),
+        _said(training.optimizer.state_dict),
+        _said(lambda: training.optimizer.load_state_dict({"state": {}, "param_groups": []})),
+    ]
+    full = training.handle.full_gradients()
+    expected = {name: p.grad for name, p in plain.ddp.module.named_parameters()}
+    norms = training.clip(0.1), plain.clip(0.1)
+    clipped = training.handle.full_gradients()
+    sizes = [sum(p.numel() for p in pieces), sum(p.numel() for p in parameters)]
+    training.handle.detach()
+    restored = [torch.equal(p.grad, clipped[n]) for n, p in training.ddp.module.named_parameters()]
+    same = [torch.allclose(clipped[name], p) for name, p in expected.items()]
+    return (
+        said,
+        [torch.equal(full[n] * 0 + full[n], full[n]) for n in expected],
+        norms,
+        sizes,
+        (
+            restored,
+            same,
+        ),
+    )
+
+
+def test_gradients_that_are_nowhere_as_a_whole_cannot_be_used(ranks: Ranks) -> None:
+    """Reading, clipping or saving them raises, and names what to call in place of that."""
+    for said, found, (norm, expected), sizes, (restored, same) in ranks.run(_read):
+        for text in said[:-2]:
+            assert text.startswith("AbsentGradientError")
+            assert "handle.clip_grad_norm_" in text
+            assert "handle.full_gradients()" in text
+        assert "OptionError: state_dict of this optimizer" in said[-2]
+        assert "handle.load_state_dict" in said[-1]
+        assert all(found)
+        assert all(restored)
+        assert all(same)
+        torch.testing.assert_close(norm, expected)
+        assert sizes[0] < 0.51 * sizes[1]
+
+
+class Descent(torch.optim.Optimizer):
+    """p <- p - lr sign(g); raises on rank 1 in its third step."""
+
+    def __init__(self, parameters: Any, fails: bool = False) -> None:
+        self.num_steps, self.fails = 0, fails
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            for k, p in enumerate(group["params"]):
+                if self.fails and dist.get_rank() == 1 and (self.num_steps, k) == (3, 1):
+                    raise ArithmeticError("in the update")
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+def _refuse(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(MLP(2))
+    adafactor = torch.optim.Adafactor(ddp.parameters())
+    adam = torch.optim.Adam(ddp.parameters())
+    gaps = MLP(1, bias=False)
+    gaps.layers[0].weight = nn.Parameter(torch.zeros(4, 8)[:, :3])  # type: ignore[assignment]
+    shared = MLP(2, bias=False)
+    shared.layers[1].weight = nn.Parameter(shared.layers[0].weight.detach()[1:])  # type: ignore[assignment]
+    handle = attach(ddp, adam, ShardedUpdate())
+    said = [_said(lambda: attach(ddp, adam, Decentralized(hierarchical=False)))]
+    said.append(_said(lambda: handle.load_state_dict({"optimizers": []})))
+    said.append(
+        _said(lambda: handle.load_state_dict(torch.optim.SGD(gaps.parameters()).state_dict()))
+    )
+    said.append(_said(lambda: handle.clip_grad_norm_(1.0, -1.0)))
+    handle.detach()
+    said.append(_said(handle.wait))
+    for model in (ddp, DistributedDataParallel(gaps), DistributedDataParallel(shared)):
+        optimizer = adafactor if model is ddp else torch.optim.SGD(model.parameters())
+        said.append(_said(lambda m=model, o=optimizer: attach(m, o, ShardedUpdate())))
+    said.append(_said(lambda: attach(ddp, Descent(ddp.parameters()), ShardedUpdate())))
+    said.append(_said(lambda: ShardedUpdate(elementwise=[Descent])))  # type: ignore[arg-type]
+    return said
+
+
+def test_what_cannot_be_sharded_is_refused_with_what_to_do(ranks: Ranks) -> None:
+    for said in ranks.run(_refuse):
+        for text, expected in zip(
+            said,
+            [
+                "AttachError: on rank 0: this model has an algorithm already",
+                "OptionError: on rank 0: the state is not of 1 optimizers",
+                "OptionError: on rank 0: the state of optimizer 0 is of groups of [1] parameters",
+                "OptionError: norm_type is -1.0",
+                "AttachError: this ShardedUpdate was detached",
+                "OptionError: on rank 0: ShardedUpdate cannot work with Adafactor",
+                "OptionError: on rank 0: layers.0.weight has gaps or overlaps in memory",
+                "OptionError: on rank 0: layers.0.weight and layers.1.weight share memory",
+                "OptionError: on rank 0: ShardedUpdate cannot work with Descent",
+                "TypeError: elementwise is",
+            ],
+            strict=True,
+        ):
+            assert expected in text
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def _resume(rank: int, saves: bool, loads: bool, name: str) -> Any:
+    """Train six steps, save, load into a new model, and train six more; or train twelve."""
+    inputs = batches(rank, [(8, WIDTH)] * 12)
+    torch.manual_seed(0)
+    first = Training(saves, MLP(3))
+    first.optimizer = OPTIMIZERS[name](first.ddp.parameters())
+    first.attach()
+    for x in inputs[:6]:
+        first.step(x)
+    buffer = io.BytesIO()
+    state = (first.handle or first.optimizer).state_dict()
+    torch.save((first.ddp.state_dict(), state), buffer)
+    buffer.seek(0)
+    for x in inputs[6:]:
+        first.step(x)
+    second = Training(loads, MLP(3))
+    second.optimizer = OPTIMIZERS[name](second.ddp.parameters())
+    second.attach()
+    second.step(inputs[0])
+    weights, state = torch.load(buffer)
+    second.ddp.load_state_dict(weights)
+    if saves and not loads:
+        (state,) = state["optimizers"]
+    (second.handle or second.optimizer).load_state_dict(state)
+    for x in inputs[6:]:
+        second.step(x)
+    return first.end(), second.end()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "nadam", "asgd"])
+@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (True, True)])
+def test_checkpoints_are_those_of_plain_ddp(
+    ranks: Ranks, saves: bool, loads: bool, name: str
+) -> None:
+    """Saved with ShardedUpdate and loaded without, the other way round, and both."""
+    for whole, resumed in ranks.run(_resume, saves, loads, name):
+        assert torch.equal(whole, resumed)
+
+
+def _remember(rank: int) -> Any:
+    torch.manual_seed(0)
+    training = Training(True, MLP(4))
+    training.attach()
+    plain = Training(False, MLP(4))
+    for each in (training, plain):
+        for x in batches(rank, [(8, WIDTH)] * 4):
+            each.step(x)
+    return [
+        sum(v.nbytes for s in each.optimizer.state.values() for v in s.values() if v.dim())
+        for each in (training, plain)
+    ]
+
+
+def test_optimizer_states_are_divided_among_ranks(four_ranks: Ranks) -> None:
+    """Padding of buckets is all that is more."""
+    found = four_ranks.run(_remember)
+    assert sum(sharded for sharded, _ in found) == found[0][1]
+    for sharded, plain in found:
+        assert sharded < plain / 4 * 1.1
+
+
+# ---- when something goes wrong ----------------------------------------------------------------
+
+
+def _fail(rank: int) -> Any:
+    torch.manual_seed(0)
+    training = Training(True, MLP(3))
+    training.optimizer = Descent(training.ddp.parameters(), fails=True)
+    training.attach(ShardedUpdate(elementwise=(Descent,)))
+    inputs = batches(rank, [(8, WIDTH)] * 5)
+    said = [_said(lambda x=x: training.step(x)) for x in inputs]
+    return said, training.end()
+
+
+def test_an_update_that_fails_on_a_rank_ends_in_one_error_on_all(ranks: Ranks) -> None:
+    """In the next forward; parameters stay equal on all ranks."""
+    (said, weights), (other, others_weights) = ranks.run(_fail)
+    assert other[2] == "ArithmeticError: in the update"
+    assert said[2] == "nothing"
+    assert said[3] == other[3]
+    assert said[3].startswith("PeerError: the optimizer's update raised on rank 1 in step 3")
+    assert torch.equal(weights, others_weights)
+
+
+def _lose(rank: int) -> str:
+    training = Training(True, MLP(3))
+    training.attach()
+    x = torch.ones(2, WIDTH)
+    return lose_rank_1(rank, training.handle, lambda: training.step(x))
+
+
+def test_a_lost_rank_is_an_error_in_the_next_step(own_ranks: OwnRanks) -> None:
+    found = own_ranks().run_survivors([0], _lose)
+    assert "ing parameters of step 2 failed" in found[0] or "in step 3 failed" in found[0]
+    assert "another rank has ended" in found[0]
+
+
+# ---- compiled ---------------------------------------------------------------------------------
+
+
+def _compile(rank: int, options: dict[str, Any], is_outside: bool) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model: Any = MLP(6, bias=False)
+        if not is_outside:
+            model.compile(backend="ddpopt", options=options)
+        training = Training(is_sharded, model)
+        if is_outside:
+            training.forward = torch.compile(training.ddp, backend="ddpopt", options=options)
+        training.attach()
+        for x in batches(rank, [(8, WIDTH)] * 8):
+            training.step(x)
+        awaited = None
+        if training.handle is not None:
+            awaited = [shard.is_awaited for shard in training.handle._shards]
+        count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found.append((training.end(), count, awaited))
+    return found
+
+
+@pytest.mark.parametrize("is_outside", [False, True], ids=["inside", "outside"])
+@pytest.mark.parametrize("split", ["backward", "auto", "forward"])
+def test_compiled_training_is_that_of_plain_ddp_and_waits_where_it_reads(
+    ranks: Ranks, split: str, is_outside: bool
+) -> None:
+    """To the bit, with no more graphs."""
+    options = {"inner": "aot_eager", "split": split}
+    for (plain, num_plain, _), (sharded, num_graphs, awaited) in ranks.run(
+        _compile, options, is_outside
+    ):
+        assert torch.equal(plain, sharded)
+        assert num_graphs == num_plain > 0
+        assert all(awaited)
+
+
+class Wide(nn.Module):
+    """Large products that are summed after all of them: in another order they take less memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 512, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        products = [layer(x) for layer in self.layers]
+        return torch.stack([product.sum(1) for product in products])
+
+
+def _order(rank: int, inner: str, kind: type[nn.Module]) -> list[str]:
+    """Return the events of a compiled forward, in their order."""
+    torch.manual_seed(0)
+    model: nn.Module = kind()
+    model.compile(backend="ddpopt", options={"inner": inner, "split": "backward"})
+    training = Training(True, model)
+    training.attach()
+    inputs = batches(rank, [(8, WIDTH)] * 6)
+    for x in inputs:
+        training.step(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        training.forward(inputs[0])
+    training.end()
+    kinds = {
+        "ddpopt::wait_": "wait",
+        "aten::addmm": "product",
+        "aten::mm": "product",
+        "mkldnn::_linear_pointwise": "product",
+    }
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [kinds[event.name] for event in events if event.name in kinds]
+
+
+@pytest.mark.parametrize(
+    ("inner", "kind"), [("aot_eager", MLP), ("inductor", MLP), ("inductor", Wide)]
+)
+def test_each_layer_waits_for_its_own_parameters(
+    ranks: Ranks, inner: str, kind: type[nn.Module]
+) -> None:
+    """The layers before it have been computed by then; Inductor would move waits to the top."""
+    for events in ranks.run(_order, inner, kind):
+        assert events == ["wait", "product"] * 6
+
+
+class Late:
+    """Puts what was received where it belongs when it is waited for, and not before."""
+
+    def __init__(self, put: Callable[[], object]) -> None:
+        self.wait = put
+
+
+def _receive_late(exchange: Exchange, values: torch.Tensor) -> list[Any]:
+    """As `Exchange.all_gather`, with nothing but NaN from other ranks until it is waited for."""
+    received = values.clone()
+    works = all_gather(exchange, received)
+    others = torch.ones(exchange.num_ranks, dtype=torch.bool)
+    others[exchange.rank] = False
+    values.view(exchange.num_ranks, -1)[others] = float("nan")
+    return [*works, Late(lambda: values.copy_(received))]
+
+
+all_gather = Exchange.all_gather
+
+
+def _read_late(rank: int, how: str, inner: str) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MLP(6)
+        options = {"inner": inner, "split": how}
+        if how in ("backward", "forward"):
+            model.compile(backend="ddpopt", options=options)
+        training = Training(is_sharded, model)
+        training.attach()
+        with (
+            mock.patch.object(Exchange, "all_gather", _receive_late),
+            torch._dynamo.config.patch(optimize_ddp=how != "torch"),
+        ):
+            for k, x in enumerate(batches(rank, [(8, WIDTH)] * 8)):
+                if (how, k) == ("torch", 4):  # whose code waits nowhere
+                    model.compile(backend=inner)
+                training.step(x)
+                if k % 3 == 1:
+                    training.ddp.eval()
+                    (training.ddp if k % 2 else training.ddp.module)(x)
+                    training.ddp.train()
+                if k % 3 == 2:
+                    assert all(w.isfinite().all() for w in training.ddp.state_dict().values())
+        awaited = is_sharded and all(shard.is_awaited for shard in training.handle._shards)
+        found.append((training.end(), awaited))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "inner"),
+    [
+        ("eager", ""),
+        ("backward", "aot_eager"),
+        ("forward", "aot_eager"),
+        ("torch", "aot_eager"),
+        ("backward", "inductor"),
+    ],
+)
+def test_nothing_reads_a_parameter_before_it_is_there(ranks: Ranks, how: str, inner: str) -> None:
+    """A network that is as slow as it can be: parameters are there when they are waited for."""
+    for (plain, _), (sharded, awaited) in ranks.run(_read_late, how, inner):
+        torch.testing.assert_close(sharded, plain, rtol=1e-5, atol=1e-6)
+        assert awaited == (how != "torch")
+
+
+def _rebucket(rank: int) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(6))
+        options = {"inner": "aot_eager"}
+        training.forward = torch.compile(training.ddp, backend="ddpopt", options=options)
+        training.attach()
+        for k, x in enumerate(batches(rank, [(8, WIDTH)] * 10)):
+            training.step(x)
+            if k == 4:
+                ddpopt.rebucket(training.ddp, _plan_for(training.ddp.module, (4, 2, 6)))
+        sizes = is_sharded and [len(shard.members) for shard in training.handle._shards]
+        found.append((training.end(), sizes))
+    return found
+
+
+def test_other_buckets_in_mid_training_are_divided_anew(ranks: Ranks) -> None:
+    for (plain, _), (sharded, sizes) in ranks.run(_rebucket):
+        assert torch.equal(plain, sharded)
+        assert sizes == [4, 2, 6]
+
+
+def _check(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = MLP(6)
+    training = Training(True, model)
+    training.forward = torch.compile(
+        training.ddp, backend="ddpopt", options={"inner": "aot_eager", "split": "backward"}
+    )
+    training.attach()
+    inputs = batches(rank, [(8, WIDTH)] * 4)
+    ddpopt.warmup(training.forward, inputs[0])
+    for x in inputs:
+        training.step(x)
+    training.handle.wait()
+    verified = ddpopt.verify(training.forward, inputs[0])
+    num_steps = training.handle.num_steps
+    weights, copied = _flat(training.ddp), _flat(copy.deepcopy(training.ddp.module))
+    return num_steps, verified.is_repeatable, torch.equal(weights, copied), training.end()
+
+
+def test_checks_and_copies_see_whole_parameters(ranks: Ranks) -> None:
+    """Between two steps, once `wait` returned."""
+    found = ranks.run(_check)
+    for num_steps, is_repeatable, is_equal, weights in found:
+        assert num_steps == 4
+        assert is_repeatable
+        assert is_equal
+        assert torch.equal(weights, found[0][3])
