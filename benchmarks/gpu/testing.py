@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.gpu.findings import Check, Findings, shorten
-from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
+from tests.system.scenarios.rows import names_of
 
 
 def run_tests(findings: Findings, device: str, *, select: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def run_rows(
     findings: Findings, device: str, *, inner: str, split: str, part: int, num_parts: int
 ) -> None:
     """Run the k-th of `num_parts` parts of `tests/system/scenarios`, with parts of each table."""
-    names = list(ON_INDUCTOR if inner == "inductor" else SCENARIOS)[part::num_parts]
+    names = names_of(inner, split)[part::num_parts]
     test = "tests/system/test_training.py::test_training_equals_eager_ddp"
     run_tests(findings, device, select=[f"{test}[{name}-{inner}-{split}]" for name in names])
 

@@ -1,5 +1,6 @@
 """All rows by name, so that worker processes can be told which one to run."""
 
+from tests.support.device import DEVICE
 from tests.system.scenarios.architectures import ARCHITECTURES
 from tests.system.scenarios.loops import LOOPS
 from tests.system.scenarios.modes import MODES
@@ -19,3 +20,14 @@ ON_INDUCTOR = (
     "autocast",
     "backward twice (retain_graph)",
 )
+
+# Of these the C++ of sections of forward takes minutes, and backward's sections show the same.
+_SLOW_IN_FORWARD = ("autocast", "channels_last", "dynamic batch")
+
+
+def names_of(inner: str, split: str) -> tuple[str, ...]:
+    """Return the rows that run with an inner compiler and a split."""
+    if inner != "inductor":
+        return tuple(SCENARIOS)
+    left_out = _SLOW_IN_FORWARD if split == "forward" and DEVICE.type == "cpu" else ()
+    return tuple(name for name in ON_INDUCTOR if name not in left_out)
