@@ -153,6 +153,9 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, copied="deepcopy")
     if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
         case = dataclasses.replace(case, copied="deepcopy")
+    if any(block.dtype == "bfloat16" for block in case.all_blocks()):
+        # torch's updates round a 16-bit tensor's last elements otherwise, and a shard ends elsewhere
+        case = dataclasses.replace(case, is_sharded=False)
     is_found = case.container != "dataclass" and not case.copied
     if case.static_graph and not is_found:  # which does not reduce in its first step (2.13)
         case = dataclasses.replace(case, is_sharded=False)
