@@ -709,9 +709,9 @@ def _replace(optimizer: optim.Optimizer, by: dict[Any, Any]) -> None:
 class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
     """Gradients are summed to shards behind backward; updated shards are sent behind forward.
 
-    The result is that of plain DDP with the same optimizer, to the bit on two ranks. A rank keeps
-    its part of the optimizer's state, and does its part of the update. An optimizer has to update
-    each element of a parameter by itself.
+    The result is that of plain DDP with the same optimizer, to the bit on two ranks where
+    parameters have 32 or 64 bits. A rank keeps its part of the optimizer's state, and does its part
+    of the update. An optimizer has to update each element of a parameter by itself.
 
     Attributes:
         overlap_forward: Send parameters behind the next forward; False waits in `optimizer.step`,

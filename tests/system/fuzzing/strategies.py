@@ -151,12 +151,19 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=())
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
+    return _possible_in_ddp(_possible_in_shards(case), kinds)
+
+
+def _possible_in_shards(case: Case) -> Case:
     if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
         case = dataclasses.replace(case, copied="deepcopy")
+    # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
     is_found = case.container != "dataclass" and not case.copied
-    if case.static_graph and not is_found:  # which does not reduce in its first step (2.13)
+    # torch's updates round the last elements of 16-bit tensors otherwise, and shards end elsewhere.
+    has_16_bits = any(block.dtype == "bfloat16" for block in case.all_blocks())
+    if has_16_bits or (case.static_graph and not is_found):
         case = dataclasses.replace(case, is_sharded=False)
-    return _possible_in_ddp(case, kinds)
+    return case
 
 
 def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:
