@@ -26,7 +26,7 @@ import ddpopt
 from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile, _torch, algorithms, config
 from ddpopt._torch import names
 from ddpopt._torch.names import TABLE, PrivateName
-from ddpopt.bucketing import tuner
+from ddpopt.bucketing import stopwatch, tuner
 from ddpopt.checks import verify
 from ddpopt.cli.commands import doctor
 from ddpopt.ranks import faults
@@ -285,7 +285,10 @@ def _tune(rank: int) -> None:
     ddp, compiled = _compile(buckets="auto")
     readings = itertools.count()
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
-    with mock.patch.multiple(tuner, calibrate=lambda *_: SLOW, time=clock):
+    with (
+        mock.patch.object(tuner, "calibrate", return_value=SLOW),
+        mock.patch.object(stopwatch, "time", clock),
+    ):
         train(ddp, batches(rank, [SHAPE] * 10), compiled)
 
 
@@ -401,6 +404,7 @@ DOORS: dict[str, Callable[[int], None]] = {
     "byte_grad": functools.partial(_attach, make=_flat(algorithms.ByteGrad)),
     "qadam": functools.partial(_attach, make=_flat(algorithms.QAdam)),
     "async_average": functools.partial(_attach, make=algorithms.AsyncModelAverage),
+    "sharded_update": functools.partial(_attach, make=algorithms.ShardedUpdate),
     "DataParallel": _replicate,
     "estimate": _estimate,
     "plan": _plan,

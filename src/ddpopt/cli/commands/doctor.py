@@ -153,6 +153,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
     mode = names.FAKE_TENSOR_MODE
     examples: dict[str, Callable[[], Any]] = {
         "Module": nn.Module,
+        "Tensor": lambda: torch.Tensor,
         "OptimizedModule": lambda: compiled,
         "compiled function": lambda: compiled.forward,
         "OptimizeContext": lambda: names.DYNAMO_CTX.of(compiled),
