@@ -28,6 +28,8 @@ _LABELS = {
     "forward": "ddpopt, cut in forward",
     "backward": "ddpopt, cut in backward",
     "auto": "ddpopt, tuned buckets",
+    "sharded": "ddpopt, sharded update",
+    "zero": "torch's ZeroRedundancyOptimizer",
 }
 _BARS = "Bars: medians over rounds. Lines on top of them: quartiles. Shorter is better."
 

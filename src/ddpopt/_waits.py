@@ -7,6 +7,7 @@ address: compiled code is given parameters, but not their names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -52,16 +53,15 @@ def wait_for_all() -> None:
         arrival.wait()
 
 
+def _wait(parameters: list[torch.Tensor], _after: torch.Tensor | None) -> None:
+    sys.modules[__name__].wait_for(parameters)  # of this module as it was imported last
+
+
 # As if it wrote the parameters, so that compilers run it before what reads them; and as if it read
 # `after`, so that they run it no earlier than the call that makes that value.
-_library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]
-_library.define("wait_(Tensor(a!)[] parameters, Tensor? after) -> ()")
-
-
-def _wait(parameters: list[torch.Tensor], _after: torch.Tensor | None) -> None:
-    wait_for(parameters)
-
-
-_library.impl("wait_", _wait, "CompositeExplicitAutograd")
-torch.library.register_fake("ddpopt::wait_", lambda _parameters, _after: None, lib=_library)
+if not hasattr(torch.ops.ddpopt, "wait_"):  # or this module is imported once more
+    _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]
+    _library.define("wait_(Tensor(a!)[] parameters, Tensor? after) -> ()")
+    _library.impl("wait_", _wait, "CompositeExplicitAutograd")
+    torch.library.register_fake("ddpopt::wait_", lambda _parameters, _after: None, lib=_library)
 WAIT = torch.ops.ddpopt.wait_.default
