@@ -119,7 +119,10 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
-    """As `torch.compiler.assume_constant_result`: Dynamo calls it when it compiles a call of it."""
+    """As `torch.compiler.assume_constant_result`, which marks the function itself.
+
+    Dynamo calls it when it compiles a call of it.
+    """
     return torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
 
 

@@ -657,6 +657,7 @@ class ShardedUpdateHandle(Handle):
             yield node.register_prehook(
                 lambda *_, index=index: call(ShardedUpdateHandle.on_gradient, index)
             )
+        _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
         for module in ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]
             if own and self.algorithm.overlap_forward:
@@ -682,7 +683,6 @@ class ShardedUpdateHandle(Handle):
             )
 
 
-@_torch.while_compiling
 def _wait_for_all() -> None:
     _waits.wait_for_all()
 
