@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -60,6 +61,11 @@ def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> Non
 def ignore(ddp: DistributedDataParallel, turn: Turn) -> None:
     """Remove the observer with this turn."""
     _observers[ddp] = tuple(item for item in _observers_of(ddp) if item[0] is not turn)
+
+
+def will_communicate(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward of the forward that runs now would end in allreduces."""
+    return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ import ddpopt
 from ddpopt.algorithms import Decentralized, GradientAllReduce, attach
 from ddpopt.errors import AttachError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks
+from tests.support.ranks import OwnRanks, Ranks, error_of
 
 FLAT = Decentralized(hierarchical=False)
 
@@ -39,14 +38,6 @@ def _setting(algorithm: Any = FLAT, **ddp_options: Any) -> tuple[Any, Any, Any]:
     ddp = DistributedDataParallel(MLP(2), **ddp_options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     return ddp, optimizer, attach(ddp, optimizer, algorithm)
-
-
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # ---- bad input --------------------------------------------------------------------------------
@@ -84,34 +75,34 @@ def _refuse(rank: int) -> list[str]:
     environment = os.environ.pop("LOCAL_WORLD_SIZE", None)
     try:
         said = [
-            _said(lambda: attach(ddp, [optimizer, lbfgs][rank], FLAT)),
-            _said(lambda: attach(ddp, optimizer, Decentralized)),  # type: ignore[arg-type]
-            _said(lambda: attach(ddp, [optimizer, "SGD"][rank : rank + 1], FLAT)),  # type: ignore[arg-type]
-            _said(lambda: attach(ddp, mine, FLAT)),
-            _said(
+            error_of(lambda: attach(ddp, [optimizer, lbfgs][rank], FLAT)),
+            error_of(lambda: attach(ddp, optimizer, Decentralized)),  # type: ignore[arg-type]
+            error_of(lambda: attach(ddp, [optimizer, "SGD"][rank : rank + 1], FLAT)),  # type: ignore[arg-type]
+            error_of(lambda: attach(ddp, mine, FLAT)),
+            error_of(
                 lambda: attach(
                     ddp,
                     optimizer,
                     Decentralized(hierarchical=False, communication_interval=rank + 1),
                 )
             ),
-            _said(lambda: attach(ddp, optimizer, small)),
-            _said(lambda: attach(ddp, optimizer, Decentralized())),
-            _said(lambda: attach(ddp, optimizer, Decentralized(local_world_size=3))),
-            _said(
+            error_of(lambda: attach(ddp, optimizer, small)),
+            error_of(lambda: attach(ddp, optimizer, Decentralized())),
+            error_of(lambda: attach(ddp, optimizer, Decentralized(local_world_size=3))),
+            error_of(
                 lambda: attach(
                     ddp, optimizer, Decentralized(peer_selection="shift_one", local_world_size=2)
                 )
             ),
-            _said(lambda: attach(hooked, optimizer, FLAT)),
-            _said(lambda: attach(sparse, optimizer, FLAT)),
-            _said(lambda: attach(imaginary, optimizer, FLAT)),
+            error_of(lambda: attach(hooked, optimizer, FLAT)),
+            error_of(lambda: attach(sparse, optimizer, FLAT)),
+            error_of(lambda: attach(imaginary, optimizer, FLAT)),
         ]
         handle = attach(ddp, optimizer, FLAT)
-        said.append(_said(lambda: attach(ddp, optimizer, FLAT)))
+        said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
         handle.detach()
-        said.append(_said(handle.average))
-        said.append(_said(lambda: attach(MLP(2), optimizer, FLAT)))
+        said.append(error_of(handle.average))
+        said.append(error_of(lambda: attach(MLP(2), optimizer, FLAT)))
         return said
     finally:
         if environment is not None:
@@ -292,7 +283,7 @@ def _two_optimizers(rank: int) -> tuple[bool, str]:
                 optimizer.step()
                 optimizer.zero_grad()
         assert handle.num_steps == 3
-        said = _said(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
+        said = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
         handle.detach()
         results.append(_flat(ddp))
     return torch.equal(*results), said
@@ -386,10 +377,10 @@ def _save_and_load(rank: int) -> tuple[bool, list[str]]:
     train(resumed, optimizer, inputs[3:])
     is_equal = torch.equal(_flat(resumed), expected)
     said = [
-        _said(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
-        _said(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
-        _said(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
-        _said(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
+        error_of(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
+        error_of(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
+        error_of(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
+        error_of(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
     ]
     handle.detach()
     return is_equal, said

@@ -31,7 +31,7 @@ import ddpopt
 from ddpopt.algorithms import AsyncModelAverage, AsyncModelAverageHandle, attach
 from ddpopt.errors import AttachError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks
+from tests.support.ranks import OwnRanks, Ranks, error_of
 
 HARD_TIMEOUT_S = 300  # of each collective, and of each wait
 OFTEN = AsyncModelAverage(sync_interval_ms=2)
@@ -125,14 +125,6 @@ def _first(num_ranks: int) -> dist.ProcessGroup | None:
 
 def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "ddpopt-async"]
-
-
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 # ---- what rounds do ---------------------------------------------------------------------------
@@ -435,7 +427,7 @@ def _detach_at_work(rank: int) -> tuple[bool, bool, list[str]]:
         if average:
             trial.steps(2)
             answers.append(trial.equals_peers())
-    said = [_said(call) for call in (trial.handle.abort, trial.handle.resume)]
+    said = [error_of(call) for call in (trial.handle.abort, trial.handle.resume)]
     dist.barrier(group)
     return answers[0], not _threads(), said
 
@@ -601,8 +593,8 @@ def _save_and_load(rank: int) -> list[str]:
     assert state["num_communications"] >= 2
     other = Trial(group, algorithm)
     said = [
-        _said(lambda: other.handle.load_state_dict({**state, "num_steps": rank})),
-        _said(lambda: other.handle.load_state_dict({**state, "algorithm": "QAdam"})),
+        error_of(lambda: other.handle.load_state_dict({**state, "num_steps": rank})),
+        error_of(lambda: other.handle.load_state_dict({**state, "algorithm": "QAdam"})),
     ]
     other.handle.load_state_dict(state)
     assert other.handle.state_dict() == state
@@ -705,13 +697,13 @@ def _lose_a_rank(rank: int) -> tuple[list[str], float, list[str]]:
     start_s = time.monotonic()
     trial.until(lambda: bool(said), lambda: said.extend(_failures(trial.step)))
     seconds = time.monotonic() - start_s
-    said += [_said(c) for c in (trial.handle.abort, trial.handle.resume, trial.handle.average)]
-    said += [_said(trial.handle.detach), _said(trial.handle.detach)]
+    said += [error_of(c) for c in (trial.handle.abort, trial.handle.resume, trial.handle.average)]
+    said += [error_of(trial.handle.detach), error_of(trial.handle.detach)]
     return said, seconds, _threads()
 
 
 def _failures(call: Callable[[], object]) -> list[str]:
-    return [text for text in [_said(call)] if text != "nothing"]
+    return [text for text in [error_of(call)] if text != "nothing"]
 
 
 def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout(

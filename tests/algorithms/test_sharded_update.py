@@ -20,7 +20,7 @@ from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from ddpopt.algorithms._runtime.exchange import Exchange
 from tests.bucketing.test_rebucket import _plan_for
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
+from tests.support.ranks import OwnRanks, Ranks, error_of, lose_rank_1
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
@@ -344,14 +344,6 @@ def test_any_number_of_ranks_trains_as_plain_ddp(
 # ---- never silent -----------------------------------------------------------------------------
 
 
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def _read(rank: int) -> Any:
     torch.manual_seed(0)
     training, plain = Training(True, MLP(2)), Training(False, MLP(2))
@@ -363,16 +355,16 @@ def _read(rank: int) -> Any:
     parameters = list(training.ddp.parameters())
     pieces = [p for group in training.optimizer.param_groups for p in group["params"]]
     said = [
-        _said(lambda: nn.utils.clip_grad_norm_(parameters, 1.0)),
-        _said(lambda: nn.utils.clip_grad_value_(parameters, 1.0)),
-        _said(lambda: nn.utils.clip_grad_norm_(pieces, 1.0)),
-        _said(parameters[0].grad.norm),
-        _said(parameters[0].grad.clone),
-        _said(parameters[0].grad.numpy),
-        _said(lambda: dist.all_reduce(parameters[0].grad)),
-        _said(lambda: torch.save(parameters[0].grad, io.BytesIO())),
-        _said(training.optimizer.state_dict),
-        _said(lambda: training.optimizer.load_state_dict({"state": {}, "param_groups": []})),
+        error_of(lambda: nn.utils.clip_grad_norm_(parameters, 1.0)),
+        error_of(lambda: nn.utils.clip_grad_value_(parameters, 1.0)),
+        error_of(lambda: nn.utils.clip_grad_norm_(pieces, 1.0)),
+        error_of(parameters[0].grad.norm),
+        error_of(parameters[0].grad.clone),
+        error_of(parameters[0].grad.numpy),
+        error_of(lambda: dist.all_reduce(parameters[0].grad)),
+        error_of(lambda: torch.save(parameters[0].grad, io.BytesIO())),
+        error_of(training.optimizer.state_dict),
+        error_of(lambda: training.optimizer.load_state_dict({"state": {}, "param_groups": []})),
     ]
     full = training.handle.full_gradients()
     expected = {name: p.grad for name, p in plain.ddp.module.named_parameters()}
@@ -437,19 +429,19 @@ def _refuse(rank: int) -> list[str]:
     shared = MLP(2, bias=False)
     shared.layers[1].weight = nn.Parameter(shared.layers[0].weight.detach()[1:])  # type: ignore[assignment]
     handle = attach(ddp, adam, ShardedUpdate())
-    said = [_said(lambda: attach(ddp, adam, Decentralized(hierarchical=False)))]
-    said.append(_said(lambda: handle.load_state_dict({"optimizers": []})))
+    said = [error_of(lambda: attach(ddp, adam, Decentralized(hierarchical=False)))]
+    said.append(error_of(lambda: handle.load_state_dict({"optimizers": []})))
     said.append(
-        _said(lambda: handle.load_state_dict(torch.optim.SGD(gaps.parameters()).state_dict()))
+        error_of(lambda: handle.load_state_dict(torch.optim.SGD(gaps.parameters()).state_dict()))
     )
-    said.append(_said(lambda: handle.clip_grad_norm_(1.0, -1.0)))
+    said.append(error_of(lambda: handle.clip_grad_norm_(1.0, -1.0)))
     handle.detach()
-    said.append(_said(handle.wait))
+    said.append(error_of(handle.wait))
     for model in (ddp, DistributedDataParallel(gaps), DistributedDataParallel(shared)):
         optimizer = adafactor if model is ddp else torch.optim.SGD(model.parameters())
-        said.append(_said(lambda m=model, o=optimizer: attach(m, o, ShardedUpdate())))
-    said.append(_said(lambda: attach(ddp, Descent(ddp.parameters()), ShardedUpdate())))
-    said.append(_said(lambda: ShardedUpdate(elementwise=[Descent])))  # type: ignore[arg-type]
+        said.append(error_of(lambda m=model, o=optimizer: attach(m, o, ShardedUpdate())))
+    said.append(error_of(lambda: attach(ddp, Descent(ddp.parameters()), ShardedUpdate())))
+    said.append(error_of(lambda: ShardedUpdate(elementwise=[Descent])))  # type: ignore[arg-type]
     return said
 
 
@@ -547,7 +539,7 @@ def _fail(rank: int) -> Any:
     training.optimizer = Descent(training.ddp.parameters(), fails=True)
     training.attach(ShardedUpdate(elementwise=(Descent,)))
     inputs = batches(rank, [(8, WIDTH)] * 5)
-    said = [_said(lambda x=x: training.step(x)) for x in inputs]
+    said = [error_of(lambda x=x: training.step(x)) for x in inputs]
     return said, training.end()
 
 

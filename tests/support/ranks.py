@@ -149,3 +149,12 @@ def _work(
             pipe.send((function(rank, *args), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error that a call raises, as text, "nothing" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

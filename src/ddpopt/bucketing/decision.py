@@ -22,15 +22,16 @@ STAY = "buckets stay DDP's own"
 
 
 class Decision(NamedTuple):
-    """What is decided and why, the best plan as JSON, and the part of an iteration that it saves.
-
-    Buckets change if `is_better`.
-    """
+    """What is decided and why, the best plan as JSON, and what part of an iteration it saves."""
 
     text: str
     plan: str = ""
     gain: float = 0.0
-    is_better: bool = False
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the plan is worth the change."""
+        return self.gain >= _LEAST_GAIN
 
 
 def decide(
@@ -47,8 +48,7 @@ def decide(
     plan = plan_buckets(profile, cost, len(gathered))
     own, best = predict(profile, sizes, cost), plan.timeline()
     gain = 1 - best.iteration_s / own.iteration_s
-    is_better = gain >= _LEAST_GAIN
-    if is_better:
+    if gain >= _LEAST_GAIN:
         text = (
             f"buckets change, {len(sizes)} to {len(plan.buckets)}: iterations are predicted to get "
             f"{gain:.0%} shorter"
@@ -59,7 +59,7 @@ def decide(
             f"to get {gain:.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
         )
     lines = [text, "", *_compare(profile, own, best), "", *_describe(cost)]
-    return Decision("\n".join(lines), plan.to_json(), gain, is_better)
+    return Decision("\n".join(lines), plan.to_json(), gain)
 
 
 def _compare(profile: Profile, own: Timeline, best: Timeline) -> list[str]:

@@ -23,12 +23,11 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._events import Observer, Turn, ignore, observe, will_communicate
 from ddpopt._text import printable
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing.calibrate import calibrate
@@ -169,7 +168,7 @@ class _Tuner(Observer):
         if self._stage is None:
             ignore(ddp, Turn.TUNER)
             return
-        if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
+        if not will_communicate(ddp):
             return
         stopwatch = self._begin_step(ddp, self._stage)
         if stopwatch.num_backwards == self._stage.num_backwards - 1 and self._appointment is None:

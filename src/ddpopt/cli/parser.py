@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import ddpopt
-from ddpopt._files import check_can_write
+from ddpopt._files import check_can_write, installed_version
 from ddpopt.bucketing.costs import ALGORITHMS
 from ddpopt.bucketing.simulate import parse_bandwidth
 from ddpopt.errors import PlanError
@@ -21,14 +20,6 @@ _T = TypeVar("_T")
 _Parser = argparse.ArgumentParser
 
 
-class _Version(argparse.Action):
-    """Looks the version up when it is asked for."""
-
-    def __call__(self, parser: _Parser, *_: object) -> None:
-        print(f"{parser.prog} {ddpopt.__version__}")
-        parser.exit()
-
-
 def make_parser() -> _Parser:
     """Return the parser; what it parses has `command`, as `module:function` of `commands/`."""
     parser = _Parser(
@@ -36,7 +27,10 @@ def make_parser() -> _Parser:
         description="See, predict and measure how DDP's communication overlaps with backward.",
         epilog=_EXIT_STATUS,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = f"%(prog)s {installed_version()}"
+    parser.add_argument(
+        "--version", action="version", version=version, help="print the version and exit"
+    )
     top = parser.add_subparsers(metavar="COMMAND", required=True)
     rows: tuple[tuple[str, str, str, Callable[[_Parser], None]], ...] = (
         ("explain", "explain:run", "show how a model is split, without other processes", _explain),

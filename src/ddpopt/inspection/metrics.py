@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Turn, observe
+from ddpopt._events import Observer, Turn, observe, will_communicate
 from ddpopt.bucketing import rebucket
 from ddpopt.split import state
 
@@ -78,7 +78,7 @@ class _StepClock(Observer):
         self._began_s: float | None = None
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        if not will_communicate(ddp):
             return
         now_s = time.perf_counter()
         if self._began_s is not None:

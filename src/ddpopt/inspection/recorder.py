@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch
-from ddpopt._events import Label, Observer, Turn, ignore, listen, observe
+from ddpopt._events import Label, Observer, Turn, ignore, listen, observe, will_communicate
 from ddpopt._files import check_can_write
 from ddpopt._text import format_bytes
 from ddpopt.bucketing.device import now
@@ -203,7 +203,7 @@ class _Recorder(Observer):
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Begin a step, unless this forward belongs to the one that has begun, or is none."""
-        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        if not will_communicate(ddp):
             self._step = None
         elif self._step is None or self._step.arrivals:
             self._step = _Step(self._now_s())

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, config
-from ddpopt._events import Observer
+from ddpopt._events import Observer, will_communicate
 from ddpopt.errors import DisagreementError, PeerError, TorchDriftError
 from ddpopt.ranks import faults
 from ddpopt.ranks.rendezvous import name_ranks
@@ -176,7 +176,7 @@ class _Told(Observer):
         Raises:
             DisagreementError: as `compare`.
         """
-        if not _communicates(ddp):
+        if not will_communicate(ddp):
             return
         self.num_steps += 1
         if self.board is None:
@@ -222,7 +222,7 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
     told, text = _told.setdefault(ddp, _Told()), json.dumps(facts)
     if dist.get_world_size(ddp.process_group) == 1 or not told.is_news(ddp, text):
         return
-    due = told.num_steps + (1 if _communicates(ddp) else 2)
+    due = told.num_steps + (1 if will_communicate(ddp) else 2)
     try:
         told.board = board = Board(ddp.process_group, _TITLE, told.key, _STORE_S)
         board.tell(told.digest)
@@ -232,11 +232,6 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
             board.put("due", str(due))
     except (PeerError, TorchDriftError) as error:
         told.give_up(error)
-
-
-def _communicates(ddp: DistributedDataParallel) -> bool:
-    """Whether a backward of the forward that runs now would end in allreduces."""
-    return ddp.require_backward_grad_sync and torch.is_grad_enabled()
 
 
 def _read(board: Board) -> list[list[Fact]]:

@@ -124,7 +124,9 @@ class DDPState:
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it told them, or as they were given to it."""
         known, ddp = self.told_buckets or self._given_buckets, self._module()
-        return known or (None if _torch.follows_arrival_order(ddp) else _torch.final_buckets(ddp))
+        if known is None and not _torch.follows_arrival_order(ddp):
+            known = self._given_buckets = _torch.final_buckets(ddp)  # when it was made
+        return known
 
     @property
     def has_planned_buckets(self) -> bool:
