@@ -78,9 +78,9 @@ class Team:
         answer: list[float] = self.ask("reduce_alone", num_times)
         return answer
 
-    def tune(self, num_steps: int) -> str:
+    def tune(self) -> str:
         """Find the best buckets; see `Worker.tune`."""
-        answer: str = self.ask("tune", num_steps)
+        answer: str = self.ask("tune")
         return answer
 
     def use_caps(self, caps_bytes: Sequence[int]) -> str:

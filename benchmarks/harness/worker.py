@@ -41,6 +41,7 @@ from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS
 
 _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4
+_MAX_TUNING_STEPS = 40
 
 
 class Worker:
@@ -106,16 +107,24 @@ class Worker:
         buffers = [bucket.buffer() for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()]
         return tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def tune(self, num_steps: int) -> str:
-        """Find the best buckets again while training; return the plan as JSON, with `outcome`."""
+    def tune(self) -> str:
+        """Find the best buckets again while training; return the plan as JSON, with `outcome`.
+
+        How many steps that takes depends on what is found: a change is compared with before.
+        """
         if tuning.of(self._ddp) is not None and not tuning.is_searching(self._ddp):
             self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp)
-        for _ in range(num_steps):
-            self._step()
+        self._step()  # compiles, the first time, and makes what looks for buckets
+        num_steps = 1
         tuner = tuning.of(self._ddp)
         assert tuner is not None
-        assert tuner.is_done, f"tuning was not done after {num_steps} steps"
+        while not tuner.is_done:
+            assert num_steps < _MAX_TUNING_STEPS, (
+                f"not done after {num_steps} steps: {tuner.outcome}"
+            )
+            self._step()
+            num_steps += 1
         if tuner.best is None:
             return json.dumps({"outcome": tuner.outcome})
         return json.dumps({"outcome": tuner.outcome, "plan": tuner.best.to_json()})

@@ -43,7 +43,6 @@ _QUICK: dict[str, Any] = {
     "inner": "aot_eager",
 }
 _LOSS_TOLERANCE = 1e-3
-_TUNING_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,7 @@ def _measure_cell(
     for name, team in list(teams.items()):
         if find_peer(name)[0].is_tuned:
             with _failing(session, model, cap, name, teams):
-                outcome = json.loads(team.tune(_TUNING_STEPS))["outcome"]
+                outcome = json.loads(team.tune())["outcome"]
                 session.say(f"{model}, cap {cap}, {rate}, {name}: {outcome}")
     times = rounds.take_turns(
         teams,

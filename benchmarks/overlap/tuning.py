@@ -26,7 +26,6 @@ from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
 _CAPS_MB = (0.5, 1, 4, 8, 16, 1000)
-_TUNING_STEPS = 12
 _NUM_STEPS = 2
 _AUTO, _DEFAULT = "auto", "default"
 
@@ -65,7 +64,7 @@ class Cell:
 
 def measure(team: Team, model: str, rate: str, num_ranks: int, num_rounds: int) -> Cell:
     """Tune, and measure all choices in turns."""
-    tuned = json.loads(team.tune(_TUNING_STEPS))
+    tuned = json.loads(team.tune())
     if "plan" not in tuned:
         raise TeamError(f"{model} at {rate} was not tuned: {tuned['outcome']}")
     choices: dict[str, tuple[int, ...]] = {
