@@ -64,17 +64,21 @@ def test_what_cutting_costs_is_measured_for_sections_and_for_gates() -> None:
 
 
 def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
-    """The plan beside DDP's default and all caps, each with a prediction."""
-    options = ("--models", "tiny", "--rates", "1gbit", "--rounds", "1", "--inner", "aot_eager")
+    """The plan beside DDP's default and all caps, each with a prediction, at each rate anew."""
+    options = ("--models", "tiny", "--rates", "1gbit,2gbit", "--rounds", "1")
+    options = (*options, "--inner", "aot_eager")
     run = _start("-m", "benchmarks.overlap.tuning", *options, "--output", str(tmp_path))
     text, _ = run.communicate()
     assert run.returncode == 0, text
-    (cell,) = json.loads((tmp_path / "tuning.json").read_text())
-    rows = {row["buckets"]: row for row in cell["rows"]}
-    assert {"auto", "default", "1000 MB"} < rows.keys()
-    assert rows["1000 MB"]["num_buckets"] == 1 < rows["0.5 MB"]["num_buckets"]
-    assert all(min(row["backwards_s"]) > 0 < row["predicted_backward_s"] for row in cell["rows"])
-    assert "| tiny | 2 | 1gbit |" in (tmp_path / "tuning.md").read_text()
+    cells = json.loads((tmp_path / "tuning.json").read_text())
+    assert [cell["rate"] for cell in cells] == ["1gbit", "2gbit"]
+    for cell in cells:
+        rows = {row["buckets"]: row for row in cell["rows"]}
+        assert {"auto", "default", "1000 MB"} < rows.keys()
+        assert rows["1000 MB"]["num_buckets"] == 1 < rows["0.5 MB"]["num_buckets"]
+        measured = [(*row["backwards_s"], row["predicted_backward_s"]) for row in cell["rows"]]
+        assert all(min(times_s) > 0 for times_s in measured)
+        assert f"| tiny | 2 | {cell['rate']} |" in (tmp_path / "tuning.md").read_text()
 
 
 def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_trial: bool) -> None
 
 
 def restart(ddp: DistributedDataParallel) -> None:
-    """Look for better buckets once more, on all ranks in the same step."""
+    """Look for better buckets than the present ones, on all ranks in the same step."""
+    rebucket.forget(ddp)
     _tuners.pop(ddp, None)
     _in_use.pop(ddp, None)
     start(ddp, "auto", is_trial=False)
