@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from ddpopt._torch import names
+from ddpopt._torch import kernels, names
 from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.graphs import fake_mode_of
 from ddpopt._torch.names import ModuleName
@@ -71,9 +72,11 @@ def _tag_of(tag: str) -> str:
     return f"{tag} ddpopt: no donated buffers"
 
 
-# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> a callable
-# that takes a list and empties it
-CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Callable[..., Any]]
+Compiled = Callable[..., Any]  # takes a list and empties it
+Finish = Callable[[], Compiled]  # waits until it is there
+# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> what is to
+# be called once compilation of all sections has begun
+CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Finish]
 
 
 class Cutting(Protocol):
@@ -109,34 +112,37 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         cached = None if cutting.key is None else _cached()
         tag = names.CACHE_KEY_TAG.get()
 
-        def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
+        def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> tuple[Any, Finish]:
             # Inductor's own cache, which bundling turns off, need not know what this is a part of.
             own = {names.CACHE_KEY_TAG: _tag_of(tag), names.BUNDLED_AUTOGRAD_CACHE: False}
-            with names.settings(own):
-                return compile_fx_inner(graph, values, **options)
+            with names.settings(own), kernels.collecting() as waits:
+                compiled = compile_fx_inner(graph, values, **options)
+            return compiled, functools.partial(kernels.finish, waits, compiled)
 
-        forwards: list[Any] = []
+        forwards: list[Finish] = []
 
         def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
             if not options.get("is_backward", False):
                 cutting.edit_forward(graph)
-                forwards.append(compile_inner(graph, graph_inputs, **options))
-                return forwards[-1]
+                compiled, finish = compile_inner(graph, graph_inputs, **options)
+                forwards.append(finish)
+                return compiled
             static = set(options.pop("static_input_idxs", ()))
 
             def compile_section(
                 section: fx.GraphModule, section_inputs: list[Any], origins: list[int | None]
-            ) -> Any:
+            ) -> Finish:
                 (output,) = section.graph.find_nodes(op="output")
                 values: Any = output.args[0]
                 # Inductor keeps the strides of these; the next section counts on them.
                 output.meta["user_visible_output_idxs"] = list(range(len(values)))
                 kept = [i for i, origin in enumerate(origins) if origin in static]
-                return compile_inner(section, section_inputs, static_input_idxs=kept, **options)
+                return compile_inner(section, section_inputs, static_input_idxs=kept, **options)[1]
 
             sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
+            graphs = [*(finish() for finish in forwards), *sections]
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
-            if cached is not None and cached.are_storable([*forwards, *sections]):
+            if cached is not None and cached.are_storable(graphs):
                 return cached.CutBackward(sections, data)
             names.BUNDLED_AUTOGRAD_CACHE.replace(False)  # without which nothing is stored
             return cutting.run(sections, data)
@@ -144,6 +150,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_cut_backward_settings(cutting.key if cached else None))
+            stack.enter_context(kernels.coming_later(inputs))
             if cached is not None:
                 stack.enter_context(cached.running_by(cutting.run))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
@@ -173,11 +180,11 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         return boxed_nop(graph, graph_inputs)
 
     def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
-        return cutting.run(
-            *cutting.compile(
-                graph, list(graph_inputs), lambda section, values, _: boxed_nop(section, values)
-            )
-        )
+        def compile_section(section: fx.GraphModule, values: list[Any], _: object) -> Finish:
+            compiled = boxed_nop(section, values)
+            return lambda: compiled
+
+        return cutting.run(*cutting.compile(graph, list(graph_inputs), compile_section))
 
     with _cut_backward_settings(None):
         return lookup_backend("aot_eager")(

@@ -44,6 +44,7 @@ class Need(enum.Enum):
     WHOLE = "getting whole graphs from Dynamo"
     BACKWARD = "split='backward'"
     CACHE = "taking cut backwards from torch's cache"
+    SIDE_BY_SIDE = "compiling the C++ of sections side by side"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
@@ -358,6 +359,11 @@ INDUCTOR_CONFIG = PrivateName("Inductor wrapper", "config", Need.BACKWARD)
 INDUCTOR_OPTIONS = ModuleName(_INDUCTOR, "list_options", Need.SPLIT)
 TRITON = ModuleName(f"{_INDUCTOR}.config", "triton", Need.BACKWARD)
 CUDAGRAPHS = PrivateName("Inductor's triton config", "cudagraphs", Need.BACKWARD)
+ASYNC_COMPILE = ModuleName(f"{_INDUCTOR}.async_compile", "AsyncCompile", Need.SIDE_BY_SIDE)
+WAIT_FOR_KERNELS = PrivateName("AsyncCompile", "wait", Need.SIDE_BY_SIDE)
+PROFILE_BANDWIDTH_OUTPUT = ModuleName(
+    f"{_INDUCTOR}.config", "profile_bandwidth_output", Need.SIDE_BY_SIDE
+)
 FALLBACK_RANDOM = ModuleName(f"{_INDUCTOR}.config", "fallback_random", Need.COPY)
 
 # ---- Modules and logs --------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from ddpopt import _logs, _torch
 from ddpopt.errors import SectionCompileError
+
+_T = TypeVar("_T")
 
 _QUIET_S = 3.0  # of compiling before anything is said of it
 
@@ -29,14 +31,10 @@ class SectionCompiler:
         self,
         index: int,
         where: str,
-        compile_it: Callable[[], Callable[..., Any]],
-        uncompiled: Callable[..., Any],
-    ) -> Callable[..., Any]:
-        """Compile a section; tell which one once this takes long, and if it fails.
-
-        Raises:
-            SectionCompileError: `compile_it` raised, and torch's `suppress_errors` is off.
-        """
+        compile_it: Callable[[], _T],
+        uncompiled: _T,
+    ) -> _T:
+        """Compile a section as `or_uncompiled` does; tell which one once this takes long."""
         taken_s = time.monotonic() - self._began_s
         if taken_s >= _QUIET_S:
             _logs.progress(
@@ -46,14 +44,23 @@ class SectionCompiler:
                 self._num_sections,
                 taken_s,
             )
-        try:
-            return compile_it()
-        except passing_errors():
-            raise
-        except Exception as error:
-            if _torch.suppresses_errors():
-                _logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
-                return uncompiled
-            raise SectionCompileError(
-                f"the inner compiler raised {type(error).__name__} on {where}: {error}"
-            ) from error
+        return or_uncompiled(where, compile_it, uncompiled)
+
+
+def or_uncompiled(where: str, compile_it: Callable[[], _T], uncompiled: _T) -> _T:
+    """Return what `compile_it` returns; `uncompiled` if it raises, and torch suppresses errors.
+
+    Raises:
+        SectionCompileError: `compile_it` raised, and torch's `suppress_errors` is off.
+    """
+    try:
+        return compile_it()
+    except passing_errors():
+        raise
+    except Exception as error:
+        if _torch.suppresses_errors():
+            _logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
+            return uncompiled
+        raise SectionCompileError(
+            f"the inner compiler raised {type(error).__name__} on {where}: {error}"
+        ) from error

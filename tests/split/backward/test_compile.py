@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType
 from torch._inductor import compile_fx, metrics
+from torch._inductor.async_compile import AsyncCompile
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,6 +98,68 @@ def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inn
     assert plan.split == "backward"
     assert len(plan.sections) > 4
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
+
+
+class _Compilation:
+    """What Inductor did, in its order; waiting for kernels fails on call `failing`."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.events: list[str] = []
+        self._failing = failing
+
+    def train(self, **settings: Any) -> tuple[list[torch.Tensor], SplitPlan]:
+        inner_compile, wait = compile_fx.compile_fx_inner, AsyncCompile.wait
+
+        def compile_inner(*args: Any, **kwargs: Any) -> Any:
+            self.events.append("begin")
+            return inner_compile(*args, **kwargs)
+
+        def wait_for(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+            self.events.append("wait")
+            if self.events.count("wait") == self._failing:
+                raise ZeroDivisionError("no such register")
+            wait(compiler, scope)
+
+        with (
+            mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),
+            mock.patch.object(AsyncCompile, "wait", wait_for),
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+            torch._dynamo.config.patch(**settings),
+        ):
+            return _train(_stack(2), split="backward")
+
+
+def test_nobody_waits_for_kernels_before_all_sections_have_begun(one_rank: None) -> None:
+    """So the C++ of one is compiled beside the next one's lowering."""
+    compilation = _Compilation()
+    _, plan = compilation.train()
+    num_begun = compilation.events.index("wait")
+    assert num_begun > 3
+    assert num_begun == compilation.events.count("begin") == compilation.events.count("wait")
+    assert len(plan.sections) >= num_begun - 1, "equal ones are compiled once"
+
+
+def test_kernels_that_fail_are_an_error_that_names_the_section(one_rank: None) -> None:
+    """With the original error's type and text, although it comes later."""
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed,
+        match=r"ZeroDivisionError on backward section 1 of \d+: no such register",
+    ):
+        _Compilation(failing=2).train()
+
+
+def test_under_suppress_errors_that_section_runs_uncompiled(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only that one; it is said once; the result is right."""
+    right, _ = _Compilation().train()
+    trained, plan = _Compilation(failing=2).train(suppress_errors=True)
+    assert plan.split == "backward"
+    (said,) = (r.getMessage() for r in caplog.records if "runs uncompiled" in r.getMessage())
+    assert "backward section 1 of" in said
+    for a, b in zip(trained, right, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:

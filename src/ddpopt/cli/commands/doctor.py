@@ -170,6 +170,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "boxed function": lambda: names.BOXED_NOP.get()(fx.GraphModule({}, fx.Graph()), []),
         "Inductor wrapper": lambda: _torch.inductor(None, {}),
         "Inductor's triton config": names.TRITON.get,
+        "AsyncCompile": names.ASYNC_COMPILE.get,
         "OutputCode": lambda: names.OUTPUT_CODE.get()(),  # noqa: PLW0108  # not before it is called
     }
     if ddp is not None:

@@ -23,7 +23,7 @@ from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph
 from ddpopt.split.backward.waits import insert_waits
 from ddpopt.split.nodes import graph_name, output_values
 from ddpopt.split.plan import SplitPlan
-from ddpopt.split.sections import SectionCompiler
+from ddpopt.split.sections import SectionCompiler, or_uncompiled
 from ddpopt.split.state import Nodes
 
 
@@ -138,8 +138,8 @@ class _Cutting(_torch.Cutting):
             )
         plan, nodes, sections = self._cut(backward, self._saved)
         if not sections:
-            compiled = [compile_section(backward, inputs, list(range(len(inputs))))]
-            return compiled, _Kept(
+            finish = compile_section(backward, inputs, list(range(len(inputs))))
+            return [finish()], _Kept(
                 plan=plan, nodes=nodes, sections=(), arguments=arguments, has_descent=False
             )
         descent = find_descent(backward, self._places)
@@ -219,7 +219,7 @@ def _compile_sections(
 
     `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
     """
-    compiled: list[Callable[..., Any]] = []
+    begun: list[_torch.Finish] = []
     place_of: dict[object, int] = {}
     places = []
     compiler = SectionCompiler(graph, len(sections))
@@ -232,17 +232,17 @@ def _compile_sections(
         ]
         key = _identity(section.graph, values) or index
         if key not in place_of:
-            place_of[key] = len(compiled)
-            compiled.append(
-                compiler.compile(
-                    index,
-                    f"backward section {index} of {len(sections)}",
-                    functools.partial(compile_section, section.graph, values, origins),
-                    functools.partial(_run_uncompiled, section.graph),
-                )
+            place_of[key] = len(begun)
+            where = f"backward section {index} of {len(sections)}"
+            uncompiled: _torch.Compiled = functools.partial(_run_uncompiled, section.graph)
+            otherwise: _torch.Finish = functools.partial(_itself, uncompiled)
+            begin: Callable[[], _torch.Finish] = functools.partial(
+                compile_section, section.graph, values, origins
             )
+            finish = compiler.compile(index, where, begin, otherwise)
+            begun.append(functools.partial(or_uncompiled, where, finish, uncompiled))
         places.append(place_of[key])
-    return compiled, places
+    return [finish() for finish in begun], places
 
 
 def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
@@ -256,6 +256,10 @@ def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
     return (section.code, tuple(kinds))
+
+
+def _itself(call: _torch.Compiled) -> _torch.Compiled:
+    return call
 
 
 def _run_uncompiled(section: fx.GraphModule, values: list[Any]) -> Any:
