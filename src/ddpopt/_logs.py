@@ -21,6 +21,11 @@ _own_log = logging.getLogger("ddpopt")
 _graph_log = _torch.graph_logger()
 
 
+def is_on() -> bool:
+    """Whether messages at INFO are shown."""
+    return any(logger.isEnabledFor(logging.INFO) for logger in (_torch_log, _own_log))
+
+
 def info(message: str, *args: object) -> bool:
     """Log at INFO under the first of torch's and our own logger that is on; False if none is."""
     for logger in (_torch_log, _own_log):

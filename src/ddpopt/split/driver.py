@@ -19,6 +19,7 @@ from ddpopt._events import Label, telling
 from ddpopt._files import source_digest
 from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead, TorchDriftError
 from ddpopt.options import Options
+from ddpopt.ranks import plan_log
 from ddpopt.reducer import (
     Bucket,
     Parameter,
@@ -301,5 +302,9 @@ def _announce(
     is_expected = plan.fallback is None or plan.fallback.is_expected
     if plan.instead is not None:  # nobody asked for more than "auto" gives
         is_expected &= options.split == "auto" and plan.instead.is_expected
-    log = _logs.info if is_expected else _logs.warning
-    log("%s", plan)
+    if not is_expected:
+        _logs.warning("%s", plan)
+    elif ddp is None:
+        _logs.info("%s", plan)
+    else:
+        plan_log.tell(ddp, plan.graph, plan)
