@@ -83,6 +83,17 @@ def test_an_observer_that_comes_in_a_forward_is_told_of_its_end(one_rank: None) 
     assert told == ["late after ours"]
 
 
+def test_the_ddp_module_around_a_module_is_found_once_it_has_run(one_rank: None) -> None:
+    """The newest of several."""
+    module = nn.Linear(4, 4)
+    for _ in range(2):
+        ddp = DistributedDataParallel(module)
+        _run(_ddp())
+        assert _events.find_ddp(module) is not ddp
+        _run(ddp)
+        assert _events.find_ddp(module) is ddp
+
+
 def test_what_is_noted_of_a_module_keeps_it_from_nothing(one_rank: None) -> None:
     """It is freed with its observers."""
     ddp = _ddp()

@@ -32,6 +32,7 @@ LAYERS = (
     "algorithms",
     "data_parallel",
     "backend",
+    "integrations",
     "__init__",
     "cli",
     "__main__",

@@ -80,6 +80,12 @@ def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
         observer.after_forward(ddp, is_ours)
 
 
+def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP module around a module, once a forward of it ran; the newest of several."""
+    found = (ddp for ddp in reversed(list(_observers)) if ddp.module is module)
+    return next(found, None)
+
+
 def _observers_of(ddp: DistributedDataParallel) -> _Observers:
     found = _observers.get(ddp)
     if found is None:
