@@ -59,7 +59,8 @@ WRITTEN = {
 ON_TWO_NODES = "run on two emulated nodes"
 FILES_FROM = "docs/getting-started.md"  # for pages that run a train.py without showing it
 
-# Commands that other tests run as they are written, and look at what they print.
+# Commands that other tests run as they are written, some with a faster inner compiler, and look at
+# what they print.
 ELSEWHERE = {
     command_of(f"examples/{name}.py")
     for name in (
@@ -67,6 +68,9 @@ ELSEWHERE = {
         "minimal",
         "recipes/accelerate_loop",
         "recipes/lightning_fabric",
+        "recipes/lightning_trainer",
+        "recipes/nano_gpt",
+        "recipes/regional",
         "recipes/trainer",
     )
 }
