@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from ddpopt import _torch
 from ddpopt._events import Observer, Turn, observe, will_communicate
 from ddpopt.bucketing import rebucket
 from ddpopt.split import state
+
+Source = Callable[[], dict[str, float]]
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:
@@ -25,7 +29,8 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if allreduces are rings, 2 (n - 1) / n times the bytes of n ranks (as NCCL's tests define it).
     `ddpopt.recompiles` counts compiles of a frame but its first.
 
-    What is not known yet is left out. Where the model is not compiled, sections and graphs are 0.
+    An attached algorithm adds what its `Handle.metrics` returns. What is not known yet is left out.
+    Where the model is not compiled, sections and graphs are 0.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` made of one.
@@ -52,7 +57,20 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)
-    return found | _of_step(step, dist.get_world_size(ddp.process_group)) if step.number else found
+    if step.number:
+        found |= _of_step(step, dist.get_world_size(ddp.process_group))
+    source = _sources.get(ddp, _no_source)()
+    return found if source is None else found | source()
+
+
+def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
+    """Add to a module's metrics what the source has that `find` returns, while it returns one."""
+    _sources[ddp] = find
+
+
+def remove_source(ddp: DistributedDataParallel) -> None:
+    """Add nothing any more."""
+    _sources.pop(ddp, None)
 
 
 def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
@@ -86,4 +104,10 @@ class _StepClock(Observer):
         self._began_s = now_s
 
 
+def _no_source() -> None:
+    """Stand for a source where there is none."""
+
+
 _clocks = state.new_table()
+_sources: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], Source | None]]
+_sources = weakref.WeakKeyDictionary()
