@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +67,21 @@ def ignore(ddp: DistributedDataParallel, turn: Turn) -> None:
 def will_communicate(ddp: DistributedDataParallel) -> bool:
     """Whether a backward of the forward that runs now would end in allreduces."""
     return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
+
+
+class StepClock(Observer):
+    """Takes the time from a forward that communicates to the next: `step_s`, of the last step."""
+
+    def __init__(self) -> None:
+        self.step_s: float | None = None
+        self._began_s: float | None = None
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        if will_communicate(ddp):
+            now_s = time.perf_counter()
+            if self._began_s is not None:
+                self.step_s = now_s - self._began_s
+            self._began_s = now_s
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:

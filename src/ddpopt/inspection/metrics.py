@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Turn, observe, will_communicate
+from ddpopt._events import StepClock, Turn, observe
 from ddpopt.bucketing import rebucket
 from ddpopt.split import state
 
@@ -41,7 +40,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     ddp = state.ddp_of(model)
     clock = _clocks.get(ddp)
     if clock is None:
-        clock = _clocks[ddp] = _StepClock()
+        clock = _clocks[ddp] = StepClock()
         observe(ddp, Turn.METRICS, clock)
     known = state.of(ddp)
     plans = known.plans
@@ -86,22 +85,6 @@ def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
         moved = 2 * (num_ranks - 1) / num_ranks * step.num_bytes * 8
         found["ddpopt.communication.bus_gbit_per_s"] = moved / step.communication_s / 1e9
     return found
-
-
-class _StepClock(Observer):
-    """Takes the time between forwards that communicate; `step_s` is the last one in seconds."""
-
-    def __init__(self) -> None:
-        self.step_s: float | None = None
-        self._began_s: float | None = None
-
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        if not will_communicate(ddp):
-            return
-        now_s = time.perf_counter()
-        if self._began_s is not None:
-            self.step_s = now_s - self._began_s
-        self._began_s = now_s
 
 
 def _no_source() -> None:
