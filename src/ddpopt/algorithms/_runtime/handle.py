@@ -141,6 +141,7 @@ class Handle:
         self.num_steps = 0
         self.num_communications = 0
         self._tally = Tally()
+        self._num_bytes = sum(parameter.nbytes for parameter in training.parameters)
         self._is_attached = True
         self._num_pauses = 0
         self._is_open = False  # a step has begun and not ended
@@ -220,8 +221,7 @@ class Handle:
         docs/metrics.md has the names.
         """
         tally, sent = self._tally, self.groups.sent_bytes
-        size = self.training.group.size()
-        plain = tally.num_steps * ring_bytes(sum(p.nbytes for p in self.training.parameters), size)
+        plain = tally.num_steps * ring_bytes(self._num_bytes, self.training.group.size())
         return {
             "ddpopt.algorithm.steps": tally.num_steps,
             "ddpopt.algorithm.skipped_steps": tally.num_skipped_steps,
