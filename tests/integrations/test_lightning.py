@@ -50,7 +50,9 @@ def _module(package: str, step: str = "automatic") -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = MLP()
-            self.automatic_optimization = step == "automatic"
+            if step == "network":
+                self.model.compile(backend="ddpopt", options=EAGER)
+            self.automatic_optimization = step != "manual"
 
         def training_step(self, batch: torch.Tensor) -> Any:
             if step == "raises":
@@ -122,6 +124,7 @@ def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> di
         ("lightning.pytorch", "automatic", 1),
         ("pytorch_lightning", "automatic", 2),
         ("lightning.pytorch", "manual", 1),
+        ("lightning.pytorch", "network", 1),
     ],
 )
 def test_fit_and_resumed_fit_split_log_and_explain(
