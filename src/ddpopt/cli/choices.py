@@ -1,6 +1,7 @@
 """Which options to train with, by how long a model's allreduces take beside its computation.
 
-docs/index.md has the same three rows, with what was measured for each.
+docs/index.md has the same three rows, with what was measured for each; the limits are read off
+benchmarks/RESULTS.md, from its columns "compute alone" and "communication alone".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    Choice(4, "4 times as long or longer", "no options", "other buckets than DDP's win nothing"),
+    Choice(4, "4 times as long or longer", "no options", "other buckets than DDP's have won nothing"),
     Choice(
         1,
         "1 to 4 times as long",

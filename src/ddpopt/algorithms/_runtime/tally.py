@@ -6,17 +6,20 @@ headers: an allreduce is taken to be a ring's.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 _sent_bytes: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
+_noting = threading.Lock()  # workers send too
 
 
 def note_sent(group: dist.ProcessGroup, num_bytes: float) -> None:
     """Note that this rank sends so much to others of a group."""
-    _sent_bytes[group] = sent_bytes(group) + num_bytes
+    with _noting:
+        _sent_bytes[group] = sent_bytes(group) + num_bytes
 
 
 def sent_bytes(group: dist.ProcessGroup | None) -> float:
