@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    Choice(4, "4 times as long or longer", "no options", "other buckets than DDP's have won nothing"),
+    Choice(4, "4 times as long or longer", "no options", "other buckets have won nothing"),
     Choice(
         1,
         "1 to 4 times as long",
