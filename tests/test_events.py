@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events
-from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._events import Observer, StepClock, Turn, ignore, observe
 from ddpopt.split import state
 
 
@@ -81,6 +83,33 @@ def test_an_observer_that_comes_in_a_forward_is_told_of_its_end(one_rank: None) 
     ddp = DistributedDataParallel(Late(4, 4))
     torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(torch.ones(2, 4))
     assert told == ["late after ours"]
+
+
+def test_a_step_lasts_from_a_forward_that_communicates_to_the_next(one_rank: None) -> None:
+    """Evaluation and micro-batches under `no_sync` are a part of it."""
+    ddp, clock = _ddp(), StepClock()
+    observe(ddp, Turn.METRICS, clock)
+    seconds = itertools.count(10, 5)
+    with mock.patch.object(_events, "time", mock.Mock(perf_counter=lambda: next(seconds))):
+        _run(ddp)
+        assert clock.step_s is None
+        with ddp.no_sync():
+            _run(ddp)
+        with torch.no_grad():
+            ddp(torch.ones(2, 4))
+        _run(ddp)
+    assert clock.step_s == 5
+
+
+def test_the_ddp_module_around_a_module_is_found_once_it_has_run(one_rank: None) -> None:
+    """The newest of several."""
+    module = nn.Linear(4, 4)
+    for _ in range(2):
+        ddp = DistributedDataParallel(module)
+        _run(_ddp())
+        assert _events.find_ddp(module) is not ddp
+        _run(ddp)
+        assert _events.find_ddp(module) is ddp
 
 
 def test_what_is_noted_of_a_module_keeps_it_from_nothing(one_rank: None) -> None:

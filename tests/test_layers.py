@@ -32,6 +32,7 @@ LAYERS = (
     "algorithms",
     "data_parallel",
     "backend",
+    "integrations",
     "__init__",
     "cli",
     "__main__",
@@ -80,6 +81,15 @@ def test_private_torch_names_stay_in_one_room() -> None:
                 if owner not in ("self", "cls"):
                     found.append(ast.unparse(node))
         assert not found, f"{path} touches {found}"
+
+
+def test_packages_of_callbacks_are_imported_by_those_who_use_them() -> None:
+    """No other module imports the callbacks, nor what they are for."""
+    for layer, path in _files():
+        found = {name.split(".")[0] for name in _imports(path)}
+        if layer != "integrations":
+            assert not found & {"accelerate", "lightning", "pytorch_lightning", "transformers"}
+            assert not any(name.startswith("ddpopt.integrations") for name in _imports(path))
 
 
 def test_importing_it_and_its_command_line_imports_no_dynamo() -> None:

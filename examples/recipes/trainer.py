@@ -1,8 +1,8 @@
 """Run it with: torchrun --standalone --nproc-per-node 2 examples/recipes/trainer.py
 
-A GPT-2 of two layers with Hugging Face's Trainer (`pip install transformers accelerate`), compiled
-with ddpopt, on CPUs with gloo. An eager twin is trained beside it, and both must end with the same
-parameters, but for rounding.
+A GPT-2 of two layers with Hugging Face's Trainer (`pip install transformers accelerate`) and
+ddpopt's callback, on CPUs with gloo. An eager twin is trained beside it, and both must end with the
+same parameters, but for rounding.
 """
 
 import argparse
@@ -16,15 +16,16 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import ddpopt
+from ddpopt.integrations.transformers import DDPOptCallback
 
 NUM_STEPS = 6
 
 
 # --8<-- [start:recipe]
 def train(model: nn.Module, dataset: list[dict], folder: str, options: dict | None) -> Trainer:
+    callbacks = []
     if options is not None:
-        model.compile(backend="ddpopt", options=options)  # in place, before DDP is made
+        callbacks = [DDPOptCallback(options, explanation=f"{folder}/explanation.html")]
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -33,12 +34,13 @@ def train(model: nn.Module, dataset: list[dict], folder: str, options: dict | No
         ddp_bucket_cap_mb=1,
         ddp_find_unused_parameters=False,
         learning_rate=1e-3,
-        report_to="none",
+        logging_steps=2,
+        report_to="none",  # reporting callbacks come after ours: [..., TensorBoardCallback()]
         save_strategy="no",
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=callbacks)
     trainer.train()
-    return trainer  # its model_wrapped is the DDP module, for ddpopt.explain
+    return trainer
 
 
 # --8<-- [end:recipe]
@@ -72,7 +74,7 @@ def main() -> None:
     ours, expected, start = (parameters_to_vector(m.parameters()) for m in (model, twin, start))
     assert (ours - expected).norm() < 1e-2 * (expected - start).norm(), "the twins have diverged"
     if trainer.is_world_process_zero():
-        print(ddpopt.explain(trainer.model_wrapped))
+        print("logged:", *trainer.state.log_history[-2])
         print("parameters equal the twin's, but for rounding")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -69,6 +70,21 @@ def will_communicate(ddp: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
 
 
+class StepClock(Observer):
+    """Takes the time from a forward that communicates to the next: `step_s`, of the last step."""
+
+    def __init__(self) -> None:
+        self.step_s: float | None = None
+        self._began_s: float | None = None
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        if will_communicate(ddp):
+            now_s = time.perf_counter()
+            if self._began_s is not None:
+                self.step_s = now_s - self._began_s
+            self._began_s = now_s
+
+
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Tell a module's observers that its forward begins."""
     for _, observer in _observers_of(ddp):
@@ -79,6 +95,12 @@ def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
     """Tell a module's observers, including those added in this forward, that it has ended."""
     for _, observer in _observers_of(ddp):
         observer.after_forward(ddp, is_ours)
+
+
+def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP module around a module, once a forward of it ran; the newest of several."""
+    found = (ddp for ddp in reversed(list(_observers)) if ddp.module is module)
+    return next(found, None)
 
 
 def _observers_of(ddp: DistributedDataParallel) -> _Observers:

@@ -159,6 +159,8 @@ class _FirstForward(Observer):
     """Finds out whether a module with a part to be compiled ran without any compiled code."""
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+        if not torch.is_grad_enabled():
+            return  # a trainer may evaluate first, by a method that is not compiled
         ignore(ddp, Turn.COMPILED)
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
             if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import _events
 from ddpopt._torch import LoggedStep
 from ddpopt.bucketing import advice
 from tests.support.models import MLP, batches, train
@@ -37,7 +38,7 @@ def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
         mock.patch.object(
             advice._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
         ),
-        mock.patch.object(advice, "time", clock),
+        mock.patch.object(_events, "time", clock),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
     return [line for line in lines if "other buckets" in line]

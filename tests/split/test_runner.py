@@ -133,6 +133,28 @@ def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
     assert "torch.compile(part) does" in text
 
 
+def test_no_such_warning_where_a_trainer_evaluates_first(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through DDP, by a method that is not compiled."""
+
+    class Module(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.step(x) if self.training else super().forward(x)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    module = Module()
+    module.step = _compile(module.step)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=CAP)
+    with torch.no_grad():
+        ddp.eval()(torch.randn(2, WIDTH))
+    train(ddp.train(), batches(0, [(2, WIDTH)] * 2))
+    assert not _warnings(caplog)
+    assert ddpopt.explain(ddp).plans
+
+
 def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     """Neither for eager DDP nor for another backend."""
     for backend in (None, "eager"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import json
@@ -25,6 +26,7 @@ from ddpopt import __version__, _torch
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import plan_buckets
 from ddpopt.cli import main, output
+from ddpopt.cli.choices import CHOICES
 from ddpopt.cli.commands import bench, doctor, simulate
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.main import find_command
@@ -33,7 +35,7 @@ from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.errors import SectionCompileError
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
 from tests.support.models import MLP
-from tests.system.documents import environment
+from tests.system.documents import ROOT, environment
 
 MODELS = """
 import torch
@@ -548,6 +550,40 @@ def test_doctor_looks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check.is_ok
     assert "no-such-compiler" in check.detail
     assert "set CXX" in check.remedy
+
+
+def test_doctor_says_which_options_by_the_measured_network(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In milliseconds of computation; the command of docs/index.md measures among real ranks."""
+    cost = AllreduceCost(startup_s=0.002, s_per_byte=1e-9)
+    monkeypatch.setattr(doctor, "calibrate", lambda: cost)
+    monkeypatch.setattr(doctor, "torchrun_group", lambda *_: contextlib.nullcontext("gloo"))
+    monkeypatch.setattr(doctor, "_try", lambda split: doctor.Check(split, "not tried"))
+    assert main(("doctor", "--json", "--model-mb", "26")) == 0
+    data = json.loads(capsys.readouterr().out)
+    taken_ms = 2 * 2 + 26 * 2**20 * 1e-6  # two buckets
+    assert data["allreduces_ms"] == pytest.approx(taken_ms)
+    least_ms = [row["computation_at_least_ms"] for row in data["which_options"]]
+    assert least_ms == pytest.approx([4 * taken_ms, taken_ms, 0])
+    assert main(("doctor", "--model-mb", "26")) == 0
+    text = capsys.readouterr().out
+    assert "31.3 ms by themselves, for gradients of 26 MiB among 1 ranks (gloo)" in text
+    assert "shorter than 31.3 ms" in text
+
+
+def test_doctor_measures_under_torchrun_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """And says how to start it."""
+    told = "torchrun --nproc-per-node 2 -m ddpopt doctor --model-mb 26"
+    assert told in _refused(capsys, "doctor", "--model-mb", "26")
+
+
+def test_the_rows_of_options_are_those_of_the_landing_page() -> None:
+    """What is seen, and what to write."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    for choice in CHOICES:
+        assert f"| {choice.seen.replace(' or longer', ' as the allreduces, or longer')} |" in text
+        assert choice.write.replace("that, or algorithms", "that, or an algorithm") in text
 
 
 def test_names_of_ddp_are_listed_where_there_is_one(one_rank: None) -> None:

@@ -56,10 +56,13 @@ WRITTEN = {
     "docs/reading-the-logs.md": ("dumps",),
     "docs/ten-minutes.md": ("explanation.html", "trace.json"),
 }
+# What else a page's commands need: `make test-all` installs it, by the extra `examples`.
+NEEDED = {"docs/ten-minutes.md": "tensorboard"}
 ON_TWO_NODES = "run on two emulated nodes"
 FILES_FROM = "docs/getting-started.md"  # for pages that run a train.py without showing it
 
-# Commands that other tests run as they are written, and look at what they print.
+# Commands that other tests run as they are written, some with a faster inner compiler, and look at
+# what they print.
 ELSEWHERE = {
     command_of(f"examples/{name}.py")
     for name in (
@@ -67,6 +70,9 @@ ELSEWHERE = {
         "minimal",
         "recipes/accelerate_loop",
         "recipes/lightning_fabric",
+        "recipes/lightning_trainer",
+        "recipes/nano_gpt",
+        "recipes/regional",
         "recipes/trainer",
     )
 }
@@ -193,6 +199,8 @@ def _run(command: str, folder: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if _commands(page)])
 def test_commands_run(tmp_path: Path, page: str) -> None:
     """One after another, in a folder with the files that the page shows; each exits with 0."""
+    if page in NEEDED:
+        pytest.importorskip(NEEDED[page], reason="pip install 'ddpopt[examples]'")
     _prepare(page, tmp_path)
     has_snippets = any(not block.title and not block.how for block in _python(page))
     for command in _commands(page):

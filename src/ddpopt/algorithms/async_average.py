@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop
@@ -84,7 +83,7 @@ class AsyncModelAverageHandle(Handle):
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Average a bucket in the warm-up; later gradients stay as they are."""
         if 0 < self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
-            return allreduce_hook(self.training.group, bucket)
+            return self.allreduce(bucket)
         return super().reduce(bucket)
 
     def on_forward(self) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ddpopt.algorithms._runtime.groups import Groups
 from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture
 from ddpopt.algorithms._runtime.quantization import are_finite, compress, decompress
+from ddpopt.algorithms._runtime.tally import note_sent
 from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm
 from ddpopt.errors import NonFiniteError
@@ -84,8 +85,10 @@ def _average(values: torch.Tensor, group: dist.ProcessGroup) -> None:
         return
     sent = compress(F.pad(values, (0, -num_values % num_chunks)).view(num_chunks, -1))
     received = torch.empty_like(sent)
+    note_sent(group, sent.nbytes * (num_chunks - 1) / num_chunks)
     dist.all_to_all_single(received, sent, group=group)
     mean = compress(decompress(received).mean(dim=0, keepdim=True))
+    note_sent(group, mean.nbytes * (num_chunks - 1))
     _all_gather(received, mean, group=group)
     if are_finite(received):
         values.copy_(decompress(received).view(-1)[:num_values])

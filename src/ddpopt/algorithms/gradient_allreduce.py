@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt.algorithms._runtime.groups import mean
 from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture
@@ -22,7 +21,7 @@ class GradientAllReduceHandle(BackgroundHandle):
         """Reduce a bucket over all ranks."""
         if self.algorithm.average and self.groups.node is None:
             self.num_communications += 1
-            return allreduce_hook(self.training.group, bucket)
+            return self.allreduce(bucket)
         return self.run_behind_backward(bucket, self._reduce)
 
     def _reduce(self, values: torch.Tensor) -> None:

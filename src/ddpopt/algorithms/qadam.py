@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.adam import adam
 
 from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture, Training
@@ -191,7 +190,7 @@ class QAdamHandle(BackgroundHandle):
                 warm.append((optimizer, gradient, parameter, group))
         if not warm:
             self.num_communications += 1
-            return allreduce_hook(self.training.group, bucket)
+            return self.allreduce(bucket)
 
         def average_momenta(values: torch.Tensor) -> None:
             for optimizer, *arguments in warm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._events import StepClock, Turn, ignore, observe, will_communicate
 from ddpopt._text import format_ms
 from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import plan_buckets
@@ -39,18 +38,20 @@ def watch(ddp: DistributedDataParallel) -> None:
         observe(ddp, Turn.ADVICE, _Adviser())
 
 
-class _Adviser(Observer):
+class _Adviser(StepClock):
     def __init__(self) -> None:
-        self._began_s = 0.0
+        super().__init__()
         self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}  # with its iteration's time
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Note the times of the step before."""
-        now_s, self._began_s = time.perf_counter() - self._began_s, time.perf_counter()
+        """Note the times of the step that ends where the next begins."""
+        if not will_communicate(ddp):
+            return
+        super().before_forward(ddp)
         try:
             step = _torch.last_logged_step(ddp)
-            if step.number in _STEPS:
-                self._steps.setdefault(step.number, (step, now_s))
+            if step.number in _STEPS and self.step_s is not None:
+                self._steps.setdefault(step.number, (step, self.step_s))
             if step.number >= _STEPS[-1]:
                 ignore(ddp, Turn.ADVICE)
                 self._advise(ddp)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import time
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Turn, observe, will_communicate
+from ddpopt._events import StepClock, Turn, observe
 from ddpopt.bucketing import rebucket
 from ddpopt.split import state
+
+Source = Callable[[], dict[str, float]]
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:
@@ -25,7 +28,8 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if allreduces are rings, 2 (n - 1) / n times the bytes of n ranks (as NCCL's tests define it).
     `ddpopt.recompiles` counts compiles of a frame but its first.
 
-    What is not known yet is left out. Where the model is not compiled, sections and graphs are 0.
+    An attached algorithm adds what its `Handle.metrics` returns. What is not known yet is left out.
+    Where the model is not compiled, sections and graphs are 0.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` made of one.
@@ -36,7 +40,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     ddp = state.ddp_of(model)
     clock = _clocks.get(ddp)
     if clock is None:
-        clock = _clocks[ddp] = _StepClock()
+        clock = _clocks[ddp] = StepClock()
         observe(ddp, Turn.METRICS, clock)
     known = state.of(ddp)
     plans = known.plans
@@ -52,7 +56,20 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)
-    return found | _of_step(step, dist.get_world_size(ddp.process_group)) if step.number else found
+    if step.number:
+        found |= _of_step(step, dist.get_world_size(ddp.process_group))
+    source = _sources.get(ddp, _no_source)()
+    return found if source is None else found | source()
+
+
+def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
+    """Add to a module's metrics what the source has that `find` returns, while it returns one."""
+    _sources[ddp] = find
+
+
+def remove_source(ddp: DistributedDataParallel) -> None:
+    """Add nothing any more."""
+    _sources.pop(ddp, None)
 
 
 def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
@@ -70,20 +87,10 @@ def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
     return found
 
 
-class _StepClock(Observer):
-    """Takes the time between forwards that communicate; `step_s` is the last one in seconds."""
-
-    def __init__(self) -> None:
-        self.step_s: float | None = None
-        self._began_s: float | None = None
-
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        if not will_communicate(ddp):
-            return
-        now_s = time.perf_counter()
-        if self._began_s is not None:
-            self.step_s = now_s - self._began_s
-        self._began_s = now_s
+def _no_source() -> None:
+    """Stand for a source where there is none."""
 
 
 _clocks = state.new_table()
+_sources: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], Source | None]]
+_sources = weakref.WeakKeyDictionary()

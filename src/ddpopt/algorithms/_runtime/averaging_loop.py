@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.groups import make_agreement_group
 from ddpopt.algorithms._runtime.handle import Handle
+from ddpopt.algorithms._runtime.tally import note_sent, ring_bytes
 from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
 
@@ -194,6 +195,7 @@ class AveragingLoop:
             del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
+            note_sent(self._data, ring_bytes(values.nbytes, self._data.size()))
             self._reduce(values, self._data, dist.ReduceOp.SUM)
             values.div_(self._data.size()).sub_(own)
         with self._turn() as owner:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpopt.algorithms._runtime.tally import note_sent
+
 _CACHED = 2**16  # elements of a few tensors, which a core's cache holds
 
 Works = list[Any]  # torch.distributed.Work
@@ -39,6 +41,7 @@ class Exchange:
         the mean when they have ended.
         """
         size, divisor = part.numel(), self.num_ranks
+        note_sent(self.group, values.nbytes * (self.num_ranks - 1) / self.num_ranks)
         if values.dtype is torch.float16:  # of which a sum may be too large
             values.div_(divisor)
             divisor = 1
@@ -73,6 +76,7 @@ class Exchange:
     def all_gather(self, values: torch.Tensor) -> Works:
         """Begin to give all ranks each one's part of `values`, whose length the ranks divide."""
         parts = list(values.view(self.num_ranks, -1))
+        note_sent(self.group, parts[self.rank].nbytes * (self.num_ranks - 1))
         if self._is_pairwise:
             return self._swap([parts[self.rank]] * self.num_ranks, parts)
         own = parts[self.rank]

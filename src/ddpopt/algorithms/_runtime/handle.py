@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.groups import Groups, mean
+from ddpopt.algorithms._runtime.tally import Tally, note_sent, ring_bytes
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
+from ddpopt.inspection import metrics
 from ddpopt.ranks.agreement import Fact, Word, agree
 from ddpopt.ranks.faults import communicating
 from ddpopt.reducer import Parameter
@@ -138,6 +140,8 @@ class Handle:
         self.groups = Groups(training.group, training.device, ranks_per_node)
         self.num_steps = 0
         self.num_communications = 0
+        self._tally = Tally()
+        self._num_bytes = sum(parameter.nbytes for parameter in training.parameters)
         self._is_attached = True
         self._num_pauses = 0
         self._is_open = False  # a step has begun and not ended
@@ -151,6 +155,7 @@ class Handle:
             if ddp is training.ddp:  # copies, as those of `verify`, have its hooks
                 self.on_forward()
 
+        metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
         on_forward = _torch.uncompiled(count)
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
         for optimizer in training.optimizers:
@@ -201,7 +206,31 @@ class Handle:
                 raise OptionError(f"the state's {name!r} is {state.get(name)!r}, not a count")
         return [Fact(name, str(state[name])) for name in _COUNTERS]
 
+    def allreduce(self, bucket: Bucket) -> GradientFuture:
+        """Return the future gradients of a bucket as DDP's own allreduce makes them."""
+        self._tally.is_reduced = True
+        group = self.training.group
+        note_sent(self.groups.everyone, ring_bytes(bucket.buffer().nbytes, group.size()))
+        return allreduce_hook(group, bucket)
+
     # ---- what users do -----------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the algorithm did since it was attached; `ddpopt.metrics` has it too.
+
+        docs/metrics.md has the names.
+        """
+        tally, sent = self._tally, self.groups.sent_bytes
+        plain = tally.num_steps * ring_bytes(self._num_bytes, self.training.group.size())
+        return {
+            "ddpopt.algorithm.steps": tally.num_steps,
+            "ddpopt.algorithm.skipped_steps": tally.num_skipped_steps,
+            "ddpopt.algorithm.skipped_updates": tally.num_skipped_updates,
+            "ddpopt.algorithm.stale_steps": tally.stale_steps,
+            "ddpopt.algorithm.communications": self.num_communications,
+            "ddpopt.algorithm.sent_bytes": sent,
+            "ddpopt.algorithm.saved_bytes": plain - sent,
+        }
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -248,6 +277,7 @@ class Handle:
             for removable in self._removable:
                 removable.remove()
             _attached[self.training.ddp] = lambda: None
+            metrics.remove_source(self.training.ddp)
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):
@@ -271,6 +301,7 @@ class Handle:
         everyone = self.groups.everyone
         agree_on(self.training.ddp, lambda: self.check_state(state), remedy, everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
+        self._tally.known_communications = self.num_communications
 
     def _identity(self) -> dict[str, Any]:
         settings = dataclasses.asdict(self.algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
@@ -289,6 +320,7 @@ class Handle:
         """End the step that is open, if any, whether or not its update was made."""
         self.check_attached()
         if self._is_open:
+            self._tally.num_skipped_updates += 1
             self.before_update()
             self._end_step()
 
@@ -330,6 +362,7 @@ class Handle:
         self.after_update()
         if was_open:
             self.end_step()
+            self._tally.end_step(self.num_communications)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""`ddpopt doctor`: whether training can be split in this environment, and what is in the way."""
+"""`ddpopt doctor`: whether training can be split in this environment, and with which options."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, config
 from ddpopt._torch import names
 from ddpopt._torch.names import ModuleName, PrivateName
+from ddpopt.bucketing.calibrate import calibrate
+from ddpopt.cli.choices import choices_data, choices_table, communication_s
 from ddpopt.cli.output import Report, Screen, Table
-from ddpopt.cli.process_groups import one_rank_group
+from ddpopt.cli.process_groups import one_rank_group, torchrun_group
 from ddpopt.inspection.explain import explain
 from ddpopt.options import SPLITS
 from ddpopt.split.plan import SplitPlan
@@ -50,8 +52,18 @@ class Check(NamedTuple):
         return not self.remedy
 
 
-def run(args: argparse.Namespace, screen: Screen) -> Report:
-    """Check; the status is 1 if a small model could not be split as asked."""
+def run(args: argparse.Namespace, screen: Screen) -> Report | None:
+    """Check; the status is 1 if a small model could not be split as asked.
+
+    With `model_mb`, the network is measured among torchrun's processes, of which rank 0 reports.
+    """
+    taken_s = None
+    if args.model_mb is not None:
+        with torchrun_group(None, f"doctor --model-mb {args.model_mb:g}") as backend:
+            taken_s = communication_s(calibrate(), args.model_mb)
+            rank, network = dist.get_rank(), f"{dist.get_world_size()} ranks ({backend})"
+        if rank:
+            return None
     found = find_names(None)
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
         found = find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
@@ -69,12 +81,22 @@ def run(args: argparse.Namespace, screen: Screen) -> Report:
             for row, is_found in found.items()
         ]
         parts += ["", Table(header=("", "private name of torch", "for"), rows=shown)]
-    parts.append(f"\ntraining can {'' if can_split else 'not '}be split here")
+    parts.append(f"\ntraining can {'' if can_split else 'not '}be split here\n")
+    if taken_s is None:
+        parts.append("allreduces, in an iteration: --model-mb measures them, under torchrun\n")
+    else:
+        parts.append(
+            f"allreduces, in an iteration: {taken_s * 1e3:.3g} ms by themselves, for gradients of "
+            f"{args.model_mb:g} MiB among {network}\n"
+        )
+    parts.append(choices_table(taken_s))
     data = {
         "format": "ddpopt doctor 1",
         "can_split": can_split,
         "checks": [{**check._asdict(), "is_ok": check.is_ok} for check in checks],
         "private_names": {str(row): is_found for row, is_found in found.items()},
+        "allreduces_ms": None if taken_s is None else taken_s * 1e3,
+        "which_options": choices_data(taken_s),
     }
     return Report(data=data, parts=parts, status=0 if can_split else 1)
 

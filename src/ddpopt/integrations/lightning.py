@@ -1,0 +1,137 @@
+"""`DDPOptCallback` for Lightning's Trainer: compiles training steps, logs metrics, explains.
+
+It takes `lightning` and `pytorch_lightning`, whichever is installed; only those who import this
+module need one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.errors import UnsupportedModeError
+from ddpopt.inspection.explain import Explanation
+from ddpopt.inspection.metrics import metrics
+from ddpopt.integrations.reporter import Reporter, needs_compiling, say_nothing_to_split
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+# Methods of a LightningModule that Dynamo cannot trace; it breaks the graph at them instead.
+_EAGER = ("log", "log_dict")
+
+
+def _callback_classes() -> tuple[Any, ...]:
+    """Return `Callback` of the package that the program has imported, else of those installed.
+
+    Both packages have one, and a Trainer takes those of its own package only.
+    """
+    imported = [name for name in _PACKAGES if name in sys.modules]
+    installed = [name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])]
+    if not installed:
+        raise ImportError("this callback needs Lightning: pip install lightning")
+    return tuple(importlib.import_module(name).Callback for name in imported or installed)
+
+
+class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever is there
+    """Compiles a LightningModule's `training_step` under DDP in `fit`, and reports.
+
+    It compiles when Lightning has wrapped the module, and takes that back when `fit` ends.
+    `self.log` and `self.log_dict` run uncompiled. Where ddpopt compiles a part of the module
+    already, the callback only reports. Validation is not compiled.
+
+    As often as the Trainer logs (`log_every_n_steps`), its loggers get `ddpopt.metrics` of rank 0.
+    When training ends, rank 0 prints the explanation: afterwards Lightning takes DDP away.
+
+    Args:
+        options: As `torch.compile` takes them for ddpopt.
+        mode: As `torch.compile` takes it.
+        dynamic: As `torch.compile` takes it.
+        explanation: Where rank 0 saves the explanation: a name that ends in .html, .json or .txt.
+
+    Raises:
+        ImportError: neither package is installed.
+        OptionError: an option is unknown or has a bad value.
+        UnsupportedModeError: (by `fit`) the Trainer's strategy is not DDP.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        explanation: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._reporter = Reporter(options, mode, dynamic, explanation)
+        self._replaced: dict[str, Any] = {}  # what the module itself had of these names
+        self._last_step = 0
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """What rank 0 printed at the end of the last `fit`."""
+        return self._reporter.explanation
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Compile; DDP is around the module by now."""
+        ddp = trainer.model
+        strategy = type(trainer.strategy).__name__
+        if isinstance(ddp, DistributedDataParallel):
+            if trainer.is_global_zero:
+                self._reporter.begin(ddp)
+        elif trainer.world_size > 1 or ddp is not pl_module:
+            raise UnsupportedModeError(
+                f"the Trainer's strategy is {strategy}, in which no DistributedDataParallel has "
+                "buckets to cut at; give Trainer(strategy='ddp'), or leave DDPOptCallback out"
+            )
+        else:
+            say_nothing_to_split(f"{strategy} trains on one rank", "give Trainer(strategy='ddp')")
+        if needs_compiling(pl_module):
+            disable: Any = torch.compiler.disable
+            for name in _EAGER:
+                self._replace(pl_module, name, disable(getattr(pl_module, name)))
+            step = torch.compile(
+                pl_module.training_step, backend="ddpopt", **self._reporter.compiling
+            )
+            self._replace(pl_module, "training_step", step)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note where a checkpoint, which is loaded by now, goes on."""
+        self._last_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Log where the Trainer does, at the number that it gives the step."""
+        step, every, ddp = trainer.global_step, trainer.log_every_n_steps, trainer.model
+        is_due = step != self._last_step and every > 0 and step % every == 0
+        self._last_step = step  # which accumulating gradients does not change
+        if is_due and trainer.is_global_zero and isinstance(ddp, DistributedDataParallel):
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics(ddp), step=step - 1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Explain; this is the last hook in which there is a DDP module."""
+        if trainer.is_global_zero and isinstance(trainer.model, DistributedDataParallel):
+            self._reporter.end(trainer.model)
+        self._restore(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the module as it was."""
+        self._restore(pl_module)
+
+    def _replace(self, module: Any, name: str, value: Any) -> None:
+        self._replaced[name] = vars(module).get(name)
+        setattr(module, name, value)
+
+    def _restore(self, module: Any) -> None:
+        for name, value in self._replaced.items():
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        self._replaced.clear()

@@ -1,0 +1,73 @@
+"""What the callbacks share: how they compile, and what they tell of a training.
+
+It imports no trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs
+from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.metrics import metrics
+from ddpopt.options import resolve_options
+
+
+class Reporter:
+    """Begins with a training and ends with it, on rank 0.
+
+    Attributes:
+        compiling: Arguments for `torch.compile`, beside the backend.
+        explanation: Of the last training with DDP; None before its end.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None,
+        mode: str | None,
+        dynamic: bool | None,
+        path: str | os.PathLike[str] | None,
+    ) -> None:
+        """Take what `torch.compile` takes, and where to save; OptionError as it would raise it."""
+        resolve_options(mode, options)
+        self.compiling: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
+        self._path = None if path is None else os.fspath(path)
+        self.explanation: Explanation | None = None
+
+    def begin(self, ddp: DistributedDataParallel) -> None:
+        """Take times from here on, and see now whether the explanation can be saved.
+
+        Raises:
+            OptionError, OSError: As `Explanation.save`.
+        """
+        metrics(ddp)
+        if self._path is not None:
+            explain(ddp).save(self._path)
+
+    def end(self, ddp: DistributedDataParallel) -> None:
+        """Print the explanation and save it, while there is a DDP module to explain."""
+        self.explanation = explain(ddp)
+        print(self.explanation)
+        if self._path is not None:
+            self.explanation.save(self._path)
+
+
+def needs_compiling(module: torch.nn.Module) -> bool:
+    """Whether no part of a module is compiled by ddpopt yet."""
+    return not is_compiled_by_us(module)
+
+
+def say_nothing_to_split(how: str, remedy: str) -> None:
+    """Tell that a model is compiled without DDP; `how` says how it is trained."""
+    _logs.progress(
+        "%s, without DistributedDataParallel: there is nothing to split, and the model is compiled "
+        "whole; for several ranks %s",
+        how,
+        remedy,
+    )

@@ -1,0 +1,114 @@
+"""`DDPOptCallback` for Hugging Face's Trainer: compiles the model in place, logs, explains.
+
+Only those who import this module need `transformers` and `accelerate`. A loop with Accelerate alone
+has no callbacks: there compile what `prepare` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from ddpopt import _events
+from ddpopt.errors import UnsupportedModeError
+from ddpopt.inspection.explain import Explanation
+from ddpopt.inspection.metrics import metrics
+from ddpopt.integrations.reporter import Reporter, needs_compiling, say_nothing_to_split
+
+
+class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
+    """Compiles a Trainer's model in place (`model.compile`) when training begins, and reports.
+
+    The model's class stays what it is, so that saving and loading do not change. Where ddpopt
+    compiles a part of it already, the callback only reports. Evaluation runs compiled too.
+
+    Rows of the Trainer's log that have a loss get `ddpopt.metrics`. A callback that sends rows
+    elsewhere has to come later in the list, so give it there rather than by `report_to`. When
+    training ends, rank 0 prints the explanation.
+
+    Args:
+        options: As `torch.compile` takes them for ddpopt.
+        mode: As `torch.compile` takes it.
+        dynamic: As `torch.compile` takes it.
+        explanation: Where rank 0 saves the explanation: a name that ends in .html, .json or .txt.
+
+    Raises:
+        OptionError: an option is unknown or has a bad value.
+        UnsupportedModeError: (by `train`) the Trainer trains otherwise than by DDP, or compiles
+            by itself.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        explanation: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._reporter = Reporter(options, mode, dynamic, explanation)
+        self._find_ddp: Callable[[], DistributedDataParallel | None] = _find_none
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """What rank 0 printed at the end of the last `train`."""
+        return self._reporter.explanation
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """Compile; the Trainer hands out the model, and not the DDP module around it."""
+        self._find_ddp = _find_none
+        _check_mode(args)
+        if needs_compiling(model):
+            model.compile(backend="ddpopt", **self._reporter.compiling)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """Find the DDP module after the first step."""
+        if self._find_ddp() is None and state.is_world_process_zero:
+            ddp = _events.find_ddp(model)
+            if ddp is not None:
+                self._find_ddp = weakref.ref(ddp)
+                self._reporter.begin(ddp)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
+        """Add to what is logged, and to what the Trainer has kept of it already."""
+        ddp = self._find_ddp()
+        if ddp is not None and "loss" in logs:
+            numbers = metrics(ddp)
+            logs.update(numbers)
+            state.log_history[-1].update(numbers)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Explain."""
+        ddp = self._find_ddp()
+        if ddp is not None:
+            self._reporter.end(ddp)
+
+
+def _find_none() -> None:
+    """Stand for the DDP module before the first step."""
+
+
+def _check_mode(args: Any) -> None:
+    """Raise UnsupportedModeError unless DDP trains, or one rank; say which in the second case."""
+    if args.torch_compile:
+        raise UnsupportedModeError(
+            f"torch_compile is True, so the Trainer compiles by {args.torch_compile_backend!r} "
+            "itself; leave torch_compile out of TrainingArguments, or leave DDPOptCallback out"
+        )
+    kind = AcceleratorState().distributed_type.value
+    if args.n_gpu > 1:
+        kind = "DataParallel"
+    if kind == "NO":
+        say_nothing_to_split("the Trainer trains on one rank", "start it with torchrun")
+    elif not kind.startswith("MULTI_"):
+        raise UnsupportedModeError(
+            f"the Trainer trains with {kind}, in which no DistributedDataParallel has buckets to "
+            "cut at; start it with torchrun and without settings for another strategy, or leave "
+            "DDPOptCallback out"
+        )

@@ -1,0 +1,208 @@
+"""The callback for Lightning's Trainer: real `fit`s, with DDP on two ranks, on one, and without."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from ddpopt.errors import OptionError, UnsupportedModeError
+from tests.support.models import MLP, WIDTH
+from tests.support.ranks import Ranks
+
+pytest.importorskip("lightning", reason="pip install 'ddpopt[recipes]'")
+
+from ddpopt.integrations import lightning as integration
+from ddpopt.integrations.lightning import DDPOptCallback
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+EAGER = {"inner": "aot_eager"}
+NUM_BATCHES = 8
+EVERY = 2  # steps are logged
+
+
+def _trainer(package: str, folder: str, callbacks: list[Any], **more: Any) -> Any:
+    pl = importlib.import_module(package)
+    loggers = importlib.import_module(f"{package}.loggers")
+    return pl.Trainer(
+        accelerator="cpu",
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        log_every_n_steps=EVERY,
+        logger=loggers.CSVLogger(folder, version=0),
+        **{"max_epochs": 1, **more},
+    )
+
+
+def _module(package: str, step: str = "automatic") -> Any:
+    class Module(importlib.import_module(package).LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = MLP()
+            if step == "network":
+                self.model.compile(backend="ddpopt", options=EAGER)
+            self.automatic_optimization = step != "manual"
+
+        def training_step(self, batch: torch.Tensor) -> Any:
+            if step == "raises":
+                raise ArithmeticError
+            loss = self.model(batch).square().mean()
+            self.log("loss", loss)
+            self.log_dict({"twice": 2 * loss})
+            if step == "manual":
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("val", self.model(batch).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(0)
+    return Module()
+
+
+def _batches(rank: int) -> Any:
+    generator = torch.Generator().manual_seed(rank)
+    batches = torch.randn(NUM_BATCHES, 4, WIDTH, generator=generator)
+    return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+def _as_torchrun(rank: int) -> Any:
+    given = {"TORCHELASTIC_RUN_ID": "x", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+    given |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    return mock.patch.dict(os.environ, given | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+
+
+def _ddp(package: str) -> Any:
+    return importlib.import_module(f"{package}.strategies").DDPStrategy(bucket_cap_mb=0.03)
+
+
+def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> dict[str, Any]:
+    """Fit an epoch, go on from its checkpoint, and return what was seen; compare with a twin."""
+    common = {"devices": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
+    callback = DDPOptCallback(EAGER, explanation=f"{folder}/explanation.json")
+    found: dict[str, Any] = {"explanations": [], "rows": []}
+    data, checkpoint = _batches(rank), None
+    with _as_torchrun(rank):
+        for num_epochs in (1, 2):
+            module = _module(package, step)
+            given = {**common, "strategy": _ddp(package), "max_epochs": num_epochs}
+            trainer = _trainer(package, f"{folder}/{num_epochs}", [callback], **given)
+            trainer.fit(module, data, data, ckpt_path=checkpoint)
+            assert not {"log", "log_dict", "training_step"} & vars(module).keys()
+            checkpoint = f"{folder}/checkpoint"
+            trainer.save_checkpoint(checkpoint)
+            found["explanations"].append(callback.explanation and str(callback.explanation))
+            if rank == 0:
+                with Path(trainer.logger.log_dir, "metrics.csv").open() as file:
+                    found["rows"] += csv.DictReader(file)
+        twin = _module(package, step)
+        given = {**common, "strategy": _ddp(package), "max_epochs": 2}
+        _trainer(package, f"{folder}/twin", [], **given).fit(twin, data, data)
+    torch.testing.assert_close(list(module.parameters()), list(twin.parameters()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "step", "accumulate"),
+    [
+        ("lightning.pytorch", "automatic", 1),
+        ("pytorch_lightning", "automatic", 2),
+        ("lightning.pytorch", "manual", 1),
+        ("lightning.pytorch", "network", 1),
+    ],
+)
+def test_fit_and_resumed_fit_split_log_and_explain(
+    ranks: Ranks, tmp_path: Path, package: str, step: str, accumulate: int
+) -> None:
+    """With validation within; weights equal those of a twin without the callback."""
+    first, second = ranks.run(_fit, package, str(tmp_path), step, accumulate)
+    assert second["explanations"] == [None, None]
+    for text in first["explanations"]:
+        assert "3 backward sections for 4 DDP buckets" in text
+    assert json.loads((tmp_path / "explanation.json").read_text())["model"] == "Module"
+    rows = [row for row in first["rows"] if row["ddpopt.sections"]]
+    own = [row for row in first["rows"] if row["loss"]]
+    assert [row["step"] for row in rows] == [row["step"] for row in own]
+    assert len(rows) == 2 * NUM_BATCHES // accumulate // EVERY
+    assert float(rows[-1]["ddpopt.sections"]) == 3
+    assert float(rows[-1]["ddpopt.step.ms"]) > 0
+
+
+def test_without_ddp_the_model_is_compiled_whole_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning's default for one device."""
+    caplog.set_level("INFO", logger="ddpopt")
+    callback = DDPOptCallback(EAGER)
+    trainer = _trainer(PACKAGES[0], str(tmp_path), [callback], devices=1)
+    trainer.fit(_module(PACKAGES[0]), _batches(0))
+    assert "SingleDeviceStrategy trains on one rank" in caplog.text
+    assert "compiled whole, because no DistributedDataParallel forward is active" in caplog.text
+    assert callback.explanation is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_strategy_is_an_error_that_names_it(world_size: int) -> None:
+    """One that wraps the module otherwise, or shards it in place."""
+
+    class ShardingStrategy: ...
+
+    module = nn.Linear(2, 2)
+    trainer = SimpleNamespace(
+        global_step=0,
+        model=nn.Sequential(module) if world_size == 1 else module,
+        strategy=ShardingStrategy(),
+        world_size=world_size,
+    )
+    with pytest.raises(UnsupportedModeError, match=r"ShardingStrategy.*strategy='ddp'.*leave"):
+        DDPOptCallback(EAGER).on_fit_start(trainer, module)
+
+
+def test_a_bad_option_is_an_error_before_training() -> None:
+    with pytest.raises(OptionError, match="did you mean 'buckets'"):
+        DDPOptCallback({"bucket": "auto"})
+
+
+def test_a_training_that_fails_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+    module = _module(PACKAGES[0], "raises")
+    trainer = _trainer(PACKAGES[0], str(tmp_path), [DDPOptCallback(EAGER)], devices=1)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, _batches(0))
+    assert not {"log", "log_dict", "training_step"} & vars(module).keys()
+
+
+def test_a_module_that_is_compiled_already_is_not_compiled_again() -> None:
+    module = _module(PACKAGES[0])
+    module.model = torch.compile(module.model, backend="ddpopt", options=EAGER)
+    trainer = SimpleNamespace(global_step=0, model=module, strategy=None, world_size=1)
+    DDPOptCallback(EAGER).on_fit_start(trainer, module)
+    assert "training_step" not in vars(module)
+
+
+def test_the_callback_is_one_of_the_package_that_the_program_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of both where both or none are imported, since a Trainer takes its own package's only."""
+    both = tuple(importlib.import_module(package).Callback for package in PACKAGES)
+    assert integration._callback_classes() == both
+    monkeypatch.delitem(integration.sys.modules, PACKAGES[0])
+    assert integration._callback_classes() == both[1:]
+    monkeypatch.setattr(integration.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="pip install lightning"):
+        integration._callback_classes()
