@@ -298,7 +298,7 @@ class _Recorder:
 @contextlib.contextmanager
 def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
     """Have ranks exchange nothing but one flag in this block, and compute as ever."""
-    exchange = handle._exchange
+    exchange = handle.exchange
     exchange.mean_scatter = lambda values, part: ([], lambda: part.add_(values[0]).div_(2))
     exchange.all_gather = lambda _values: []
     try:

@@ -237,6 +237,17 @@ class _Recorder(Observer):
         node.register_prehook(lambda _: running.enter_context(self.section(label, "backward")))
         node.register_hook(lambda *_: running.close())
 
+    def follow(
+        self,
+        ddp: DistributedDataParallel | None,
+        what: str,
+        bucket: int,
+        num_bytes: int,
+        works: list[Any],
+    ) -> list[Any]:
+        """Return these works."""
+        return works
+
     def _watch_arrival(self, node: Any, index: int) -> None:
         """Note when a gradient arrives, and when DDP's own hook on its node is done."""
         bucket = self._bucket_of.get(index)
