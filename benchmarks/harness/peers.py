@@ -141,8 +141,9 @@ _ALL = (
     ),
     Peer(
         name="sharded",
-        description="ddpopt, `split: backward`, and ShardedUpdate",
-        compile=_compile_split("backward"),
+        description="ddpopt, `split: backward, buckets: auto`, and ShardedUpdate",
+        compile=_compile_split("backward", buckets="auto"),
+        is_tuned=True,
         algorithm=ShardedUpdate(),
     ),
 )

@@ -107,12 +107,19 @@ class Worker:
         return tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     def tune(self, num_steps: int) -> str:
-        """Find the best buckets again while training; return the plan as JSON, with `outcome`."""
-        if tuning.of(self._ddp) is not None and not tuning.is_searching(self._ddp):
-            self.use_caps(DDP_DEFAULT_CAPS)
+        """Find the best buckets again in at most so many steps.
+
+        Return the plan as JSON, with `outcome`.
+        """
+        tuner = tuning.of(self._ddp)
+        if tuner is not None:  # steps so far may have been without communication
+            if tuner.best is not None:
+                self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp)
         for _ in range(num_steps):
             self._step()
+            if not tuning.is_searching(self._ddp):
+                break
         tuner = tuning.of(self._ddp)
         assert tuner is not None
         assert tuner.is_done, f"tuning was not done after {num_steps} steps"

@@ -43,7 +43,7 @@ _QUICK: dict[str, Any] = {
     "inner": "aot_eager",
 }
 _LOSS_TOLERANCE = 1e-3
-_TUNING_STEPS = 10
+_TUNING_STEPS = 40  # at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

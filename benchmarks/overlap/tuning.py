@@ -26,7 +26,7 @@ from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
 _CAPS_MB = (0.5, 1, 4, 8, 16, 1000)
-_TUNING_STEPS = 12
+_TUNING_STEPS = 40  # at most
 _NUM_STEPS = 2
 _AUTO, _DEFAULT = "auto", "default"
 

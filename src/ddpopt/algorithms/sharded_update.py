@@ -8,7 +8,6 @@ and behind the next forward.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from ddpopt.algorithms._runtime.handle import (
 )
 from ddpopt.algorithms._runtime.sharded_gradients import ShardedGradients
 from ddpopt.algorithms._runtime.sharded_state import ShardedStates
-from ddpopt.algorithms._runtime.shards import Shards, State, is_dense
+from ddpopt.algorithms._runtime.shards import Shards, State, check_memory
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import OptionError, PeerError
@@ -128,41 +127,15 @@ class ShardedUpdateHandle(Handle):
         """
         if not norm_type > 0:
             raise OptionError(f"norm_type is {norm_type}; give a number above 0")
-        gradients = [gradient for _, gradient in self._gradients.own()]
-        is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
-        kind = torch.float64 if is_double else torch.float32
-        total = torch.zeros((), device=self.training.device, dtype=kind)
-        norms = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
-        if norms:
-            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        with communicating("adding up the norms of gradients"):
-            if math.isinf(norm_type):
-                dist.all_reduce(total, dist.ReduceOp.MAX, group=self.groups.everyone)
-            else:
-                total = total.pow(norm_type)
-                dist.all_reduce(total, group=self.groups.everyone)
-                total = total.pow(1 / norm_type)
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
-        return total
+        return self._gradients.clip_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Return the averaged gradients of whole parameters, by name in DDP's module. Collective.
 
         Parameters without a gradient are left out. They are copies.
         """
-        having = {index for index, _ in self._gradients.own()}
-        found: dict[str, torch.Tensor] = {}
-        for shard in self.shards:
-            for index, parameter, whole in zip(
-                shard.members, shard.parameters, shard.gather_gradients(), strict=True
-            ):
-                if index in having:
-                    found[self.training.parameters[parameter].name] = whole
-        return found
+        names = [described.name for described in self.training.parameters.values()]
+        return {names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
         """As `wait`: weights are equal."""
@@ -467,22 +440,4 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
                 raise OptionError(
                     f"DDP does not reduce {name}, which was frozen when DDP was made; make DDP anew"
                 )
-            if not is_dense(parameter):
-                raise OptionError(
-                    f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make "
-                    "it contiguous before DDP is made"
-                )
-        _refuse_shared_memory(named)
-
-
-def _refuse_shared_memory(named: dict[torch.Tensor, str]) -> None:
-    """Raise OptionError for parameters that lie in the same memory, which would be divided."""
-    spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.nbytes, name) for p, name in named.items() if p.numel()
-    )
-    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
-            raise OptionError(
-                f"{name} and {other} share memory without being the same parameter; register one "
-                "parameter twice instead"
-            )
+        check_memory(named)

@@ -7,6 +7,7 @@ model and of the optimizer find them. Only an update sees the averaged values.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -171,6 +172,39 @@ class ShardedGradients:
             is_kept = self._shards.piece(index).grad is not None
             if has and is_kept and self._parameters[index].grad is self._absent[index]:
                 yield index, self._shards.gradient(index)
+
+    def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the index and a copy of the whole gradient of each that has one. Collective."""
+        having = {index for index, _ in self.own()}
+        for shard in self._shards:
+            for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
+                if index in having:
+                    yield index, whole
+
+    def clip_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of whole gradients. Collective."""
+        gradients = [gradient for _, gradient in self.own()]
+        is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
+        kind = torch.float64 if is_double else torch.float32
+        total = torch.zeros((), device=self._parameters[0].device, dtype=kind)
+        norms = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
+        if norms:
+            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        with communicating("adding up the norms of gradients"):
+            if math.isinf(norm_type):
+                dist.all_reduce(total, dist.ReduceOp.MAX, group=self._exchange.group)
+            else:
+                total = total.pow(norm_type)
+                dist.all_reduce(total, group=self._exchange.group)
+                total = total.pow(1 / norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.dtype))
+        return total
 
     def give(self, indices: Iterable[int]) -> None:
         """Give these pieces their gradients, for an update."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from ddpopt import _waits
 from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.errors import OptionError
 from ddpopt.ranks.faults import communicating
 
 _ALIGNMENT = 16  # elements: ends of parts are where vectors of 64 bytes end
@@ -257,6 +258,25 @@ def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
 def is_dense(parameter: torch.Tensor) -> bool:
     """Whether a parameter's elements fill its memory without gaps, each once."""
     return parameter.stride() == torch.empty_like(parameter).stride()
+
+
+def check_memory(named: Mapping[torch.Tensor, str]) -> None:
+    """Raise OptionError for parameters that have gaps in memory, or lie in the same."""
+    for parameter, name in named.items():
+        if not is_dense(parameter):
+            raise OptionError(
+                f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make it "
+                "contiguous before DDP is made"
+            )
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name) for p, name in named.items() if p.numel()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise OptionError(
+                f"{name} and {other} share memory without being the same parameter; register one "
+                "parameter twice instead"
+            )
 
 
 def flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
