@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters, get_compilation_metrics
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -66,7 +67,7 @@ class Worker:
         torch.manual_seed(task.rank)
         self._batch = {name: value.to(task.device) for name, value in self._model.batch().items()}
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
-        self._ddp = DistributedDataParallel(module, **cap)
+        self._ddp: Any = self._peer.wrap(module, **cap)
         with contextlib.suppress(ImportError):
             # Half a second to a second, which some peers would pay here and some in the first step.
             importlib.import_module("torch._inductor.compile_fx")
@@ -95,9 +96,16 @@ class Worker:
 
     def lone_steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         """Train without any communication."""
-        sharded = isinstance(self._handle, ShardedUpdateHandle)
-        with _silent(self._handle) if sharded else self._ddp.no_sync():
+        with self._alone():
             return self.steps(num_untimed, num_timed)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        if isinstance(self._handle, ShardedUpdateHandle):
+            return _silent(self._handle)
+        if isinstance(self._ddp, FSDPModule):
+            return _whole(self._ddp, self._optimizer)
+        alone: contextlib.AbstractContextManager[None] = self._ddp.no_sync()
+        return alone
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Return the sizes of DDP's buckets, none for a peer that has no use for them."""
@@ -312,6 +320,26 @@ def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
         yield
     finally:
         del exchange.mean_scatter, exchange.all_gather
+
+
+@contextlib.contextmanager
+def _whole(module: FSDPModule, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have FSDP2 exchange nothing in this block: parameters stay whole, updates are by zeros."""
+    zeros = [(p, torch.zeros_like(p)) for group in optimizer.param_groups for p in group["params"]]
+
+    def give_gradients(*_: object) -> None:
+        for parameter, zero in zeros:
+            parameter.grad = zero
+
+    hook = optimizer.register_step_pre_hook(give_gradients)
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        hook.remove()
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
 
 
 def meet(task: Task) -> dist.Store:
