@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ class Explanation:
         """Say what is communicated behind forward, and how much of it hides."""
         num_bytes = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
         lines = [
-            f"updates are sharded: what backward hides are sums to shards, half of an allreduce; "
+            "updates are sharded: what backward hides are sums to shards, half of an allreduce; "
             f"then {num_bytes} of parameters are gathered behind the next forward, the last bucket "
             "first"
         ]
@@ -231,14 +231,9 @@ class Explanation:
             lines.append(_hidden("measured", m.gathered_s, m.waited_s, m.forward_s))
         if t and t.gathers:
             gathered_s = sum(g.finished_s - g.launched_s for g in t.gathers)
-            waited_s = sum(_waits_of(t))
+            waited_s = sum(max(0.0, g.finished_s - g.ready_s) for g in t.gathers)
             lines.append(_hidden("predicted", gathered_s, waited_s, t.forward_s))
         return "\n".join(lines)
-
-
-def _waits_of(timeline: Timeline) -> Iterator[float]:
-    """Yield how long forward waits for each gather, in their order."""
-    return (max(0.0, g.finished_s - g.ready_s) for g in timeline.gathers)
 
 
 def _hidden(kind: str, gathered_s: float, waited_s: float, forward_s: float) -> str:
