@@ -21,6 +21,7 @@ LAYERS = (
     "config",
     "_torch",
     "_logs",
+    "_ranges",
     "_events",
     "_waits",
     "options",

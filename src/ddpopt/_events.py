@@ -2,7 +2,8 @@
 
 Forwards tell the observers of their module, in one order; a module that nobody observes pays one
 look into a dictionary. Sections tell the listener, which exists only inside of `ddpopt.record`;
-otherwise a section pays one look at `current`.
+otherwise a section pays one look at `current`, and one whether torch's profiler is on, which then
+has it as a named range.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt._ranges import Ranges
 
 
 class Turn(enum.IntEnum):
@@ -140,13 +144,21 @@ class Listener(Protocol):
 
 
 current: Listener | None = None
+_ranges = Ranges()
+
+
+def listening() -> Listener | None:
+    """Return who is told of a section that begins, None if nobody is."""
+    if current is not None:
+        return current
+    return _ranges if _torch.shows_ranges() else None
 
 
 def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
     """Return `compiled`, telling of its forward and its outputs."""
 
     def run(*args: Any) -> Any:
-        listener = current
+        listener = listening()
         if listener is None:
             return compiled(*args)
         with listener.section(label, "forward"):

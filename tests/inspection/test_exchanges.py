@@ -107,7 +107,9 @@ def test_sums_and_gathers_are_recorded_shown_and_traced(ranks: Ranks, kind: str)
                 assert gather.wanted_s <= gather.had_s < step.backward_stop_s
                 assert gather.num_bytes == 2 * WIDTH * WIDTH * 4
             assert 0 <= step.waited_s <= step.gathered_s + step.forward_s
-        names = [event["name"] for event in _check(recording.trace())]
+        trace = recording.trace()
+        _check(trace)
+        names = [event["name"] for event in trace["traceEvents"]]
         for name in ("sum bucket 0", "gather bucket 2", "wait for bucket 0"):
             assert name in names
         assert not any(name.startswith("allreduce") for name in names)

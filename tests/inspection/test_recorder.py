@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import _events
 from ddpopt.inspection import recorder
+from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedStep
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
@@ -150,6 +153,37 @@ def test_explain_has_a_table_of_the_medians(ranks: Ranks) -> None:
         assert f"measured ({len(steps)} steps): backward" in text
         assert "after 2 of 3" in text
         assert "nothing yet" not in text
+
+
+def _record_one_step(rank: int) -> tuple[dict[str, Any], str]:
+    ddp, model = _model("backward")
+    for x in batches(rank, [(8, WIDTH)] * SETTLED):
+        model(x).sum().backward()
+    with ddpopt.record(model) as recording:
+        model(torch.ones(8, WIDTH)).sum().backward()
+    return recording.trace(), render_page(ddpopt.explain(ddp).to_dict())
+
+
+def test_the_page_and_the_trace_have_the_same_allreduces(ranks: Ranks) -> None:
+    """From launch to end, to the nanosecond in which a trace counts.
+
+    The page's times count from the end of forward, where the trace's backward begins.
+    """
+    for trace, page in ranks.run(_record_one_step):
+        events = trace["traceEvents"]
+        (backward,) = [event for event in events if event["name"] == "backward, step 0"]
+        found = re.search(r'id="explanation"[^>]*>(.*?)</script>', page, re.DOTALL)
+        assert found is not None
+        buckets = json.loads(found[1])["buckets"]
+        assert len(buckets) == 3
+        for bucket in buckets:
+            own = [e for e in events if e["name"] == f"allreduce bucket {bucket['index']}"]
+            assert [event["ph"] for event in own] == ["b", "e"]
+            drawn_s = [(event["ts"] - backward["ts"]) / 1e6 for event in own]
+            measured = bucket["measured"]
+            assert drawn_s == pytest.approx(
+                [measured["launched_s"], measured["finished_s"]], abs=2e-9
+            )
 
 
 def _record_between(rank: int) -> tuple[int, int]:

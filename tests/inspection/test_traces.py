@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _check(trace: dict[str, Any]) -> list[dict[str, Any]]:
     """Hold a trace against the format: known phases, times, and ranges of a thread that nest."""
     trace = json.loads(json.dumps(trace, allow_nan=False))
     for event in trace["traceEvents"]:
-        assert event["ph"] in {"M", "X", "i", "s", "f"}
+        assert event["ph"] in {"M", "X", "i", "b", "e", "n"}
         assert isinstance(event["name"], str)
         assert {"ts", "pid", "tid"} <= event.keys()
         assert event["ts"] >= 0
@@ -78,32 +79,71 @@ def _check(trace: dict[str, Any]) -> list[dict[str, Any]]:
             assert taken_ns >= 0
             assert not open_until or start_ns + taken_ns <= open_until[-1], event
             open_until.append(start_ns + taken_ns)
-    starts = [event["id"] for event in trace["traceEvents"] if event["ph"] == "s"]
-    assert starts == [event["id"] for event in trace["traceEvents"] if event["ph"] == "f"]
-    assert len(set(starts)) == len(starts)
-    assert all(isinstance(start, int) for start in starts)  # Perfetto takes no other
+    assert all(finished >= launched for launched, finished in _exchanges(trace).values())
     return ranges
 
 
-def test_a_rank_is_a_process_with_computation_and_communication() -> None:
-    ranges = _check(_recording(0, "a").trace())
-    computed = [event["name"] for event in ranges if event["tid"] == 1]
-    reduced = [event["name"] for event in ranges if event["tid"] == 2]
-    assert computed[:4] == [
+def _exchanges(trace: dict[str, Any]) -> dict[tuple[int, int, str], tuple[float, float]]:
+    """Return begin and end of what is communicated, by rank, step and name; they are pairs."""
+    found: dict[tuple[int, int, str], tuple[float, float]] = {}
+    begun: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] not in "be":
+            continue
+        assert isinstance(event["id"], int)  # Perfetto takes no other
+        track = (event["cat"], event["scope"], event["id"], event["name"])
+        if event["ph"] == "b":
+            assert track not in begun
+            begun[track] = event
+        else:
+            start = begun.pop(track)
+            key = (event["pid"], start["args"]["step"], event["name"])
+            assert start["pid"] == event["pid"]
+            found[key] = (start["ts"], event["ts"])
+    assert not begun
+    return found
+
+
+def test_a_rank_is_a_process_with_computation_and_a_track_for_each_bucket() -> None:
+    trace = _recording(0, "a").trace()
+    assert [event["name"] for event in _check(trace)[:4]] == [
         "forward, step 0",
         "backward, step 0",
         "0/0 section 0 backward",
         "0/0 section 1 backward",
     ]
-    assert reduced == ["allreduce bucket 0", "allreduce bucket 1"] * 2
+    tracks = {event["id"]: event["name"] for event in trace["traceEvents"] if event["ph"] == "b"}
+    assert sorted(tracks.values()) == ["allreduce bucket 0", "allreduce bucket 1"]
 
 
-def test_an_allreduce_that_waits_for_the_one_before_it_is_drawn_after_it() -> None:
-    """So that ranges of a thread do not overlap; its launch is told beside it."""
-    ranges = _check(_recording(0, "a").trace())
-    first, second = [event for event in ranges if event["tid"] == 2][:2]
-    assert second["ts"] == pytest.approx(first["ts"] + first["dur"])
-    assert second["args"]["launched_ms"] == pytest.approx(201)
+def test_an_allreduce_is_drawn_from_launch_to_end() -> None:
+    """Also while the one before it runs, which it waits for."""
+    exchanges = _exchanges(_recording(0, "a").trace())
+    assert exchanges[0, 0, "allreduce bucket 0"] == pytest.approx((201e3, 350e3))
+    assert exchanges[0, 0, "allreduce bucket 1"] == pytest.approx((301e3, 450e3))
+
+
+def test_without_its_end_an_allreduce_is_the_moment_of_its_launch() -> None:
+    """Which only the profiler knows, and did not tell."""
+    recording = _recording(0, "a")
+    steps = recording.steps
+    recording.steps = tuple(
+        replace(step, buckets=tuple(replace(b, finished_s=None) for b in step.buckets))
+        for step in steps
+    )
+    trace = recording.trace()
+    _check(trace)
+    assert not _exchanges(trace)
+    moments = [event["ts"] for event in trace["traceEvents"] if event["ph"] == "n"]
+    launched = [bucket.launched_s * 1e6 for step in steps for bucket in step.buckets]
+    assert moments == pytest.approx(launched)
+
+
+def test_ranks_have_tracks_of_their_own(tmp_path: Path) -> None:
+    """In a merged trace, where their allreduces run at the same time."""
+    merged = ddpopt.merge_traces(_save(tmp_path, _recording(0, "a"), _recording(1, "a")))
+    assert len(_exchanges(merged)) == 8
+    assert len({e["id"] for e in merged["traceEvents"] if e["ph"] == "b"}) == 4
 
 
 def test_one_machine_has_one_clock(tmp_path: Path) -> None:
@@ -121,9 +161,10 @@ def test_clocks_of_machines_are_brought_together(tmp_path: Path) -> None:
     offset_s = merged["otherData"]["clock_offsets_s"]["1"]
     assert offset_s == pytest.approx(AHEAD_S + 1.0)
     ends = {
-        rank: [e["ts"] + e["dur"] for e in _check(merged) if e["tid"] == 2 * rank + 2]
+        rank: [stop for (of, *_), (_, stop) in _exchanges(merged).items() if of == rank]
         for rank in (0, 1)
     }
+    assert len(ends[0]) == 4
     assert ends[0] == pytest.approx(ends[1])
 
 

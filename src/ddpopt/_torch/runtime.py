@@ -55,6 +55,22 @@ def is_profiling() -> bool:
     return names.PROFILER_ENABLED.get()()
 
 
+def shows_ranges() -> bool:
+    """Whether torch's profiler is on; as far as is known, since each section of a step asks.
+
+    That is one call into torch: see benchmarks/cost/overhead.py.
+    """
+    try:
+        return _profiler_enabled()()
+    except TorchDriftError:
+        return False
+
+
+@functools.cache
+def _profiler_enabled() -> Callable[[], bool]:
+    return names.PROFILER_ENABLED.get()
+
+
 @contextlib.contextmanager
 def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
     """Have torch's profiler note named ranges, collectives and kernels, but no operators.

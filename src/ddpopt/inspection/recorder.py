@@ -39,6 +39,7 @@ from torch.profiler import record_function
 from ddpopt import _torch, _waits
 from ddpopt._events import Label, Observer, Turn, ignore, listen, observe, will_communicate
 from ddpopt._files import check_can_write
+from ddpopt._ranges import range_name, watch_backward
 from ddpopt._text import format_bytes
 from ddpopt.bucketing.device import now
 from ddpopt.inspection.exchanges import FollowedExchange, Follower
@@ -53,8 +54,6 @@ from ddpopt.split import state
 
 # What process groups call their allreduces in a profile; on a GPU the kernel tells the finish.
 _ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
-_COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
-_DEPTH = 4  # of views that may lie between an output and that node
 
 _recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
 
@@ -206,7 +205,6 @@ class _Recorder(Observer):
         self._follower = Follower(_device_of(ddp), clock.now_s, clock.wall_s)
         self._gathers: list[FollowedExchange] = []  # of the step to come
         self._step: _Step | None = None  # the one whose backward is to come or runs
-        self._nodes: set[Any] = set()  # of sections that are watched in this step
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
@@ -243,7 +241,6 @@ class _Recorder(Observer):
         elif self._step is None or self._step.arrivals:
             self._step = _Step(self._now_s(), gathers=self._gathers)
             self._gathers = []
-            self._nodes.clear()
             self.steps.append(self._step)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
@@ -258,20 +255,15 @@ class _Recorder(Observer):
         if step is None:
             yield
             return
-        with record_function(f"ddpopt: {label.graph} section {label.section} {kind}"):
+        with record_function(range_name(label, kind)):
             start_s = self._now_s()
             yield
             step.sections.append(RecordedSection(*label, kind, start_s, self._now_s()))
 
     def watch(self, label: Label, outputs: Any) -> None:
         """Note the backward that AOTAutograd's node of these outputs will run."""
-        node = _find_node(outputs, self._nodes)
-        if node is None or self._step is None:
-            return
-        self._nodes.add(node)
-        running = contextlib.ExitStack()
-        node.register_prehook(lambda _: running.enter_context(self.section(label, "backward")))
-        node.register_hook(lambda *_: running.close())
+        if self._step is not None:
+            watch_backward(outputs, lambda: self.section(label, "backward"))
 
     def follow(
         self,
@@ -317,7 +309,6 @@ class _Recorder(Observer):
         self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
 
     def _end_backward(self) -> None:
-        self._nodes.clear()
         step = self._step
         if step is None:
             return
@@ -331,21 +322,6 @@ class _Recorder(Observer):
         for index in tuple(indices):
             for hook in self._hooks.pop(index):
                 hook.remove()
-
-
-def _find_node(outputs: Any, known: set[Any]) -> Any:
-    """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
-    tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    level = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    for _ in range(_DEPTH):
-        nodes = [node for node in level if node is not None]
-        compiled = [node for node in nodes if node.name() == _COMPILED_BACKWARD]
-        for node in compiled:
-            if node not in known:
-                return node
-        others = (node for node in nodes if node not in compiled)
-        level = [following for node in others for following, _ in node.next_functions]
-    return None
 
 
 class _Reader:

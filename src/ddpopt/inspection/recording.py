@@ -18,7 +18,6 @@ from ddpopt._files import write_text
 from ddpopt._text import count, format_bytes, format_ms, table
 
 TRACE_FORMAT = "ddpopt trace 1"
-_COMPUTATION, _COMMUNICATION = 1, 2  # the trace's threads of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +199,12 @@ class Recording:
 
     def trace(self) -> dict[str, Any]:
         """Return what `save` writes: Chrome's trace format, times in microseconds."""
-        tracks: tuple[tuple[str, int, dict[str, Any]], ...] = (
-            ("process_name", 0, {"name": f"rank {self.rank} ({self.host})"}),
-            ("process_sort_index", 0, {"sort_index": self.rank}),
-            ("thread_name", _COMPUTATION, {"name": "computation"}),
-            ("thread_name", _COMMUNICATION, {"name": "communication"}),
+        tracks: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("process_name", {"name": f"rank {self.rank} ({self.host})"}),
+            ("process_sort_index", {"sort_index": self.rank}),
+            ("thread_name", {"name": "computation"}),
         )
-        events = [self._event("M", name, thread, 0.0, args=args) for name, thread, args in tracks]
+        events = [self._event("M", name, 0.0, args=args) for name, args in tracks]
         for number, step in enumerate(self.steps):
             events += self._step_events(number, step)
         names = ("rank", "world_size", "host", "machine", "origin_unix_ns")
@@ -226,60 +224,59 @@ class Recording:
         }
 
     def _step_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
-        """Yield a step's events; ranges of a thread lie in or beside each other."""
+        """Yield a step's events; ranges of the computation lie in or beside each other."""
         start_s, stop_s, end_s = step.forward_start_s, step.forward_stop_s, step.backward_stop_s
-        yield self._range(f"forward, step {number}", _COMPUTATION, start_s, stop_s)
-        yield self._range(f"backward, step {number}", _COMPUTATION, stop_s, end_s)
+        yield self._range(f"forward, step {number}", start_s, stop_s)
+        yield self._range(f"backward, step {number}", stop_s, end_s)
         for s in step.sections:
-            name = f"{s.graph} section {s.section} {s.kind}"
-            yield self._range(name, _COMPUTATION, s.start_s, s.stop_s)
-        yield from self._gather_events(number, step)
-        for bucket, launched_s, finished_s in step.allreduces():
-            name = f"bucket {bucket.index}"
-            args = {
-                "step": number,
-                "bucket": bucket.index,
-                "bytes": bucket.num_bytes,
-                "ready_ms": (bucket.ready_s - stop_s) * 1e3,
-                "launched_ms": (bucket.launched_s - stop_s) * 1e3,
-            }
-            at = {"s": "t", "args": args}
-            yield self._event("i", f"{name} ready", _COMPUTATION, bucket.ready_s, **at)
-            if finished_s is None:
-                yield self._event("i", f"{name} launched", _COMMUNICATION, launched_s, **at)
-                continue
-            what = "sum" if step.is_sharded else "allreduce"
-            yield self._range(f"{what} {name}", _COMMUNICATION, launched_s, finished_s, args=args)
-            # A number that no other arrow has, in no trace of this training run.
-            arrow = {"cat": "launch", "id": (self.rank << 40) + (number << 16) + bucket.index}
-            yield self._event("s", name, _COMPUTATION, bucket.ready_s, **arrow)
-            yield self._event("f", name, _COMMUNICATION, launched_s, bp="e", **arrow)
-
-    def _gather_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
-        """Yield the gathers behind a step's forward, and where it waited for them."""
-        for gather, launched_s, finished_s in step.gather_spans():
-            name = f"bucket {gather.index}"
+            yield self._range(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s)
+        for gather in step.gathers:
             args = {"step": number, "bucket": gather.index, "bytes": gather.num_bytes}
-            yield self._range(f"gather {name}", _COMMUNICATION, launched_s, finished_s, args=args)
-            yield self._range(
-                f"wait for {name}", _COMPUTATION, gather.wanted_s, gather.had_s, args=args
-            )
+            name = f"wait for bucket {gather.index}"
+            yield self._range(name, gather.wanted_s, gather.had_s, args=args)
+            yield from self._exchange("gather", gather, args)
+        what = "sum" if step.is_sharded else "allreduce"
+        for bucket in step.buckets:
+            ready_ms = (bucket.ready_s - stop_s) * 1e3
+            launched_ms = (bucket.launched_s - stop_s) * 1e3
+            args = {"step": number, "bucket": bucket.index, "bytes": bucket.num_bytes}
+            told = {**args, "ready_ms": ready_ms, "launched_ms": launched_ms}
+            name = f"bucket {bucket.index} ready"
+            yield self._event("i", name, bucket.ready_s, s="t", args=told)
+            yield from self._exchange(what, bucket, told)
 
-    def _range(
-        self, name: str, thread: int, start_s: float, stop_s: float, **more: Any
-    ) -> dict[str, Any]:
+    def _exchange(
+        self, what: str, bucket: RecordedBucket | RecordedGather, args: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what a bucket communicates, from launch to end, on a track that is the bucket's.
+
+        Others run meanwhile, so that no thread could hold them; where the end is unknown, the
+        launch is a moment.
+        """
+        track = {
+            "cat": what,
+            # A number, which Perfetto wants, and that no other rank's track has.
+            "id": (self.rank << 40) + bucket.index,
+            "scope": "ddpopt",
+        }
+        name = f"{what} bucket {bucket.index}"
+        if bucket.finished_s is None:
+            yield self._event("n", f"{name} launched", bucket.launched_s, args=args, **track)
+            return
+        yield self._event("b", name, bucket.launched_s, args=args, **track)
+        yield self._event("e", name, bucket.finished_s, **track)
+
+    def _range(self, name: str, start_s: float, stop_s: float, **more: Any) -> dict[str, Any]:
         duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
-        return self._event("X", name, thread, start_s, dur=duration_us, **more)
+        return self._event("X", name, start_s, dur=duration_us, **more)
 
-    def _event(
-        self, phase: str, name: str, thread: int, at_s: float, **more: Any
-    ) -> dict[str, Any]:
+    def _event(self, phase: str, name: str, at_s: float, **more: Any) -> dict[str, Any]:
         return {
             "ph": phase,
             "name": name,
             "ts": _nanoseconds(at_s) / 1e3,
             "pid": self.rank,
-            "tid": 2 * self.rank + thread,  # Perfetto takes threads of one number for one thread
+            "tid": self.rank + 1,  # Perfetto takes threads of one number for one thread
             **more,
         }
 

@@ -60,9 +60,10 @@ class CompiledSection:
 
     def run(self, run: Run) -> Sequence[Any]:
         """Run this section of a backward; return its gradients."""
-        if _events.current is None:
+        listener = _events.listening()
+        if listener is None:
             return self._run(run)
-        with _events.current.section(self.label, "backward"):
+        with listener.section(self.label, "backward"):
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:

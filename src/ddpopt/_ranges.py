@@ -1,0 +1,75 @@
+"""Sections as named ranges in torch's profiler, and where autograd runs a section's backward.
+
+The names are the same inside of `ddpopt.record` and outside of it. Nothing here looks whether a
+profiler is on: `_events.py` does, once for each section that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+_COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
+_DEPTH = 4  # of views that may lie between an output and that node
+_WATCHED = "ddpopt: watched"  # in the node's own dictionary, which ends with the step
+
+Context = contextlib.AbstractContextManager[None]
+
+
+class Ranges:
+    """Tells torch's profiler of sections: `_events.Listener` where nobody records."""
+
+    @contextlib.contextmanager
+    def section(self, label: tuple[str, int], kind: str) -> Any:
+        """Show this block as a range."""
+        with record_function(range_name(label, kind)):
+            yield
+
+    def watch(self, label: tuple[str, int], outputs: Any) -> None:
+        """Show the backward of these outputs, where AOTAutograd's node runs it."""
+        watch_backward(outputs, lambda: self.section(label, "backward"))
+
+    def follow(
+        self, _ddp: object, _what: str, _bucket: int, _num_bytes: int, works: list[Any]
+    ) -> list[Any]:
+        """Leave exchanges as they are: the profiler has the process group's own ranges."""
+        return works
+
+
+def range_name(label: tuple[str, int], kind: str) -> str:
+    """Return what a section is called in a profile, as in `ddpopt: 4/0 section 2 backward`."""
+    graph, section = label
+    return f"ddpopt: {graph} section {section} {kind}"
+
+
+def watch_backward(outputs: Any, running: Callable[[], Context]) -> None:
+    """Have the backward of a compiled section's outputs run in the context that `running` makes.
+
+    Nothing where no node of AOTAutograd made them, or its backward is watched already.
+    """
+    node = _find_node(outputs)
+    if node is None:
+        return
+    node.metadata[_WATCHED] = True
+    stack = contextlib.ExitStack()
+    node.register_prehook(lambda _: stack.enter_context(running()))
+    node.register_hook(lambda *_: stack.close())
+
+
+def _find_node(outputs: Any) -> Any:
+    """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
+    tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    level: list[Any] = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
+    for _ in range(_DEPTH):
+        nodes = [node for node in level if node is not None]
+        compiled = [node for node in nodes if node.name() == _COMPILED_BACKWARD]
+        for node in compiled:
+            if _WATCHED not in node.metadata:
+                return node
+        others = (node for node in nodes if node not in compiled)
+        level = [following for node in others for following, _ in node.next_functions]
+    return None
