@@ -55,6 +55,7 @@ import error_tables
 WRITTEN = {
     "docs/reading-the-logs.md": ("dumps",),
     "docs/ten-minutes.md": ("explanation.html", "trace.json"),
+    "docs/traces.md": ("profiles",),
 }
 # What else a page's commands need: `make test-all` installs it, by the extra `examples`.
 NEEDED = {"docs/ten-minutes.md": "tensorboard"}
