@@ -31,8 +31,8 @@ _ROOT = Path(__file__).parents[2]
 _PORT = 29400
 _NUM_STEPS, _EVERY, _STRIKE_AT = 120, 8, 16
 _TRAIN = (
-    f"examples/train_gpt.py --steps {_NUM_STEPS} --checkpoint-every {_EVERY} --layers 2 --width 128 "
-    "--heads 2 --context 64 --bucket-cap-mb 0.5 --sample 0 --checkpoint"
+    f"examples/train_gpt.py --steps {_NUM_STEPS} --checkpoint-every {_EVERY} --layers 2 "
+    "--width 128 --heads 2 --context 64 --bucket-cap-mb 0.5 --sample 0 --checkpoint"
 ).split()
 _RATE = "50mbit"  # so that there is time to strike
 _LIMIT_S = 300.0

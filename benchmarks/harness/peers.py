@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import Algorithm, ShardedUpdate
 
 Compiled = Callable[..., Any]
-Compile = Callable[[DistributedDataParallel, str, dict[str, Any]], Compiled]
+Compile = Callable[[Any, str, dict[str, Any]], Compiled]
+Wrap = Callable[..., nn.Module]
 Around = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
@@ -27,7 +31,8 @@ Around = Callable[[str], contextlib.AbstractContextManager[object]]
 class Peer:
     """One of them.
 
-    `compile` takes the DDP module, the inner compiler and further options; Dynamo's
+    `wrap` makes the data parallel module, with DDP's arguments, and `compile` takes that, the inner
+    compiler and further options; Dynamo's
     `optimize_ddp` is set before the module is made, and backward runs in `around_backward`. One
     that `is_tuned` finds its buckets anew for each rate. `optimizer` takes parameters and what
     AdamW takes; with an `algorithm` this is attached to it.
@@ -36,6 +41,7 @@ class Peer:
     name: str
     description: str
     compile: Compile
+    wrap: Wrap = DistributedDataParallel
     optimize_ddp: bool | str = True
     around_backward: Around = lambda _inner: contextlib.nullcontext()
     has_buckets: bool = True
@@ -65,7 +71,7 @@ def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
     return PEERS[name], options
 
 
-def _compile_plainly(ddp: DistributedDataParallel, inner: str, options: dict[str, Any]) -> Compiled:
+def _compile_plainly(ddp: nn.Module, inner: str, options: dict[str, Any]) -> Compiled:
     compiled: Compiled = torch.compile(ddp, backend=inner, options=options or None)
     return compiled
 
@@ -79,6 +85,20 @@ def _compile_split(split: str, **more: Any) -> Compile:
         return compiled
 
     return compile_split
+
+
+def _fully_shard(module: nn.Module, **_of_ddp: object) -> nn.Module:
+    """Have FSDP2 shard a model by the members of its lists of layers, as its documentation does."""
+    device = next(module.parameters()).device
+    options: dict[str, Any] = {
+        "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
+        "reshard_after_forward": False,
+    }
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    for layer in (layer for part in reversed(lists) for layer in part):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(module, **options)
 
 
 def _compiled_autograd(inner: str) -> contextlib.AbstractContextManager[object]:
@@ -140,9 +160,17 @@ _ALL = (
         optimizer=functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
     ),
     Peer(
+        name="fsdp2",
+        description="torch.compile, and FSDP2 with `reshard_after_forward=False`",
+        compile=_compile_plainly,
+        wrap=_fully_shard,
+        has_buckets=False,
+    ),
+    Peer(
         name="sharded",
-        description="ddpopt, `split: backward`, and ShardedUpdate",
-        compile=_compile_split("backward"),
+        description="ddpopt, `split: backward, buckets: auto`, and ShardedUpdate",
+        compile=_compile_split("backward", buckets="auto"),
+        is_tuned=True,
         algorithm=ShardedUpdate(),
     ),
 )

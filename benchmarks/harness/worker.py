@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters, get_compilation_metrics
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,7 +68,7 @@ class Worker:
         torch.manual_seed(task.rank)
         self._batch = {name: value.to(task.device) for name, value in self._model.batch().items()}
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
-        self._ddp = DistributedDataParallel(module, **cap)
+        self._ddp: Any = self._peer.wrap(module, **cap)
         with contextlib.suppress(ImportError):
             # Half a second to a second, which some peers would pay here and some in the first step.
             importlib.import_module("torch._inductor.compile_fx")
@@ -96,9 +97,16 @@ class Worker:
 
     def lone_steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         """Train without any communication."""
-        sharded = isinstance(self._handle, ShardedUpdateHandle)
-        with _silent(self._handle) if sharded else self._ddp.no_sync():
+        with self._alone():
             return self.steps(num_untimed, num_timed)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        if isinstance(self._handle, ShardedUpdateHandle):
+            return _silent(self._handle)
+        if isinstance(self._ddp, FSDPModule):
+            return _whole(self._ddp, self._optimizer)
+        alone: contextlib.AbstractContextManager[None] = self._ddp.no_sync()
+        return alone
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Return the sizes of DDP's buckets, none for a peer that has no use for them."""
@@ -112,8 +120,10 @@ class Worker:
 
         How many steps that takes depends on what is found: a change is compared with before.
         """
-        if tuning.of(self._ddp) is not None and not tuning.is_searching(self._ddp):
-            self.use_caps(DDP_DEFAULT_CAPS)
+        tuner = tuning.of(self._ddp)
+        if tuner is not None:  # steps so far may have been without communication
+            if tuner.best is not None:
+                self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp)
         self._step()  # compiles, the first time, and makes what looks for buckets
         num_steps = 1
@@ -307,13 +317,33 @@ class _Recorder:
 @contextlib.contextmanager
 def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
     """Have ranks exchange nothing but one flag in this block, and compute as ever."""
-    exchange = handle._exchange
+    exchange = handle.exchange
     exchange.mean_scatter = lambda values, part: ([], lambda: part.add_(values[0]).div_(2))
     exchange.all_gather = lambda _values: []
     try:
         yield
     finally:
         del exchange.mean_scatter, exchange.all_gather
+
+
+@contextlib.contextmanager
+def _whole(module: FSDPModule, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have FSDP2 exchange nothing in this block: parameters stay whole, updates are by zeros."""
+    zeros = [(p, torch.zeros_like(p)) for group in optimizer.param_groups for p in group["params"]]
+
+    def give_gradients(*_: object) -> None:
+        for parameter, zero in zeros:
+            parameter.grad = zero
+
+    hook = optimizer.register_step_pre_hook(give_gradients)
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        hook.remove()
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
 
 
 def meet(task: Task) -> dist.Store:

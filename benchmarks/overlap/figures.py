@@ -29,6 +29,7 @@ _LABELS = {
     "backward": "ddpopt, cut in backward",
     "auto": "ddpopt, tuned buckets",
     "sharded": "ddpopt, sharded update",
+    "fsdp2": "torch's FSDP2",
     "zero": "torch's ZeroRedundancyOptimizer",
 }
 _BARS = "Bars: medians over rounds. Lines on top of them: quartiles. Shorter is better."

@@ -128,6 +128,16 @@ class Listener(Protocol):
     def watch(self, label: Label, outputs: Any) -> None:
         """Find the autograd node that made a section's outputs, which will run its backward."""
 
+    def follow(
+        self,
+        ddp: DistributedDataParallel | None,
+        what: str,
+        bucket: int,
+        num_bytes: int,
+        works: list[Any],
+    ) -> list[Any]:
+        """Return works to wait for in place of those of an exchange that begins."""
+
 
 current: Listener | None = None
 
@@ -145,6 +155,17 @@ def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
         return outputs
 
     return run
+
+
+def follow(
+    ddp: DistributedDataParallel | None, what: str, bucket: int, num_bytes: int, works: list[Any]
+) -> list[Any]:
+    """Tell of an exchange that begins; return works to wait for in place of its own.
+
+    `what` is "sum" or "gather": of the halves of an allreduce.
+    """
+    listener = current
+    return works if listener is None else listener.follow(ddp, what, bucket, num_bytes, works)
 
 
 @contextlib.contextmanager

@@ -3,15 +3,20 @@
 Whoever has parameters sent says so by `announce`; whoever is about to read some calls `wait_for`,
 compiled code by the operator `ddpopt::wait_`. Neither knows the other. A parameter is known by its
 address: compiled code is given parameters, but not their names.
+
+A module whose parameters are sent so has updates that are *sharded*. Who measures its steps asks
+`waited_s` how much of their time was waiting.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Arrival(Protocol):
@@ -24,7 +29,38 @@ class Arrival(Protocol):
         """As `wait`, for who is about to read the parameter at this address."""
 
 
+class Waiting(Protocol):
+    """Waits for other ranks between the steps of a module's computation."""
+
+    @property
+    def waited_s(self) -> float:
+        """For how long it has waited so far."""
+
+
 _arrivals: dict[int, Arrival] = {}
+_sharded: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], Waiting | None]]
+_sharded = weakref.WeakKeyDictionary()
+
+
+def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting) -> None:
+    """Note that updates of a module are sharded while `waiting` lives, or until `end_sharded`."""
+    _sharded[ddp] = weakref.ref(waiting)
+
+
+def end_sharded(ddp: DistributedDataParallel) -> None:
+    """Note that they are no more."""
+    _sharded.pop(ddp, None)
+
+
+def is_sharded(ddp: DistributedDataParallel) -> bool:
+    """Whether updates of a module are sharded."""
+    return ddp in _sharded and _sharded[ddp]() is not None
+
+
+def waited_s(ddp: DistributedDataParallel) -> float:
+    """Return how long sharded updates of a module have waited for other ranks, 0 without any."""
+    waiting = _sharded[ddp]() if ddp in _sharded else None
+    return 0.0 if waiting is None else waiting.waited_s
 
 
 def announce(arrivals: Mapping[int, Arrival]) -> None:

@@ -16,9 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import AllreduceCost
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.bucketing import rebucket, stopwatch, tuner
+from ddpopt.bucketing.decision import Verdict
 from tests.bucketing.test_rebucket import _plan_for
+from tests.bucketing.test_tuner import _given
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of, lose_rank_1
 
@@ -586,7 +590,7 @@ def _compile(rank: int, options: dict[str, Any], is_outside: bool) -> Any:
             training.step(x)
         awaited = None
         if training.handle is not None:
-            awaited = [shard.is_awaited for shard in training.handle._shards]
+            awaited = [shard.is_awaited for shard in training.handle.shards]
         count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found.append((training.end(), count, awaited))
     return found
@@ -698,7 +702,7 @@ def _read_late(rank: int, how: str, inner: str) -> Any:
                     training.ddp.train()
                 if k % 3 == 2:
                     assert all(w.isfinite().all() for w in training.ddp.state_dict().values())
-        awaited = is_sharded and all(shard.is_awaited for shard in training.handle._shards)
+        awaited = is_sharded and all(shard.is_awaited for shard in training.handle.shards)
         found.append((training.end(), awaited))
     return found
 
@@ -733,7 +737,7 @@ def _rebucket(rank: int) -> Any:
             training.step(x)
             if k == 4:
                 ddpopt.rebucket(training.ddp, _plan_for(training.ddp.module, (4, 2, 6)))
-        sizes = is_sharded and [len(shard.members) for shard in training.handle._shards]
+        sizes = is_sharded and [len(shard.members) for shard in training.handle.shards]
         found.append((training.end(), sizes))
     return found
 
@@ -742,6 +746,66 @@ def test_other_buckets_in_mid_training_are_divided_anew(ranks: Ranks) -> None:
     for (plain, _), (sharded, sizes) in ranks.run(_rebucket):
         assert torch.equal(plain, sharded)
         assert sizes == [4, 2, 6]
+
+
+def _tune(rank: int, split: str, attached: int, is_kept: bool) -> Any:
+    """Train with buckets that are looked for; by a clock by which all steps take equally long."""
+    found = []
+    verdict = Verdict("kept") if is_kept else Verdict("taken back", is_worse=True)
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(6), bucket_cap_mb=25)
+        options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
+        training.forward = torch.compile(training.ddp, backend="ddpopt", options=options)
+        given = _given(AllreduceCost(startup_s=1e-5, s_per_byte=8e-8))
+        with (
+            given,
+            mock.patch.object(stopwatch._waits, "waited_s", return_value=0.0),
+            mock.patch.object(tuner, "judge", return_value=verdict),
+        ):
+            for k, x in enumerate(batches(rank, [(8, WIDTH)] * (attached + 20))):
+                if k == attached:
+                    training.attach()
+                training.step(x)
+        tuned: Any = tuner.of(training.ddp)
+        assert tuned.is_done
+        plan = rebucket.plan_of(training.ddp)
+        sizes = plan and [len(bucket.parameters) for bucket in plan.buckets]
+        shards = [len(s.members) for s in training.handle.shards] if is_sharded else []
+        found.append((tuned.best.communication, sizes, shards, training.end()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("split", "attached", "planned_for"),
+    [
+        ("backward", 0, "sharded"),
+        ("backward", 5, "sharded"),
+        ("backward", 12, "sharded"),
+        ("backward", 30, "allreduce"),
+        ("forward", 0, "sharded"),
+    ],
+    ids=["first", "while searching", "while comparing", "after", "forward"],
+)
+def test_buckets_are_found_for_sharded_updates_and_storage_moves_there(
+    ranks: Ranks, split: str, attached: int, planned_for: str
+) -> None:
+    """Attached before or while they are looked for; later, those that were found stay."""
+    for plain, sharded in ranks.run(_tune, split, attached, True):
+        communication, sizes, shards, weights = sharded
+        assert communication == planned_for
+        assert shards == sizes
+        assert len(sizes) > 1
+        assert plain[0] == "allreduce"
+        assert torch.equal(weights, plain[-1])
+
+
+def test_storage_moves_back_where_a_change_is_taken_back(ranks: Ranks) -> None:
+    for plain, (_, sizes, shards, weights) in ranks.run(_tune, "backward", 0, False):
+        assert sizes is None
+        assert shards == [12]
+        assert torch.equal(weights, plain[-1])
 
 
 def _check(rank: int) -> Any:

@@ -24,7 +24,7 @@ def _divide(rank: int, num_ranks: int) -> Any:
     parameters[-1] = parameters[-1].to(memory_format=torch.channels_last)
     copies = [p.clone() for p in parameters]
     exchange = Exchange(group, torch.device("cpu"))
-    shard = Shard(range(len(parameters)), parameters, exchange)
+    shard = Shard(0, range(len(parameters)), parameters, exchange)
     kept = [
         torch.equal(a, b) and a.stride() == b.stride()
         for a, b in zip(parameters, copies, strict=True)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.algorithms._runtime.worker import Worker
+from ddpopt.algorithms import attach
+from ddpopt.algorithms._runtime.handle import Algorithm
+from ddpopt.algorithms._runtime.worker import BackgroundHandle, Worker
+from tests.support.models import MLP, WIDTH
 
 CPU = torch.device("cpu")
 
@@ -65,3 +70,31 @@ def test_the_thread_ends_when_its_owner_is_collected() -> None:
     del owner
     gc.collect()
     assert _ends(worker)
+
+
+class _FailingHandle(BackgroundHandle):
+    def reduce(self, bucket):  # type: ignore[no-untyped-def]
+        def fail(_values: torch.Tensor) -> None:
+            raise ArithmeticError(f"bucket {bucket.index()}")
+
+        return self.run_behind_backward(bucket, fail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failing(Algorithm[_FailingHandle]):
+    handle_type = _FailingHandle
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_failure_in_the_background_is_raised_by_that_backward(
+    one_rank: None, static_graph: bool
+) -> None:
+    """By each one; of a static graph's first no bucket says that it is the last."""
+    ddp = DistributedDataParallel(MLP(2), static_graph=static_graph)
+    optimizer = torch.optim.SGD(ddp.parameters())
+    handle = attach(ddp, optimizer, _Failing())
+    for _ in range(3):
+        loss = ddp(torch.ones(2, WIDTH)).sum()
+        with pytest.raises(ArithmeticError, match="bucket 0"):
+            loss.backward()
+    handle.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -41,6 +42,21 @@ def test_a_plan_survives_being_saved(tmp_path: Path) -> None:
     assert again == plan
     assert again.hash == plan.hash
     assert again.to_json() == plan.to_json()
+
+
+def test_a_plan_for_sharded_updates_says_so_and_others_are_as_they_were(tmp_path: Path) -> None:
+    """A file without `communication` is an allreduce's, as older releases write and read it."""
+    plan = make_plan()
+    assert "communication" not in plan.to_json()
+    sharded = plan_buckets(plan.profile, plan.cost, 2, "sharded")
+    sharded.save(tmp_path / "plan.json")
+    again = BucketPlan.load(tmp_path / "plan.json")
+    assert again == sharded
+    assert again.timeline().gathers
+    assert not plan.timeline().gathers
+    assert "gathers behind the next forward" in str(sharded)
+    with pytest.raises(ddpopt.errors.PlanError, match="communication is 'zero'; valid are"):
+        dataclasses.replace(plan, communication="zero")
 
 
 def test_the_hash_tells_buckets_apart_and_nothing_else() -> None:

@@ -78,9 +78,30 @@ def test_a_case_worked_by_hand() -> None:
     times = [(b.ready_s, b.launched_s, b.finished_s) for b in timeline.buckets]
     assert times == [(1.0, 1.0, 2.5), (2.0, 2.5, 4.0), (3.0, 4.0, 5.5)]
     assert timeline.iteration_s == 1.0 + 5.5 + 0.5
+
     assert timeline.exposed_s == 2.5
     assert timeline.bound_s == 4.5
     assert simulation.efficiency == pytest.approx(4.5 / 7)
+
+
+def test_a_sharded_case_worked_by_hand() -> None:
+    """Halves of 0.75 s: sums end at 1.75, 2.75, 3.75; forward waits for the third and the first.
+
+    The third is read at once and there at 0.75; the second, there at 1.5, a third of a second
+    later, and the first, there at 2.25, a third after that.
+    """
+    simulation = simulate(_plan(), world_size=2, communication="sharded")
+    timeline = simulation.timeline
+    assert [bucket.finished_s for bucket in timeline.buckets] == [1.75, 2.75, 3.75]
+    assert [gather.finished_s for gather in timeline.gathers] == [2.25, 1.5, 0.75]
+    assert timeline.iteration_s == pytest.approx((2.25 + 1 / 3) + 3.75 + 0.5)
+    assert timeline.communication_s == 4.5
+    assert "gathers behind the next forward" in str(simulation)
+    assert json.loads(simulation.to_json())["communication"] == "sharded"
+    planned = dataclasses.replace(_plan(), communication="sharded")
+    assert simulate(planned, world_size=2) == simulation
+    with pytest.raises(PlanError, match="communication is 'both'"):
+        simulate(_plan(), world_size=2, communication="both")
 
 
 def test_the_plans_own_ring_is_extended_to_more_ranks() -> None:

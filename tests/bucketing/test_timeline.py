@@ -73,6 +73,32 @@ def test_gradients_of_two_groups_need_two_allreduces() -> None:
     assert timeline.backward_s == 7
 
 
+def test_sharded_gathers_run_behind_forward_and_their_readers_wait() -> None:
+    """Each half takes 0.5 + n / 2. Sums end at 2.5 + 4 and, ready at 4, at 7.5; backward ends at 4.
+
+    Forward reads the second bucket at once, and has it at 1; of its 4 seconds it has run 2 when it
+    reads the first one, at 3, and waits for it until 1 + 4.5.
+    """
+    profile = _profile([2, 4], [8, 1], forward_s=4, between_s=1)
+    timeline = predict(profile, (1, 1), COST, "sharded")
+    assert [bucket.finished_s for bucket in timeline.buckets] == [6.5, 7.5]
+    first, second = timeline.gathers
+    assert (second.ready_s, second.launched_s, second.finished_s) == (0, 0, 1)
+    assert (first.ready_s, first.launched_s, first.finished_s) == (3, 1, 5.5)
+    assert (timeline.forward_s, timeline.backward_s) == (7.5, 7.5)
+    assert (timeline.iteration_s, timeline.alone_s, timeline.communication_s) == (16, 9, 11)
+
+
+def test_sharded_launches_and_gathers_delay_forward() -> None:
+    """Two launches of 0.25; then 4 seconds of transfer take half of computation's speed."""
+    launched = dataclasses.replace(COST, launch_s=0.25)
+    profile = _profile([2, 4], [8, 1], forward_s=40)
+    assert predict(profile, (1, 1), launched, "sharded").forward_s == pytest.approx(40.5 + 0.75)
+    slowed = AllreduceCost(startup_s=0, s_per_byte=1, interference=0.5)
+    timeline = predict(_profile([2, 4], [8, 0.5 * 2], forward_s=40), (1, 1), slowed, "sharded")
+    assert timeline.forward_s == pytest.approx(40 + 0.5 + 4 / 2)
+
+
 costs = st.builds(
     AllreduceCost,
     startup_s=st.sampled_from([0, 0.05]),
@@ -113,3 +139,15 @@ def test_nothing_beats_the_bound_and_nothing_waits_without_reason(case, cost) ->
     for bucket in timeline.buckets:
         assert bucket.launched_s == pytest.approx(max(bucket.ready_s, previous_s))
         previous_s = bucket.finished_s
+
+
+@given(_cases(), costs, st.sampled_from([0.0, 0.3, 2.0]))
+def test_nothing_beats_the_bound_of_a_sharded_iteration(case, cost, forward_s) -> None:
+    """Which is that of an allreduce's; and forward does not end before all gathers have."""
+    profile, sizes = case
+    profile = dataclasses.replace(profile, forward_s=forward_s)
+    timeline = predict(profile, sizes, cost, "sharded")
+    alone = predict(profile, sizes, dataclasses.replace(cost, launch_s=0), "sharded")
+    assert timeline.iteration_s >= alone.bound_s - 1e-9
+    assert timeline.forward_s >= max(g.finished_s for g in timeline.gathers) - 1e-9
+    assert [g.num_bytes for g in timeline.gathers] == [b.num_bytes for b in timeline.buckets]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt.bucketing.batch import LossFn, call_model, find_loss
-from ddpopt.bucketing.costs import AllreduceCost, Network
+from ddpopt.bucketing.costs import ALLREDUCE, AllreduceCost, Network, check_communication
 from ddpopt.bucketing.device import Device, now
 from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.bucketing.plan import BucketPlan, plan_buckets
@@ -32,6 +32,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     backend: str | Callable[..., Any] | None = "inductor",
     device: Device | None = None,
     loss: LossFn | None = None,
+    communication: str = ALLREDUCE,
 ) -> BucketPlan:
     """Return the best buckets for a model, a batch and a network; apply them by `ddp_kwargs()`.
 
@@ -48,10 +49,14 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         device: Its rates, if nothing is to be run: then times are estimated too, as they are for
             models on the meta device.
         loss: Makes a scalar of the model's output; default as in `estimate`.
+        communication: "sharded" plans for `ddpopt.algorithms.ShardedUpdate`: for the whole
+            iteration, since half of the communication runs behind forward.
 
     Raises:
-        PlanError: the model cannot be traced, or `world_size` is missing or below 1.
+        PlanError: the model cannot be traced, `world_size` is missing or below 1, or
+            `communication` is something else.
     """
+    check_communication(communication)
     if world_size is None:
         if not dist.is_initialized():
             raise PlanError("world_size is None without a process group; give the number of ranks")
@@ -62,7 +67,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     if device is None and not is_on_meta:
         forward_s, backward_s = _measure(model, example_inputs, backend, loss)
         profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
-    return plan_buckets(profile, cost, world_size)
+    return plan_buckets(profile, cost, world_size, communication)
 
 
 def _measure(

@@ -17,6 +17,7 @@ from ddpopt._files import show
 from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
+ALLREDUCE, SHARDED = COMMUNICATIONS = ("allreduce", "sharded")  # [Note: sharded iterations]
 _BEYOND = 1e18  # no number is so large: what is computed from them has to stay finite
 _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
@@ -144,6 +145,13 @@ class AllreduceCost:
         """The rate as people read it."""
         return self.s_per_byte * 2**20
 
+    @property
+    def half(self) -> AllreduceCost:
+        """The cost of a reduce-scatter, or of an all-gather: each sends half of the bytes."""
+        return dataclasses.replace(
+            self, startup_s=self.startup_s / 2, s_per_byte=self.s_per_byte / 2
+        )
+
     def seconds(self, num_bytes: float) -> float:
         """Return how long an allreduce of `num_bytes` takes."""
         return self.startup_s + self.s_per_byte * num_bytes
@@ -245,6 +253,12 @@ class Network:
 def _steps_of_ring(num_ranks: int) -> int:
     """Return how many messages follow one another; each carries 1 / `num_ranks` of all bytes."""
     return 2 * (num_ranks - 1)
+
+
+def check_communication(communication: object) -> None:
+    """Raise PlanError unless this is one of `COMMUNICATIONS`."""
+    if communication not in COMMUNICATIONS:
+        raise PlanError(f"communication is {communication!r}; valid are {list(COMMUNICATIONS)}")
 
 
 def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:

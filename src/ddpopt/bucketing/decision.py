@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _torch, _waits
 from ddpopt._text import format_ms, table
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
+from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import plan_buckets
 from ddpopt.bucketing.stopwatch import Measured
 from ddpopt.bucketing.timeline import Timeline, predict, undisturbed
@@ -34,6 +34,11 @@ class Decision(NamedTuple):
         return self.gain >= _LEAST_GAIN
 
 
+def communication_of(ddp: DistributedDataParallel) -> str:
+    """Return what communicates for a module: one of `COMMUNICATIONS`."""
+    return SHARDED if _waits.is_sharded(ddp) else ALLREDUCE
+
+
 def decide(
     ddp: DistributedDataParallel, gathered: Sequence[Measured], cost: AllreduceCost
 ) -> Decision:
@@ -44,9 +49,10 @@ def decide(
         if measured.buckets != gathered[0].buckets:
             return Decision(f"{STAY}: rank {rank} has others than rank 0")
     sizes = [len(bucket) for bucket in gathered[0].buckets]
+    communication = communication_of(ddp)
     profile = _profile(ddp, gathered, sizes, cost)
-    plan = plan_buckets(profile, cost, len(gathered))
-    own, best = predict(profile, sizes, cost), plan.timeline()
+    plan = plan_buckets(profile, cost, len(gathered), communication)
+    own, best = predict(profile, sizes, cost, communication), plan.timeline()
     gain = 1 - best.iteration_s / own.iteration_s
     if gain >= _LEAST_GAIN:
         text = (
@@ -67,9 +73,13 @@ def _compare(profile: Profile, own: Timeline, best: Timeline) -> list[str]:
         "iteration": (own.iteration_s, best.iteration_s),
         "of it waiting for communication": (own.exposed_s, best.exposed_s),
         "backward": (own.backward_s, best.backward_s),
-        "of it after the last allreduce": (profile.after_s, profile.after_s),
-        "all allreduces": (own.communication_s, best.communication_s),
     }
+    if own.gathers:
+        times["forward, behind which parameters are gathered"] = (own.forward_s, best.forward_s)
+        times["all communication, halved"] = (own.communication_s, best.communication_s)
+    else:
+        times["of it after the last allreduce"] = (profile.after_s, profile.after_s)
+        times["all allreduces"] = (own.communication_s, best.communication_s)
     rows = [(*map(format_ms, pair), name) for name, pair in times.items()]
     counts = (f"{len(own.buckets)}", f"{len(best.buckets)}", "buckets")
     return table(("DDP's own", "best", "predicted, in ms"), [*rows, counts])
@@ -97,7 +107,10 @@ def _profile(
     What the model does not explain of the measured backward is taken to come after all allreduces.
     A Reducer that looks for unused parameters has its buckets in another order than that of
     arrival, in which they are planned; it is taken to have as many gradients in each of them.
+    Of sharded updates measured times contain no waiting, and sums take half of an allreduce.
     """
+    is_sharded = communication_of(ddp) == SHARDED
+    each = cost.half if is_sharded else cost
     by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
     arrived = [by_index[index] for bucket in gathered[0].buckets for index in bucket]
     slowest = [max(0.0, *times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
@@ -105,19 +118,25 @@ def _profile(
         order = sorted(range(len(slowest)), key=slowest.__getitem__)
         arrived, slowest = [arrived[k] for k in order], [slowest[k] for k in order]
     ready_s = list(itertools.accumulate(slowest, max))
+    forward_s = max(measured.forward_s for measured in gathered)
+    if is_sharded:  # while bytes move beside it, as long as there are any
+        moving_s = each.s_per_byte * sum(p.num_bytes for p in arrived) * cost.contention
+        forward_s -= cost.interference * min(forward_s, moving_s)
     disturbed = Profile(
         gradients=tuple(
             Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
             for p, at_s in zip(arrived, ready_s, strict=True)
         ),
         backward_s=ready_s[-1],
-        forward_s=max(measured.forward_s for measured in gathered),
+        forward_s=forward_s,
         between_s=max(measured.between_s for measured in gathered),
         source="measured",
     )
-    alone_s = undisturbed(disturbed, sizes, cost)
+    alone_s = undisturbed(disturbed, sizes, each)
     profile = disturbed.with_ready_times(alone_s, backward_s=alone_s[-1])
-    left_s = max(m.backward_s for m in gathered) - predict(profile, sizes, cost).backward_s
+    explained = predict(profile, sizes, each)
+    explained_s = explained.computed_s if is_sharded else explained.backward_s
+    left_s = max(m.backward_s for m in gathered) - explained_s
     return dataclasses.replace(profile, after_s=max(0.0, left_s))
 
 

@@ -15,58 +15,113 @@ So a layer k takes n log n steps, which run as tensor operations. A cut costs co
 so does a launch: what is minimised is F(k, n) + (cut + launch) * (k - 1), which takes each to delay
 the end by its full cost. Layers end when no prefix gains by one more bucket, or cuts and launches
 alone cost more than there is to win.
+
+[Note: merging for a whole iteration]
+With sharded updates (see [Note: sharded iterations]) both halves of communication count. Let g be
+how long the transfers from a bucket's own to the last one's take, all in a row. The last sum ends
+at the maximum over all buckets of t + g, with t of the bucket's last gradient. Gathers run in the
+opposite order, so g is also when a bucket's gather ends, and forward is late by the maximum of
+g - f * (1 - t / B), for a forward of f and a backward of B seconds. So the same problem is solved
+for two sets of ready times, t and f / B * t; and, since a plan for which neither maximum can be
+smaller without the other getting larger also has the smallest max(first, second + d) for some d,
+for the sets max(t, f / B * t + d), with d between 0 and B - f. Of these plans the one with the
+shortest iteration is taken, which is at most half a step of d longer than the best. A further
+bucket costs one cut and two launches, of which each of the two maxima is charged half.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ddpopt.bucketing.costs import AllreduceCost, Profile
+from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 from ddpopt.bucketing.timeline import predict, ready_times
 from ddpopt.reducer import cap_of
 
 _ROUNDS = 4  # of planning with the ready times that the last plan leads to
-_AS_GOOD = 1.005  # times the best predicted backward
+BALANCES = 32  # steps of d in [Note: merging for a whole iteration]
+_AS_GOOD = 1.005  # times the best predicted backward, or iteration
 _REAL_GAIN = 1e-9  # seconds; less is rounding
 
 
-def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
+def best_buckets(
+    profile: Profile, cost: AllreduceCost, communication: str = ALLREDUCE
+) -> tuple[int, ...]:
     """Return how many gradients each bucket holds, in the order of the profile.
 
     They are optimal (see [Note: merging]) where computation and allreduces do not slow each other
     down. Where they do, candidates are the optimal buckets for the times at which gradients are
     ready under the plan before, and those of uniform caps. Of all that are predicted to be about as
     good as the best, that whose largest bucket is smallest depends least on predictions, and was
-    the fastest when measured.
+    the fastest when measured. With `communication="sharded"` the whole iteration counts, and
+    candidates are those of [Note: merging for a whole iteration].
     """
-    if not cost.interference and cost.contention == 1:
+    is_sharded = communication == SHARDED
+    is_undisturbed = not cost.interference and cost.contention == 1
+    if is_undisturbed and not is_sharded:
         return merge(profile, [gradient.ready_s for gradient in profile.gradients], cost)
-    candidates = list(uniform_buckets(profile))
+    candidates = [] if is_undisturbed else list(uniform_buckets(profile))
     beside = dataclasses.replace(cost, s_per_byte=cost.s_per_byte * cost.contention)
-    for slowed in (cost, beside):
-        ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]
-        for _ in range(_ROUNDS):
-            sizes = merge(profile, ready_s, slowed)
-            if sizes in candidates:
-                break
-            candidates.append(sizes)
-            ready_s = ready_times(profile, sizes, cost)
-    backward_s = {sizes: predict(profile, sizes, cost).backward_s for sizes in candidates}
-    enough_s = min(backward_s.values()) * _AS_GOOD
+    for slowed in dict.fromkeys((cost, beside)):
+        if is_sharded:
+            candidates += _balanced(profile, slowed)
+        else:
+            candidates += _settled(profile, cost, slowed, candidates)
+
+    def seconds(sizes: Sequence[int]) -> float:
+        timeline = predict(profile, sizes, cost, communication)
+        return timeline.iteration_s if is_sharded else timeline.backward_s
 
     def largest_bytes(sizes: Sequence[int]) -> int:
         return max(allreduce.num_bytes for allreduce in profile.allreduces(sizes))
 
-    good = [sizes for sizes in candidates if backward_s[sizes] <= enough_s]
+    times_s = {sizes: seconds(sizes) for sizes in candidates}
+    least_s = min(times_s.values())
+    enough_s = least_s + _REAL_GAIN if is_undisturbed else least_s * _AS_GOOD
+    good = [sizes for sizes, time_s in times_s.items() if time_s <= enough_s]
     return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))
 
 
-def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tuple[int, ...]:
-    """Return the buckets that minimise the objective of [Note: merging]."""
+def _settled(
+    profile: Profile, cost: AllreduceCost, slowed: AllreduceCost, known: Collection[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Return plans of which each is the best for the ready times under the one before."""
+    found: list[tuple[int, ...]] = []
+    ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]
+    for _ in range(_ROUNDS):
+        sizes = merge(profile, ready_s, slowed)
+        if sizes in known or sizes in found:
+            break
+        found.append(sizes)
+        ready_s = ready_times(profile, sizes, cost)
+    return found
+
+
+def _balanced(profile: Profile, cost: AllreduceCost) -> list[tuple[int, ...]]:
+    """Return the plans of [Note: merging for a whole iteration]."""
+    ready_s = [gradient.ready_s for gradient in profile.gradients]
+    whole_s = profile.backward_s or 1.0
+    in_forward_s = [profile.forward_s * (t / whole_s) for t in ready_s]  # no ratio can be too large
+    charged = dataclasses.replace(profile, cut_s=profile.cut_s / 2)
+    found = []
+    for balance in range(BALANCES + 1):
+        late_s = (profile.backward_s - profile.forward_s) * balance / BALANCES
+        balanced_s = [max(t, f + late_s) for t, f in zip(ready_s, in_forward_s, strict=True)]
+        least_s = max(profile.backward_s, profile.forward_s + late_s)
+        found.append(merge(charged, balanced_s, cost.half, least_s))
+    return found
+
+
+def merge(
+    profile: Profile, ready_s: Sequence[float], cost: AllreduceCost, least_s: float = 0.0
+) -> tuple[int, ...]:
+    """Return the buckets that minimise the objective of [Note: merging].
+
+    To end before `least_s` wins nothing.
+    """
     num_bytes = [0, *(gradient.num_bytes for gradient in profile.gradients)]
     problem = _Problem(
         ready=torch.tensor(ready_s, dtype=torch.float64),
@@ -77,13 +132,14 @@ def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tu
     layers = [torch.full_like(problem.sent, torch.inf).index_fill(0, torch.tensor(0), 0.0)]
     values: list[float] = []
     cut_s = profile.cut_s + cost.launch_s
-    least = max(ready_s[0] + cost.seconds(profile.num_bytes), ready_s[-1] + cost.startup_s)
+    first_s = ready_s[0] + cost.seconds(profile.num_bytes)
+    least = max(first_s, ready_s[-1] + cost.startup_s, least_s)
     while least + cut_s * len(values) < min(values, default=torch.inf):
         layer = problem.next_layer(layers[-1])
         if not bool((layer < layers[-1] - _REAL_GAIN).any()):
             break
         layers.append(layer)
-        values.append(float(layer[-1]) + cut_s * len(values))
+        values.append(max(float(layer[-1]), least_s) + cut_s * len(values))
     enough = min(values) + _REAL_GAIN
     best = next(k for k, value in enumerate(values, start=1) if value <= enough)
     return problem.trace_back(layers[: best + 1])

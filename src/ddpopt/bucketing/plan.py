@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpopt import _files
 from ddpopt._text import count, format_ms, printable, shorten
-from ddpopt.bucketing.costs import AllreduceCost, Profile
+from ddpopt.bucketing.costs import ALLREDUCE, AllreduceCost, Profile, check_communication
 from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.bucketing.timeline import Timeline, predict
 from ddpopt.errors import PlanError
@@ -42,19 +42,22 @@ class BucketPlan:
     """Buckets for one model, and the costs for which they are best.
 
     `sizes[k]` gradients of the profile, in its order, complete together; where they are of several
-    groups, they make a bucket for each.
+    groups, they make a bucket for each. `communication` says what they are best for: "allreduce",
+    or "sharded" where `ddpopt.algorithms.ShardedUpdate` communicates.
 
     Raises:
         PlanError: `sizes` does not add up to the number of gradients, two of these have one name,
-            or `world_size` is below 1.
+            `world_size` is below 1, or `communication` is something else.
     """
 
     profile: Profile
     cost: AllreduceCost
     world_size: int
     sizes: tuple[int, ...]
+    communication: str = ALLREDUCE
 
     def __post_init__(self) -> None:
+        check_communication(self.communication)
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise PlanError(f"world_size is {self.world_size!r}; it must be 1 or more")
         total = len(self.profile.gradients)
@@ -86,11 +89,12 @@ class BucketPlan:
 
     def timeline(self) -> Timeline:
         """Return the predicted times of an iteration with this plan."""
-        return predict(self.profile, self.sizes, self.cost)
+        return predict(self.profile, self.sizes, self.cost, self.communication)
 
     def timeline_of_caps(self, caps_bytes: Sequence[int] = DDP_DEFAULT_CAPS) -> Timeline:
         """Return the predicted times with the buckets that DDP forms by caps in bytes."""
-        return predict(self.profile, buckets_of_caps(self.profile, caps_bytes), self.cost)
+        sizes = buckets_of_caps(self.profile, caps_bytes)
+        return predict(self.profile, sizes, self.cost, self.communication)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return arguments for DistributedDataParallel by which it forms these buckets.
@@ -102,7 +106,9 @@ class BucketPlan:
             return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}
         best = min(
             uniform_buckets(self.profile),
-            key=lambda sizes: predict(self.profile, sizes, self.cost).backward_s,
+            key=lambda sizes: (
+                predict(self.profile, sizes, self.cost, self.communication).iteration_s
+            ),
         )
         first = self.profile.gradients[: best[0]]
         return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in first) / _MIB}
@@ -110,6 +116,8 @@ class BucketPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""
         content = {"version": _VERSION, **dataclasses.asdict(self), "hash": self.hash}
+        if self.communication == ALLREDUCE:  # releases that know of nothing else can read it
+            del content["communication"]
         return json.dumps(content, indent=1)
 
     @classmethod
@@ -172,10 +180,20 @@ class BucketPlan:
                 f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
+                *self._forward_lines(timeline, default),
                 "",
                 *timeline.bucket_table("parameters", names),
             ]
         )
+
+    def _forward_lines(self, timeline: Timeline, default: Timeline) -> list[str]:
+        if not timeline.gathers:
+            return []
+        return [
+            f"sharded: sums run behind backward, gathers behind the next forward, "
+            f"{format_ms(timeline.forward_s)} ms with {format_ms(self.profile.forward_s)} of "
+            f"computation; with DDP's default buckets {format_ms(default.forward_s)}"
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +204,14 @@ class _Header:
     hash: str = ""
 
 
-def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> BucketPlan:
+def plan_buckets(
+    profile: Profile, cost: AllreduceCost, world_size: int, communication: str = ALLREDUCE
+) -> BucketPlan:
     """Return the best buckets for a profile and a network; see [Note: merging]."""
     return BucketPlan(
-        profile=profile, cost=cost, world_size=world_size, sizes=best_buckets(profile, cost)
+        profile=profile,
+        cost=cost,
+        world_size=world_size,
+        sizes=best_buckets(profile, cost, communication),
+        communication=communication,
     )

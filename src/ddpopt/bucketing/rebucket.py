@@ -147,11 +147,6 @@ def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
     return _applied.get(ddp)
 
 
-def forget(ddp: DistributedDataParallel) -> None:
-    """Take the buckets that `ddp` has for its own."""
-    _applied.pop(ddp, None)
-
-
 _guards: weakref.WeakKeyDictionary[DistributedDataParallel, Sequence[RemovableHandle]]
 _guards = weakref.WeakKeyDictionary()
 

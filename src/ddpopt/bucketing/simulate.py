@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpopt._text import count, format_ms, table
-from ddpopt.bucketing.costs import AllreduceCost, Network
+from ddpopt.bucketing.costs import ALLREDUCE, AllreduceCost, Network, check_communication
 from ddpopt.bucketing.merging import buckets_of_caps
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
@@ -61,8 +61,8 @@ class Simulation:
     """One iteration of a plan on `world_size` ranks, as predicted.
 
     `cost` is what an allreduce costs there. `timeline` is that of the slowest rank, whose
-    computation takes `slowdown` times as long as the profile says. `basis` says what the numbers
-    are from.
+    computation takes `slowdown` times as long as the profile says; with `communication` "sharded"
+    see [Note: sharded iterations]. `basis` says what the numbers are from.
     """
 
     world_size: int
@@ -70,6 +70,7 @@ class Simulation:
     timeline: Timeline
     slowdown: float
     basis: str
+    communication: str = ALLREDUCE
 
     @property
     def efficiency(self) -> float:
@@ -88,10 +89,12 @@ class Simulation:
     def __str__(self) -> str:
         timeline = self.timeline
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
-        rows = timeline.bucket_table("- waits, = runs", map(self._bar, timeline.buckets))
-        middle = slice(1 + _ROWS_AT_EACH_END, -_ROWS_AT_EACH_END)
-        if len(rows[middle]) > 1:
-            rows[middle] = [f"  ... {len(rows[middle])} more"]
+        rows = _shortened(
+            timeline.bucket_table("- waits, = runs", map(self._bar, timeline.buckets))
+        )
+        if timeline.gathers:
+            rows = ["sums behind backward", "", *rows, "", "gathers behind the next forward", ""]
+            rows += _shortened(timeline.gather_table())
         return "\n".join(
             [
                 f"{count(self.world_size, 'rank')}: "
@@ -116,22 +119,36 @@ class Simulation:
         return " " * ready + "-" * (launched - ready) + "=" * max(1, finished - launched)
 
 
+def _shortened(rows: list[str]) -> list[str]:
+    middle = slice(1 + _ROWS_AT_EACH_END, -_ROWS_AT_EACH_END)
+    if len(rows[middle]) > 1:
+        rows[middle] = [f"  ... {len(rows[middle])} more"]
+    return rows
+
+
 def simulate(
     plan: BucketPlan,
     *,
     world_size: int,
     network: Network | AllreduceCost | None = None,
     stragglers: Stragglers | None = None,
+    communication: str | None = None,
 ) -> Simulation:
     """Return one iteration of `plan` on a cluster of `world_size` ranks.
+
+    `communication` is "allreduce", or "sharded" as with `ddpopt.algorithms.ShardedUpdate`; None is
+    what the plan was made for.
 
     Without a network it is the one that the plan's cost implies for a ring with one rank a node;
     an `AllreduceCost` is used as it is, whatever `world_size`. A bucket is ready when its last
     gradient is ready on the slowest of the ranks.
 
     Raises:
-        PlanError: `world_size` is no whole number above 0, or no network follows from the plan.
+        PlanError: `world_size` is no whole number above 0, no network follows from the plan, or
+            `communication` is something else.
     """
+    communication = plan.communication if communication is None else communication
+    check_communication(communication)
     if not isinstance(world_size, int) or world_size < 1:
         raise PlanError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
     cost, origin = _cost(plan, world_size, network)
@@ -139,8 +156,9 @@ def simulate(
     return Simulation(
         world_size=world_size,
         cost=cost,
-        timeline=predict(plan.profile.slowed(slowdown), plan.sizes, cost),
+        timeline=predict(plan.profile.slowed(slowdown), plan.sizes, cost, communication),
         slowdown=slowdown,
+        communication=communication,
         basis=f"computation: {plan.profile.source}; allreduce: {origin}",
     )
 
@@ -198,7 +216,8 @@ def sweep(
     cells = []
     for world_size, bytes_per_s in itertools.product(world_sizes, bandwidths):
         links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
-        replanned = plan_buckets(plan.profile, links.allreduce(world_size), world_size)
+        cost = links.allreduce(world_size)
+        replanned = plan_buckets(plan.profile, cost, world_size, plan.communication)
         saved, own, best = (
             simulate(each, world_size=world_size, network=links, stragglers=stragglers).efficiency
             for each in (plan, default, replanned)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _torch, _waits
 from ddpopt.split import state
 
 _LEAST_COMPLETE = 2  # of the measured steps: with one forward and one backward
@@ -28,6 +28,7 @@ class _Step:
     """What was noted of one step."""
 
     began: _Moment
+    waited_s: float  # until then, and in it when it has ended
     forward_ended: _Moment = None
     backward_ended: _Moment = None
     num_forwards: int = 1
@@ -39,8 +40,8 @@ class _Step:
 class Measured:
     """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
 
-    `ready_s` is in the order of `buckets`, which are by parameter index. `problem` says why there
-    are none.
+    `ready_s` is in the order of `buckets`, which are by parameter index. `waited_s` is how long
+    sharded updates waited, which no other time contains. `problem` says why there are none.
     """
 
     problem: str = ""
@@ -49,11 +50,12 @@ class Measured:
     forward_s: float = 0.0
     backward_s: float = 0.0
     between_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def iteration_s(self) -> float:
         """From a forward to the next."""
-        return self.forward_s + self.backward_s + self.between_s
+        return self.forward_s + self.backward_s + self.between_s + self.waited_s
 
 
 class Stopwatch:
@@ -89,13 +91,14 @@ class Stopwatch:
         """
         if not any(parameter.requires_grad for parameter in self._parameters):
             return
-        now = self._now()
+        now, waited_s = self._now(), self._waited_s()
         if self._steps and not self._steps[-1].backward_ended:
             self._steps[-1].num_forwards += 1
             return
         if self._steps:
             self._steps[-1].ended = now
-        self._steps.append(_Step(began=now))
+            self._steps[-1].waited_s = waited_s - self._steps[-1].waited_s
+        self._steps.append(_Step(began=now, waited_s=waited_s))
 
     def end_forward(self) -> None:
         """A forward has ended; if it is none of a step that is measured, nothing is noted."""
@@ -143,6 +146,7 @@ class Stopwatch:
             forward_s=median_s([step.began for step in complete], forward_ended),
             backward_s=median_s(forward_ended, backward_ended),
             between_s=median_s(backward_ended, [step.ended for step in complete]),
+            waited_s=statistics.median(step.waited_s for step in complete),
         )
 
     def _note_arrival(self, index: int, _gradients: object) -> None:
@@ -162,9 +166,14 @@ class Stopwatch:
             # How many collectives came before tells in which backward a search is asked for.
             self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
+    def _waited_s(self) -> float:
+        ddp = self._ddp()
+        return 0.0 if ddp is None else _waits.waited_s(ddp)
+
     def _now(self) -> _Moment:
+        """Return the time by a clock that stands still while sharded updates wait on the CPU."""
         if self._device.type == "cpu":
-            return time.perf_counter()
+            return time.perf_counter() - self._waited_s()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event

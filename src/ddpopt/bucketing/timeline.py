@@ -2,6 +2,14 @@
 
 The model: backward computes; a bucket is ready when its last gradient is; allreduces run one
 after another, in the buckets' order, while computation goes on. Each may slow the other down.
+
+[Note: sharded iterations]
+With `communication="sharded"` (see `ddpopt.algorithms.ShardedUpdate`) each allreduce is divided
+into its halves. Sums to shards run behind backward, as allreduces do, and the update waits for all
+of them. Then updated parameters are gathered, the last bucket first, behind the next forward, which
+waits for a bucket where it first reads one of its parameters. When that is is not measured. Forward
+is taken to be backward the other way round: a gradient that is ready when the part p of backward is
+over is that of a parameter that forward reads when the part 1 - p of it is over.
 """
 
 from __future__ import annotations
@@ -11,15 +19,18 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpopt._text import format_bytes, format_ms, table
-from ddpopt.bucketing.costs import AllreduceCost, Profile
+from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """The times of one bucket, in seconds after backward began."""
+    """The times of one bucket, in seconds after backward began.
+
+    Of one that is gathered, after forward began: it is ready when forward first reads it.
+    """
 
     num_bytes: int
     ready_s: float
@@ -33,7 +44,8 @@ class Timeline:
 
     Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
     with what comes after the last allreduce) count from the start of backward. `alone_s` is the
-    iteration without communication, `communication_s` the sum of all allreduces.
+    iteration without communication, `communication_s` the sum of all allreduces. Where updates are
+    sharded, `gathers` are those of the same buckets, and `forward_s` contains waiting for them.
     """
 
     forward_s: float
@@ -43,6 +55,7 @@ class Timeline:
     alone_s: float
     communication_s: float
     buckets: tuple[BucketTimes, ...]
+    gathers: tuple[BucketTimes, ...] = ()
 
     @property
     def iteration_s(self) -> float:
@@ -77,74 +90,144 @@ class Timeline:
         ]
         return table(("bucket", "size", "ready ms", "launch", "finish", title), rows)
 
+    def gather_table(self) -> list[str]:
+        """Return a table of the gathers, in the order in which they run."""
+        rows = [
+            (
+                f"{index}",
+                format_bytes(gather.num_bytes),
+                *map(format_ms, (gather.launched_s, gather.finished_s, gather.ready_s)),
+            )
+            for index, gather in reversed(list(enumerate(self.gathers)))
+        ]
+        return table(("bucket", "size", "launch ms", "finish", "first read"), rows)
 
-def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> Timeline:
+
+def predict(
+    profile: Profile,
+    bucket_sizes: Sequence[int],
+    cost: AllreduceCost,
+    communication: str = ALLREDUCE,
+) -> Timeline:
     """Return the timeline of an iteration with these buckets.
 
     `bucket_sizes` tells how many gradients, in the profile's order, each bucket holds; where
-    gradients of several groups meet in one, each group is an allreduce of its own.
+    gradients of several groups meet in one, each group is an allreduce of its own. With
+    `communication="sharded"` see [Note: sharded iterations].
     """
-    reached, buckets = _run(profile, bucket_sizes, cost)
-    around_s = profile.forward_s + profile.between_s
+    is_sharded = communication == SHARDED
+    each = cost.half if is_sharded else cost
+    reached, buckets = _run_backward(profile, bucket_sizes, each)
+    forward_s = profile.forward_s
+    gathers: tuple[BucketTimes, ...] = ()
+    if is_sharded:
+        forward_s, gathers = _run_forward(profile, bucket_sizes, each)
     return Timeline(
-        forward_s=profile.forward_s,
+        forward_s=forward_s,
         computed_s=reached[-1],
         backward_s=max(reached[-1], buckets[-1].finished_s) + profile.after_s,
         between_s=profile.between_s,
-        alone_s=around_s + profile.backward_s,
-        communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in buckets),
+        alone_s=profile.forward_s + profile.between_s + profile.backward_s,
+        communication_s=sum(each.seconds(moved.num_bytes) for moved in (*buckets, *gathers)),
         buckets=tuple(buckets),
+        gathers=gathers,
     )
 
 
 def ready_times(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
     """Return when each gradient is ready while allreduces of these buckets run beside."""
-    return _run(profile, bucket_sizes, cost)[0][:-1]
+    return _run_backward(profile, bucket_sizes, cost)[0][:-1]
 
 
-def _run(
+def _run_backward(
     profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
 ) -> tuple[list[float], list[BucketTimes]]:
-    """Follow computation and communication side by side, from event to event.
-
-    Return when each gradient is ready and, last, when computation ends; and the buckets.
-    """
+    """Return when each gradient is ready and, last, when computation ends; and the buckets."""
     queue = profile.allreduces(bucket_sizes)
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
     # Each gradient, and the end of backward, as the computation that is done by then.
     cut_s = profile.cut_s + cost.launch_s
-    goals = [g.ready_s + k * cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
-    goals.append(profile.backward_s + cuts[-1] * cut_s)
+    goals = [_Goal(g.ready_s + k * cut_s) for g, k in zip(profile.gradients, cuts, strict=True)]
+    goals.append(_Goal(profile.backward_s + cuts[-1] * cut_s))
+    transfers = [_Transfer(each.num_bytes, each.last + 1) for each in queue]
+    reached, spans = _run(goals, transfers, cost)
+    return reached, [
+        BucketTimes(each.num_bytes, reached[each.last], *span)
+        for each, span in zip(queue, spans, strict=True)
+    ]
+
+
+def _run_forward(
+    profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
+) -> tuple[float, tuple[BucketTimes, ...]]:
+    """Return when forward ends, and the gathers in the buckets' order."""
+    queue = profile.allreduces(bucket_sizes)[::-1]
+    backward_s = profile.backward_s or 1.0
+    goals = []
+    for count, each in enumerate(queue, 1):
+        part = profile.gradients[each.last].ready_s / backward_s
+        goals.append(_Goal(profile.forward_s * (1 - part) + count * cost.launch_s, count))
+    goals.append(_Goal(profile.forward_s + len(queue) * cost.launch_s))
+    reached, spans = _run(goals, [_Transfer(each.num_bytes, 0) for each in queue], cost)
+    gathers = [
+        BucketTimes(each.num_bytes, read_s, *span)
+        for each, read_s, span in zip(queue, reached, spans, strict=False)
+    ]
+    return reached[-1], tuple(reversed(gathers))
+
+
+class _Goal(NamedTuple):
+    """A place of computation: what is computed by then, and transfers that what follows needs."""
+
+    done_s: float
+    num_needed: int = 0
+
+
+class _Transfer(NamedTuple):
+    """It may begin when so many goals have been reached."""
+
+    num_bytes: int
+    num_goals: int
+
+
+def _run(
+    goals: Sequence[_Goal], transfers: Sequence[_Transfer], cost: AllreduceCost
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """Follow computation and communication side by side, from event to event.
+
+    Return when each goal is reached, and when each transfer begins and ends.
+    """
     now_s = done_s = launched_s = 0.0
-    phases: list[float] = []  # what is left of an allreduce: its transfer, its start-up
+    phases: list[float] = []  # what is left of a transfer: its bytes, its start-up
     reached: list[float] = []
-    finished: list[BucketTimes] = []
-    while len(reached) < len(goals) or len(finished) < len(queue):
-        is_idle = not phases and len(finished) < len(queue)
-        if is_idle and len(reached) > queue[len(finished)].last:
-            launched_s = now_s
-            phases = [cost.s_per_byte * queue[len(finished)].num_bytes, cost.startup_s]
-        is_computing = len(reached) < len(goals)
+    spans: list[tuple[float, float]] = []
+    while len(reached) < len(goals) or len(spans) < len(transfers):
+        if not phases and len(spans) < len(transfers):
+            following = transfers[len(spans)]
+            if len(reached) >= following.num_goals:
+                launched_s = now_s
+                phases = [cost.s_per_byte * following.num_bytes, cost.startup_s]
+        is_held = bool(reached) and goals[len(reached) - 1].num_needed > len(spans)
+        is_computing = len(reached) < len(goals) and not is_held
         is_moving = len(phases) == 1
         speed = 1 - cost.interference if is_moving else 1.0
         slowness = cost.contention if is_moving and is_computing else 1.0
-        compute_s = (goals[len(reached)] - done_s) / speed if is_computing else math.inf
-        reduce_s = phases[-1] * slowness if phases else math.inf
-        step_s = min(compute_s, reduce_s)
+        compute_s = (goals[len(reached)].done_s - done_s) / speed if is_computing else math.inf
+        transfer_s = phases[-1] * slowness if phases else math.inf
+        step_s = min(compute_s, transfer_s)
         now_s += step_s
         if phases:
             phases[-1] -= step_s / slowness
-        if compute_s <= reduce_s:
-            done_s = goals[len(reached)]
+        if compute_s <= transfer_s:
+            done_s = goals[len(reached)].done_s
             reached.append(now_s)
-        else:
+        elif is_computing:
             done_s += step_s * speed
-        if reduce_s <= compute_s:
+        if transfer_s <= compute_s:
             phases.pop()
             if not phases:
-                done = queue[len(finished)]
-                finished.append(BucketTimes(done.num_bytes, reached[done.last], launched_s, now_s))
-    return reached, finished
+                spans.append((launched_s, now_s))
+    return reached, spans
 
 
 def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:

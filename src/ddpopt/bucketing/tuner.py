@@ -12,6 +12,10 @@ later they meet once more, and take the change back if iterations did not get sh
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
+Where updates are sharded (`_waits.py`) they are while it is measured, and plans are for them: the
+iteration without its waiting is measured, and what waits is predicted. A search that runs when they
+begin to be sharded begins anew.
+
 No rank waits where the answer is known already. Each announces itself one step ahead, and one that
 cannot go on says so at once. What ranks meet for is named after the backward in which they began
 to count, so ranks that began in different ones do not wait either.
@@ -26,7 +30,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch
+from ddpopt import _logs, _torch, _waits
 from ddpopt._events import Observer, Turn, ignore, observe, will_communicate
 from ddpopt._text import printable
 from ddpopt.bucketing import rebucket
@@ -74,18 +78,30 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_trial: bool) -> None
     if ddp in _in_use:
         return
     if ddp not in _tuners or _tuners[ddp].source != buckets:
-        _tuners[ddp] = _Tuner(ddp, buckets)
-        observe(ddp, Turn.TUNER, _tuners[ddp])
+        _begin(ddp, buckets)
     _in_use[ddp] = _tuners[ddp]
     _tuners[ddp].prepare_cuts(ddp, is_trial=is_trial)
 
 
 def restart(ddp: DistributedDataParallel) -> None:
-    """Look for better buckets than the present ones, on all ranks in the same step."""
-    rebucket.forget(ddp)
-    _tuners.pop(ddp, None)
+    """Look for better buckets once more, on all ranks in the same step."""
+    if ddp in _tuners:
+        _tuners[ddp].stop()
+    _begin(ddp, "auto", rebucket.plan_of(ddp))
     _in_use.pop(ddp, None)
-    start(ddp, "auto", is_trial=False)
+    start(ddp, "auto", is_trial=state.of(ddp).is_trial)
+
+
+def begin_anew(ddp: DistributedDataParallel) -> None:
+    """Look from the start where a search runs: steps take other times from here on. Collective."""
+    tuner = of(ddp)
+    if tuner is not None and tuner.source == "auto" and not tuner.is_done:
+        restart(ddp)
+
+
+def _begin(ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None) -> None:
+    _tuners[ddp] = _Tuner(ddp, source, first)
+    observe(ddp, Turn.TUNER, _tuners[ddp])
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
@@ -114,11 +130,17 @@ def take_over(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> No
 
 
 class _Tuner(Observer):
-    """See [Note: tuning]. `best` is the best plan that was found, or the one from the file."""
+    """See [Note: tuning]. `best` is the best plan that was found, or the one from the file.
 
-    def __init__(self, ddp: DistributedDataParallel, source: str) -> None:
+    `first` is the plan of the buckets that the search begins with, if they are not DDP's own.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None
+    ) -> None:
         self.source = source
         self.best: BucketPlan | None = None
+        self._first = first
         self._outcome = ""
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
         self._stopwatch: Stopwatch | None = None
@@ -164,6 +186,11 @@ class _Tuner(Observer):
         elif self._stage is _GIVEN and self.best is not None:
             state.of(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
+    def stop(self) -> None:
+        """Measure no more."""
+        if self._stopwatch is not None:
+            self._stopwatch.remove()
+
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Count, measure, or decide."""
         if self._stage is None:
@@ -206,7 +233,8 @@ class _Tuner(Observer):
         stopwatch.remove()
         self._stopwatch = self._appointment = self._stage = None
         state.of(ddp).end_search()
-        problem = appointment.keep(_find_obstacle(ddp, stage, self.best, self.source))
+        expected = (None, self.best if stage is _COMPARISON else self._first)
+        problem = appointment.keep(_find_obstacle(ddp, expected, self.source))
         if problem:
             self._give_up(ddp, stage, problem)
         elif stage is _COMPARISON:
@@ -226,6 +254,7 @@ class _Tuner(Observer):
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         group = ddp.process_group
+        _waits.wait_for_all()  # or what is still sent would be measured with it
         cost = calibrate(group, device_of(ddp))
         gathered = gather(ddp, measured, _SEARCH.title)
         decided = Decision("")
@@ -302,7 +331,7 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
 
 def _find_lasting_obstacle(ddp: DistributedDataParallel, source: str) -> str:
     """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
-    if source == "auto" and _torch.hook_states(ddp):
+    if source == "auto" and _torch.hook_states(ddp) and not _waits.is_sharded(ddp):
         return (
             "its comm hook keeps a state, which may be by bucket; call ddpopt.rebucket if it is not"
         )
@@ -310,15 +339,15 @@ def _find_lasting_obstacle(ddp: DistributedDataParallel, source: str) -> str:
 
 
 def _find_obstacle(
-    ddp: DistributedDataParallel, stage: _Stage, best: BucketPlan | None, source: str
+    ddp: DistributedDataParallel, expected: Sequence[BucketPlan | None], source: str
 ) -> str:
-    """Say why this rank cannot go on; "" if it can."""
+    """Say why this rank cannot go on; "" if it can. One of the `expected` plans is in force."""
     if ddp not in _in_use:
         return (
             f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
             "since"
         )
-    if rebucket.plan_of(ddp) not in (None, best if stage is _COMPARISON else None):
+    if rebucket.plan_of(ddp) not in expected:
         return "ddpopt.rebucket has changed them"
     return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ddpopt._files import check_can_write, installed_version
-from ddpopt.bucketing.costs import ALGORITHMS
+from ddpopt.bucketing.costs import ALGORITHMS, COMMUNICATIONS
 from ddpopt.bucketing.simulate import parse_bandwidth
 from ddpopt.errors import PlanError
 
@@ -92,6 +92,8 @@ def _sweep(command: _Parser) -> None:
 
 def _add_cluster(command: _Parser) -> None:
     command.add_argument("plan", help="the file that BucketPlan.save wrote")
+    given = "what communicates: %(choices)s (default: what the plan was made for)"
+    command.add_argument("--communication", choices=COMMUNICATIONS, help=given)
     add = command.add_argument_group("links").add_argument
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
     latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"

@@ -21,12 +21,14 @@ from ddpopt import _torch
 from ddpopt._files import installed_version, write_text
 from ddpopt._text import count, format_bytes, format_ms, printable, shorten, table
 from ddpopt.bucketing import rebucket, tuner
+from ddpopt.bucketing.costs import ALLREDUCE, SHARDED
+from ddpopt.bucketing.decision import communication_of
 from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedBucket, RecordedStep
+from ddpopt.inspection.recording import RecordedBucket, RecordedGather, RecordedStep
 from ddpopt.split import state
 from ddpopt.split.plan import NodeText, Section, SplitPlan
 
@@ -34,8 +36,13 @@ _NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.recor
 _NOTHING_PREDICTED = "predicted: nothing; give explain a plan of ddpopt.plan"
 _OR_TUNE = ", or find buckets by buckets='auto'"
 _TIMES = ("ready_s", "launched_s", "finished_s")
-_MEASURED_TIMES = ("backward_s", "forward_s", "exposed_s", "communication_s")
-_PREDICTED_TIMES = (*_MEASURED_TIMES, "between_s", "alone_s", "iteration_s", "bound_s")
+_GATHER_TIMES = {
+    "predicted_gather": ("launched_s", "finished_s", "ready_s"),
+    "measured_gather": ("launched_s", "finished_s", "wanted_s", "had_s"),
+}
+_TIMES_OF_BOTH = ("backward_s", "forward_s", "exposed_s", "communication_s")
+_MEASURED_TIMES = (*_TIMES_OF_BOTH, "gathered_s", "waited_s")
+_PREDICTED_TIMES = (*_TIMES_OF_BOTH, "between_s", "alone_s", "iteration_s", "bound_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +52,8 @@ class BucketReport:
     `actual` is empty until DDP has told its buckets. `graphs` hold its parameters; `completed_by`
     is the section whose backward produces the last gradient, as in `4/0 section 2`, for which those
     of `shares_section_with` wait too. `launched_after` counts the backward sections that had
-    started when its allreduce was launched. Times count from the end of forward.
+    started when its allreduce was launched. Times count from the end of forward. The gathers are
+    those of sharded updates, behind forward: their times are below 0.
     """
 
     index: int
@@ -58,6 +66,8 @@ class BucketReport:
     launched_after: int | None = None
     predicted: BucketTimes | None = None
     measured: RecordedBucket | None = None
+    predicted_gather: BucketTimes | None = None
+    measured_gather: RecordedGather | None = None
 
     @property
     def is_as_planned(self) -> bool | None:
@@ -71,7 +81,8 @@ class Explanation:
 
     `bucket_plan` is what its buckets were assigned by, `tuning` what `buckets="auto"` decided.
     `predicted` is the iteration by `basis`; `measured` the medians of the last recording, of
-    `num_measured` steps. `nodes` are those of each graph's sections.
+    `num_measured` steps. `communication` is "sharded" with `ddpopt.algorithms.ShardedUpdate`.
+    `nodes` are those of each graph's sections.
     """
 
     model: str
@@ -83,6 +94,7 @@ class Explanation:
     basis: str = ""
     measured: RecordedStep | None = None
     num_measured: int = 0
+    communication: str = ALLREDUCE
     hints: tuple[str, ...] = ()
     nodes: Mapping[str, state.Nodes] = field(default_factory=dict, repr=False)
 
@@ -94,7 +106,7 @@ class Explanation:
                 "ddpopt": installed_version(),
                 "torch": str(torch.__version__),
             },
-            **_fields(self, "model", "tuning", "hints"),
+            **_fields(self, "model", "communication", "tuning", "hints"),
             "graphs": [_graph_data(plan, self.nodes.get(plan.graph, ())) for plan in self.plans],
             "buckets": [_bucket_data(bucket) for bucket in self.buckets],
             "predicted": self.predicted
@@ -137,6 +149,7 @@ class Explanation:
         parts = [
             self._bucket_table() if self.buckets else "",
             self._times() if self.buckets and (self.predicted or self.measured) else "",
+            self._gathers() if self.buckets and self.communication == SHARDED else "",
             self.tuning,
             f"planned: {self.bucket_plan}" if self.bucket_plan else "",
             *("\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans),
@@ -194,6 +207,42 @@ class Explanation:
             ]
         return "\n".join(lines)
 
+    def _gathers(self) -> str:
+        """Say what is communicated behind forward, and how much of it hides."""
+        num_bytes = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
+        lines = [
+            "updates are sharded: what backward hides are sums to shards, half of an allreduce; "
+            f"then {num_bytes} of parameters are gathered behind the next forward, the last bucket "
+            "first"
+        ]
+        last_first = list(reversed(self.buckets))
+        header, columns = ["bucket"], [[f"{bucket.index}" for bucket in last_first]]
+        titles = (("launch", "finish", "read"), ("launch", "finish", "wanted", "had"))
+        for (name, times), title in zip(_GATHER_TIMES.items(), titles, strict=True):
+            gathers = [getattr(bucket, name) for bucket in last_first]
+            if any(gathers):
+                header += [f"{name.partition('_')[0]}: {title[0]}", *title[1:]]
+                columns += [[format_ms(getattr(g, time, None)) for g in gathers] for time in times]
+        if len(columns) > 1:
+            rows = [(*row, "") for row in zip(*columns, strict=True)]
+            lines += ["", *(line.rstrip() for line in table((*header, ""), rows)), ""]
+        m, t = self.measured, self.predicted
+        if m and m.gathered_s and m.waited_s is not None:
+            lines.append(_hidden("measured", m.gathered_s, m.waited_s, m.forward_s))
+        if t and t.gathers:
+            gathered_s = sum(g.finished_s - g.launched_s for g in t.gathers)
+            waited_s = sum(max(0.0, g.finished_s - g.ready_s) for g in t.gathers)
+            lines.append(_hidden("predicted", gathered_s, waited_s, t.forward_s))
+        return "\n".join(lines)
+
+
+def _hidden(kind: str, gathered_s: float, waited_s: float, forward_s: float) -> str:
+    part = max(0.0, 1 - waited_s / gathered_s) if gathered_s else 1.0
+    return (
+        f"{kind}: gathers take {format_ms(gathered_s)} ms, of which {part:.0%} hides behind "
+        f"forward, which takes {format_ms(forward_s)} and waits {format_ms(waited_s)} of it"
+    )
+
 
 def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
     whole = Section(
@@ -228,6 +277,10 @@ def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
         **_fields(bucket, *(each.name for each in dataclasses.fields(bucket)), "is_as_planned"),
         "predicted": bucket.predicted and _fields(bucket.predicted, *_TIMES),
         "measured": bucket.measured and _fields(bucket.measured, *_TIMES),
+        **{
+            name: getattr(bucket, name) and _fields(getattr(bucket, name), *times)
+            for name, times in _GATHER_TIMES.items()
+        },
     }
 
 
@@ -257,7 +310,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
     buckets = _find_buckets(ddp, known.plans)
-    predicted = _predict(buckets, costs) if costs and buckets else None
+    communication = communication_of(ddp)
+    predicted = _predict(buckets, costs, communication) if costs and buckets else None
     hints = [] if measured else [_NOTHING_MEASURED]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
@@ -271,6 +325,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         basis=_basis(costs) if costs and predicted else "",
         measured=measured,
         num_measured=len(recording.steps) if recording else 0,
+        communication=communication,
         hints=(*hints, *(recording.notes if recording else ())),
         nodes=dict(known.nodes),
     )
@@ -315,6 +370,9 @@ def _relate(
     none = [None] * len(buckets)
     expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none
     recorded = measured.buckets if measured and len(measured.buckets) == len(none) else none
+    gathers = predicted.gathers if predicted and len(predicted.gathers) == len(none) else none
+    forward_s = predicted.forward_s if predicted else 0.0
+    gathered = {gather.index: gather for gather in measured.gathers} if measured else {}
     sharing = [
         tuple(b.index for b in buckets if b.completed_by == bucket.completed_by and b is not bucket)
         for bucket in buckets
@@ -326,14 +384,23 @@ def _relate(
             launched_after=measured.num_started(times.launched_s) if measured and times else None,
             predicted=expectation,
             measured=times,
+            predicted_gather=gather and _moved(gather, -forward_s),
+            measured_gather=gathered.get(bucket.index),
         )
-        for bucket, others, expectation, times in zip(
-            buckets, sharing, expected, recorded, strict=True
+        for bucket, others, expectation, times, gather in zip(
+            buckets, sharing, expected, recorded, gathers, strict=True
         )
     )
 
 
-def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | None:
+def _moved(times: BucketTimes, by_s: float) -> BucketTimes:
+    moved = {name: getattr(times, name) + by_s for name in _TIMES}
+    return dataclasses.replace(times, **moved)
+
+
+def _predict(
+    buckets: Sequence[BucketReport], costs: BucketPlan, communication: str
+) -> Timeline | None:
     """Return the iteration with these buckets; None where the plan is of other parameters."""
     gradients = {gradient.name: gradient for gradient in costs.profile.gradients}
     members = [bucket.actual or bucket.planned for bucket in buckets]
@@ -344,7 +411,7 @@ def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | N
     pairs = zip(names, ready_s, strict=True)
     arrived = tuple(dataclasses.replace(gradients[name], ready_s=time_s) for name, time_s in pairs)
     profile = dataclasses.replace(costs.profile, gradients=arrived)
-    return predict(profile, list(map(len, members)), costs.cost)
+    return predict(profile, list(map(len, members)), costs.cost, communication)
 
 
 def _basis(costs: BucketPlan) -> str:

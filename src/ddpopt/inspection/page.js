@@ -145,6 +145,20 @@ function timesText(kind, times) {
   return `${kind}: ${start}, ${finish}`;
 }
 
+/** A bucket's gather behind forward, where updates are sharded; times there are below 0. */
+function gatherOf(kind, bucket) {
+  const gather = bucket[`${kind}_gather`];
+  if (!gather) return null;
+  const read = gather.wanted_s ?? gather.ready_s;
+  const had = gather.had_s ?? Math.max(read, gather.finished_s);
+  return { bucket, times: { ...gather, ready_s: gather.launched_s }, read, had };
+}
+
+function gatherText(kind, { times, read, had }) {
+  const span = `launched ${duration(times.launched_s)}, finished ${duration(times.finished_s)}`;
+  return `${kind} gather: ${span}, read ${duration(read)}, waits ${duration(had - read)}`;
+}
+
 // ---- Selection ---------------------------------------------------------------------------------
 // One bucket or one section. Whatever shows a bucket or a section carries `data-bucket` or
 // `data-section`; a line carries both.
@@ -375,7 +389,9 @@ function timelineCard() {
 function panelOf(kind) {
   const summary = content[kind];
   const reduced = content.buckets.filter((bucket) => bucket[kind]);
+  const gathers = content.buckets.map((bucket) => gatherOf(kind, bucket)).filter(Boolean);
   if (!summary && !reduced.length) return null;
+  const finished = reduced.map((bucket) => bucket[kind].finished_s ?? 0);
   const steps = summary?.num_steps;
   return {
     kind,
@@ -385,11 +401,30 @@ function panelOf(kind) {
       ...["backward", "communication", "exposed"].map((name) =>
         summary?.[`${name}_s`] == null ? "" : `${name} ${duration(summary[`${name}_s`])}`,
       ),
+      gathers.length
+        ? `forward ${duration(summary.forward_s)} waits ${duration(
+            sum(gathers.map(({ read, had }) => had - read)),
+          )} for gathers`
+        : "",
     ]),
-    work: workOf(kind, summary, reduced),
-    rows: pack(reduced.map((bucket) => ({ bucket, times: bucket[kind] }))),
-    end: summary?.backward_s ?? null,
+    work: [...(gathers.length ? [forwardOf(summary)] : []), ...workOf(kind, summary, reduced)],
+    rows: pack([
+      ...gathers.reverse(),
+      ...reduced.map((bucket) => ({ bucket, times: bucket[kind] })),
+    ]),
+    hasGathers: gathers.length > 0,
+    end: summary ? Math.max(summary.backward_s, ...finished) : null,
     exposed: summary?.exposed_s ?? null,
+  };
+}
+
+function forwardOf(summary) {
+  return {
+    start: -summary.forward_s,
+    stop: 0,
+    entry: null,
+    labels: ["forward"],
+    tip: ["Forward", `${duration(summary.forward_s)}, with what it waits for`],
   };
 }
 
@@ -434,7 +469,7 @@ function pack(reduced) {
   for (const item of reduced) {
     const { ready_s: start, launched_s: launched, finished_s: finished } = item.times;
     const row =
-      rows.find((each) => each.until <= start) ?? rows[rows.push({ until: 0, items: [] }) - 1];
+      rows.find((each) => each.until <= start) ?? rows[rows.push({ until: -Infinity, items: [] }) - 1];
     row.items.push(item);
     row.until = finished ?? launched;
   }
@@ -570,7 +605,9 @@ function drawWork(bar, i, x, top) {
   return node;
 }
 
-function drawBucket({ kind }, { bucket, times }, x, top, height) {
+function drawBucket({ kind }, item, x, top, height) {
+  const { bucket, times } = item;
+  const isGather = "read" in item;
   const middle = top + height / 2;
   const thick = height - (height > 6 ? 3 : 1);
   const launched = x(times.launched_s);
@@ -584,7 +621,9 @@ function drawBucket({ kind }, { bucket, times }, x, top, height) {
     {
       class: "mark",
       "data-bucket": bucket.index,
-      ...pressable(`bucket ${bucket.index}, ${timesText(kind, times)}`),
+      ...pressable(
+        `bucket ${bucket.index}, ${isGather ? gatherText(kind, item) : timesText(kind, times)}`,
+      ),
     },
     draw("rect", {
       class: "hit",
@@ -597,19 +636,19 @@ function drawBucket({ kind }, { bucket, times }, x, top, height) {
       ? draw("line", { class: "waiting", x1: ready, x2: launched, y1: middle, y2: middle })
       : null,
     draw("rect", {
-      class: isOpen ? "run open" : "run",
+      class: isGather ? "run gather" : isOpen ? "run open" : "run",
       x: launched,
       y: middle - thick / 2,
       width: finished - launched,
       height: thick,
       rx: Math.min(2, thick / 2),
     }),
-    draw("circle", { class: "ready", cx: ready, cy: middle, r: radius }),
+    isGather ? null : draw("circle", { class: "ready", cx: ready, cy: middle, r: radius }),
     height >= 13 && label.length * 7 + 8 < finished - launched
       ? draw("text", { x: (launched + finished) / 2, y: middle + 4 }, label)
       : null,
   );
-  tip(node, () => bucketTip(kind, bucket, times));
+  tip(node, () => (isGather ? gatherTip(kind, item) : bucketTip(kind, bucket, times)));
   onPress(node, () => select({ bucket }));
   return node;
 }
@@ -625,13 +664,22 @@ function bucketTip(kind, bucket, times) {
   ];
 }
 
+function gatherTip(kind, item) {
+  return [
+    `Bucket ${item.bucket.index}: ${bytes(item.bucket.num_bytes)} of parameters`,
+    gatherText(kind, item),
+  ];
+}
+
 function legend(panels) {
+  const hasGathers = panels.some((panel) => panel.hasGathers);
   const hasExposed = panels.some((panel) => panel.exposed > 0);
   const items = [
-    ["work", "computation of backward"],
+    ["work", hasGathers ? "computation" : "computation of backward"],
     ["ready", "bucket ready"],
     ["waiting", "waits for its launch"],
-    ["run", "allreduce runs"],
+    ["run", hasGathers ? "gradients are summed to shards" : "allreduce runs"],
+    ...(hasGathers ? [["run gather", "updated parameters are gathered"]] : []),
     ...(hasExposed
       ? [["exposed", "exposed: backward is this much longer than without communication"]]
       : []),

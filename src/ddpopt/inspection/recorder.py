@@ -10,6 +10,10 @@ allreduce has finished is known to the process group alone: torch's profiler has
 cannot be on twice; where it is on already, that time is left out, and sections and buckets appear
 as named ranges in the profile of whoever turned it on.
 
+Sharded updates have exchanges of their own in the place of allreduces, and tell of them: sums in
+backward, and gathers in forward, which belong to the step whose forward comes next. See
+exchanges.py.
+
 A GPU gets to what is queued later than the processor that queues it, and the profiler's allreduces
 are kernels. So each time there is that of an event in the GPU's queue, and is known in the end.
 """
@@ -32,12 +36,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddpopt import _torch
+from ddpopt import _torch, _waits
 from ddpopt._events import Label, Observer, Turn, ignore, listen, observe, will_communicate
 from ddpopt._files import check_can_write
 from ddpopt._text import format_bytes
 from ddpopt.bucketing.device import now
-from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
+from ddpopt.inspection.exchanges import FollowedExchange, Follower
+from ddpopt.inspection.recording import (
+    RecordedBucket,
+    RecordedGather,
+    RecordedSection,
+    RecordedStep,
+    Recording,
+)
 from ddpopt.split import state
 
 # What process groups call their allreduces in a profile; on a GPU the kernel tells the finish.
@@ -86,7 +97,9 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     clock = _Clock(_device_of(ddp), recording.origin_unix_ns)
     recorder = _Recorder(ddp, clock)
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-    profile = contextlib.nullcontext() if _torch.is_profiling() else _torch.profile_ranges(has_cuda)
+    # Of sharded updates it would see nothing, and torch warns of works that another thread ends.
+    is_unneeded = _torch.is_profiling() or _waits.is_sharded(ddp)
+    profile = contextlib.nullcontext() if is_unneeded else _torch.profile_ranges(has_cuda)
     with listen(recorder), recorder.watching(ddp), profile as events:
         yield recording
         clock.stop()  # before the profiler, which would miss kernels that are still to run
@@ -118,9 +131,13 @@ class _Clock:
         now(device)  # so that the GPU is at the processor's place now
         self._first_s = self.now_s()
 
+    def wall_s(self) -> float:
+        """Return the time."""
+        return (time.time_ns() - self._origin_ns) / 1e9
+
     def now_s(self) -> float:
         """Return the time, for the place in the device's queue as well."""
-        time_s = (time.time_ns() - self._origin_ns) / 1e9
+        time_s = self.wall_s()
         if self._device.type != "cpu":
             event = self._events[time_s] = torch.Event(self._device, enable_timing=True)
             event.record()
@@ -147,9 +164,20 @@ class _Step:
     backward_stop_s: float = 0.0
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)  # around DDP's hook
     sections: list[RecordedSection] = field(default_factory=list)
+    sums: dict[int, FollowedExchange] = field(default_factory=dict)  # by bucket
+    gathers: list[FollowedExchange] = field(default_factory=list)
 
     def at(self, computed_s: Callable[[float], float]) -> _Step:
         """Return this step with the times at which its places were reached."""
+
+        def moved(exchange: FollowedExchange) -> FollowedExchange:
+            return dataclasses.replace(
+                exchange,
+                begun_s=computed_s(exchange.begun_s),
+                asked_s=computed_s(exchange.asked_s),
+                got_s=computed_s(exchange.got_s),
+            )
+
         return _Step(
             forward_start_s=computed_s(self.forward_start_s),
             forward_stop_s=computed_s(self.forward_stop_s),
@@ -163,6 +191,8 @@ class _Step:
                 )
                 for section in self.sections
             ],
+            sums={bucket: moved(exchange) for bucket, exchange in self.sums.items()},
+            gathers=[moved(exchange) for exchange in self.gathers],
         )
 
 
@@ -171,7 +201,10 @@ class _Recorder(Observer):
 
     def __init__(self, ddp: DistributedDataParallel, clock: _Clock) -> None:
         self.steps: list[_Step] = []
+        self._ddp = weakref.ref(ddp)
         self._now_s = clock.now_s
+        self._follower = Follower(_device_of(ddp), clock.now_s, clock.wall_s)
+        self._gathers: list[FollowedExchange] = []  # of the step to come
         self._step: _Step | None = None  # the one whose backward is to come or runs
         self._nodes: set[Any] = set()  # of sections that are watched in this step
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
@@ -200,13 +233,16 @@ class _Recorder(Observer):
         finally:
             ignore(ddp, Turn.RECORDER)
             self._remove_hooks(self._hooks.keys())
+            self._follower.close()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Begin a step, unless this forward belongs to the one that has begun, or is none."""
         if not will_communicate(ddp):
             self._step = None
+            self._gathers = []
         elif self._step is None or self._step.arrivals:
-            self._step = _Step(self._now_s())
+            self._step = _Step(self._now_s(), gathers=self._gathers)
+            self._gathers = []
             self._nodes.clear()
             self.steps.append(self._step)
 
@@ -236,6 +272,24 @@ class _Recorder(Observer):
         running = contextlib.ExitStack()
         node.register_prehook(lambda _: running.enter_context(self.section(label, "backward")))
         node.register_hook(lambda *_: running.close())
+
+    def follow(
+        self,
+        ddp: DistributedDataParallel | None,
+        what: str,
+        bucket: int,
+        num_bytes: int,
+        works: list[Any],
+    ) -> list[Any]:
+        """Follow an exchange of the module that is recorded."""
+        if ddp is None or ddp is not self._ddp():
+            return works
+        exchange = FollowedExchange(bucket, num_bytes, self._now_s())
+        if what == "gather":
+            self._gathers.append(exchange)
+        elif self._step is not None:
+            self._step.sums[bucket] = exchange
+        return self._follower.follow(exchange, works)
 
     def _watch_arrival(self, node: Any, index: int) -> None:
         """Note when a gradient arrives, and when DDP's own hook on its node is done."""
@@ -320,6 +374,14 @@ class _Reader:
             backward_stop_s=step.backward_stop_s,
             sections=tuple(step.sections),
             buckets=tuple(self._read_buckets(step)),
+            is_sharded=bool(step.sums),
+            gathers=tuple(
+                RecordedGather(
+                    g.bucket, g.num_bytes, g.begun_s, g.ended_s, g.asked_s, max(g.asked_s, g.got_s)
+                )
+                for g in step.gathers
+                if g.ended_s and g.asked_s
+            ),
         )
 
     def _read_buckets(self, step: _Step) -> Iterator[RecordedBucket]:
@@ -327,8 +389,8 @@ class _Reader:
         if not all(arrivals):
             self.notes.append("buckets: not all of them got a gradient in each step")
             return
-        allreduces = self._allreduces_of(step)
-        after_s = 0.0
+        allreduces = self._sums_of(step) if step.sums else self._allreduces_of(step)
+        after_s, end_s = 0.0, step.backward_stop_s
         for k, bucket in enumerate(self._buckets):
             ready_s, hooked_s = max(arrivals[k])
             after_s = max(after_s, hooked_s)  # buckets are launched in order
@@ -339,9 +401,15 @@ class _Reader:
                 ready_s=ready_s,
                 # gloo is told before a GPU has made the gradients, and waits for them.
                 launched_s=max(ready_s, min(start_s, after_s)),
-                # The profiler is told a little later than DDP, which waits for all of them.
-                finished_s=None if stop_s is None else min(stop_s, step.backward_stop_s),
+                # The profiler is told a little later than DDP, which waits for all allreduces.
+                finished_s=stop_s if step.sums or stop_s is None else min(stop_s, end_s),
             )
+
+    def _sums_of(self, step: _Step) -> list[tuple[float, float]]:
+        """As `_allreduces_of`, of sharded updates."""
+        sums = [step.sums.get(index) for index in range(len(self._buckets))]
+        known = [(each.begun_s, each.ended_s) for each in sums if each is not None]
+        return known if len(known) == len(sums) and all(stop_s for _, stop_s in known) else []
 
     def _allreduces_of(self, step: _Step) -> list[tuple[float, float]]:
         """Return when each bucket's allreduce started and finished, nothing if that is unknown."""

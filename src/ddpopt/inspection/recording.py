@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,12 +46,28 @@ class RecordedBucket:
     finished_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedGather:
+    """A bucket's updated parameters were sent behind forward, by sharded updates.
+
+    They were wanted from `wanted_s` on, by their first reader, who had them at `had_s`.
+    """
+
+    index: int
+    num_bytes: int
+    launched_s: float
+    finished_s: float
+    wanted_s: float
+    had_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
     """One forward, or several, and the backward whose gradients were reduced.
 
     `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
-    and of all of them the finish is known, or of none.
+    and of all of them the finish is known, or of none. With `is_sharded` updates what is launched
+    is a sum, for which the update waits; `gathers` are those of the update before, in launch order.
     """
 
     forward_start_s: float
@@ -58,6 +75,8 @@ class RecordedStep:
     backward_stop_s: float
     sections: tuple[RecordedSection, ...]
     buckets: tuple[RecordedBucket, ...]
+    is_sharded: bool = False
+    gathers: tuple[RecordedGather, ...] = ()
 
     @property
     def forward_s(self) -> float:
@@ -82,6 +101,25 @@ class RecordedStep:
         """The sum of all allreduces, without what one waited for the one before it."""
         times_s = [stop_s - start_s for _, start_s, stop_s in self.allreduces() if stop_s]
         return sum(times_s) if times_s else None
+
+    @property
+    def gathered_s(self) -> float | None:
+        """The sum of all gathers, as `communication_s`; None without any."""
+        times_s = [stop_s - start_s for _, start_s, stop_s in self.gather_spans()]
+        return sum(times_s) if times_s else None
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long forward waited for gathers, None without any."""
+        return sum(g.had_s - g.wanted_s for g in self.gathers) if self.gathers else None
+
+    def gather_spans(self) -> Iterator[tuple[RecordedGather, float, float]]:
+        """Yield each gather with its start and end: one runs at a time."""
+        end_s = -math.inf
+        for gather in self.gathers:
+            start_s = max(gather.launched_s, end_s)
+            end_s = max(start_s, gather.finished_s)
+            yield gather, start_s, end_s
 
     def allreduces(self) -> Iterator[tuple[RecordedBucket, float, float | None]]:
         """Yield each bucket with the start and the end of its allreduce: one runs at a time."""
@@ -108,12 +146,17 @@ class RecordedStep:
     def summary(self) -> str:
         """Return the times in a sentence."""
         text = f"backward {format_ms(self.backward_s)} ms"
-        if self.exposed_s is None:
-            return text
-        return (
-            f"{text}, {format_ms(self.exposed_s)} of it waiting for communication, which takes "
-            f"{format_ms(self.communication_s)} in all"
-        )
+        if self.exposed_s is not None:
+            text += (
+                f", {format_ms(self.exposed_s)} of it waiting for communication, which takes "
+                f"{format_ms(self.communication_s)} in all"
+            )
+        if self.gathers:
+            text += (
+                f"; forward {format_ms(self.forward_s)} ms, {format_ms(self.waited_s)} of it "
+                f"waiting for gathers, which take {format_ms(self.gathered_s)}"
+            )
+        return text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,6 +233,7 @@ class Recording:
         for s in step.sections:
             name = f"{s.graph} section {s.section} {s.kind}"
             yield self._range(name, _COMPUTATION, s.start_s, s.stop_s)
+        yield from self._gather_events(number, step)
         for bucket, launched_s, finished_s in step.allreduces():
             name = f"bucket {bucket.index}"
             args = {
@@ -204,13 +248,22 @@ class Recording:
             if finished_s is None:
                 yield self._event("i", f"{name} launched", _COMMUNICATION, launched_s, **at)
                 continue
-            yield self._range(
-                f"allreduce {name}", _COMMUNICATION, launched_s, finished_s, args=args
-            )
+            what = "sum" if step.is_sharded else "allreduce"
+            yield self._range(f"{what} {name}", _COMMUNICATION, launched_s, finished_s, args=args)
             # A number that no other arrow has, in no trace of this training run.
             arrow = {"cat": "launch", "id": (self.rank << 40) + (number << 16) + bucket.index}
             yield self._event("s", name, _COMPUTATION, bucket.ready_s, **arrow)
             yield self._event("f", name, _COMMUNICATION, launched_s, bp="e", **arrow)
+
+    def _gather_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
+        """Yield the gathers behind a step's forward, and where it waited for them."""
+        for gather, launched_s, finished_s in step.gather_spans():
+            name = f"bucket {gather.index}"
+            args = {"step": number, "bucket": gather.index, "bytes": gather.num_bytes}
+            yield self._range(f"gather {name}", _COMMUNICATION, launched_s, finished_s, args=args)
+            yield self._range(
+                f"wait for {name}", _COMPUTATION, gather.wanted_s, gather.had_s, args=args
+            )
 
     def _range(
         self, name: str, thread: int, start_s: float, stop_s: float, **more: Any

@@ -7,6 +7,7 @@ is the least. Other backends have collectives that do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _CACHED = 2**16  # elements of a few tensors, which a core's cache holds
 
 Works = list[Any]  # torch.distributed.Work
 Complete = Callable[[], object]
+Follow = Callable[[str, int, int, Works], Works]  # what, of which bucket, of how many bytes
 
 
 class Exchange:
@@ -26,12 +28,32 @@ class Exchange:
 
     Each method returns works; `wait` of all of them ends the exchange, and until then no tensor
     that was given may change.
+
+    Attributes:
+        waited_s: How long `wait` took, in all.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        follow: Follow = lambda _what, _bucket, _num_bytes, works: works,
+    ) -> None:
+        """`follow` gets what was begun, and returns works to wait for in place of those."""
         self.group = group
+        self.follow = follow
+        self.waited_s = 0.0
         self.rank, self.num_ranks = group.rank(), group.size()
         self._is_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
+
+    def wait(self, works: Works) -> None:
+        """Return when these works have ended."""
+        began_s = time.perf_counter()
+        try:
+            for work in works:
+                work.wait()
+        finally:
+            self.waited_s += time.perf_counter() - began_s
 
     def mean_scatter(self, values: torch.Tensor, part: torch.Tensor) -> tuple[Works, Complete]:
         """Begin to put this rank's part of the mean of all ranks' `values` into `part`.

@@ -146,6 +146,7 @@ class Handle:
         self._num_pauses = 0
         self._is_open = False  # a step has begun and not ended
         self._has_run_backward = False
+        self._is_in_backward = False  # one that reduces
         self._updated: set[torch.optim.Optimizer] = set()
         if training.ddp not in _attached:
             training.ddp.register_comm_hook(weakref.ref(training.ddp), _comm_hook)
@@ -169,6 +170,9 @@ class Handle:
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Return the future gradients of a bucket; by default they stay as they are."""
         return noop_hook(None, bucket)
+
+    def end_backward(self) -> None:
+        """Run when a backward that reduced buckets has ended, DDP's part of it included."""
 
     def begin_step(self) -> None:
         """Run before the forward of a step; `num_steps` already counts it."""
@@ -326,6 +330,7 @@ class Handle:
 
     def on_forward(self) -> None:
         """Count a forward of DDP's, if it begins a step."""
+        self._is_in_backward = False  # one that raised never ended
         ddp = self.training.ddp
         is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
         is_repeated = self._is_open and not self._has_run_backward
@@ -339,7 +344,14 @@ class Handle:
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a bucket of DDP's that is complete."""
         self._has_run_backward = True
+        if not self._is_in_backward:  # a static graph's first has no bucket that is the last
+            self._is_in_backward = True
+            _torch.at_end_of_backward(self._end_backward)
         return self.reduce(bucket)
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        self.end_backward()
 
     def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Get ready for an optimizer's update; `args` begins with it."""

@@ -1,4 +1,4 @@
-"""`Shard`: the parameters of one bucket in one buffer, of which each rank owns a part.
+"""`Shard`: one bucket's parameters in one buffer, of which each rank owns a part; and `Shards`.
 
 [Note: shards and pieces]
 A bucket's parameters become views of one flat buffer, in the order in which the bucket has their
@@ -11,13 +11,16 @@ them and their hyperparameters stay as they were. A parameter's state is cut as 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ddpopt import _waits
 from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.errors import OptionError
 from ddpopt.ranks.faults import communicating
 
 _ALIGNMENT = 16  # elements: ends of parts are where vectors of 64 bytes end
@@ -31,6 +34,7 @@ class Shard:
     """A bucket of which this rank owns a part; see [Note: shards and pieces].
 
     Attributes:
+        index: The bucket's place.
         members: The bucket's parameters, by index, in its order.
         pieces: This rank's piece of each of them.
         gradient: The averaged gradient of this rank's part.
@@ -40,9 +44,14 @@ class Shard:
     """
 
     def __init__(
-        self, members: Sequence[int], parameters: Sequence[torch.Tensor], exchange: Exchange
+        self,
+        index: int,
+        members: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        exchange: Exchange,
     ) -> None:
         """Move the storage of `parameters`, which are those of `members`."""
+        self.index = index
         self.members = tuple(members)
         self.parameters = tuple(parameters)
         self._exchange = exchange
@@ -107,15 +116,15 @@ class Shard:
         Errors begin with `what`.
         """
         self._what = what
-        self._arriving = self._exchange.all_gather(self._flat)
+        works = self._exchange.all_gather(self._flat)
+        self._arriving = self._exchange.follow("gather", self.index, self._flat.nbytes, works)
 
     def wait(self) -> None:
         """Return when all parameters are there."""
         if self._arriving:
             arriving, self._arriving = self._arriving, []
             with communicating(self._what):
-                for work in arriving:
-                    work.wait()
+                self._exchange.wait(arriving)
 
     def reach(self, address: int) -> None:
         """Wait, for the reader of a parameter."""
@@ -173,9 +182,72 @@ class Shard:
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a value for each member, of values of the bucket of which this has its part."""
         with communicating("gathering what ranks have of parameters"):
-            for work in self._exchange.all_gather(flat):
-                work.wait()
+            self._exchange.wait(self._exchange.all_gather(flat))
         return [torch.empty_like(value).copy_(value) for value in self.split(flat)]
+
+
+class Shards:
+    """All parameters of a model in shards, by bucket.
+
+    Who reads a parameter waits for it as long as this lives; see `_waits.py`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        exchange: Exchange,
+        buckets: Sequence[Sequence[int]],
+    ) -> None:
+        """Divide buckets, given by the indices of their parameters, among the ranks."""
+        self.parameters = tuple(parameters)
+        self.exchange = exchange
+        self._addresses: dict[int, Shard] = {}
+        weakref.finalize(self, _waits.withdraw, self._addresses)
+        self.divide(buckets)
+
+    def divide(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Divide these in place of those before, of which nothing is kept."""
+        _waits.withdraw(self._addresses)
+        self.all = [
+            Shard(index, members, [self.parameters[k] for k in members], self.exchange)
+            for index, members in enumerate(buckets)
+        ]
+        self.by_members: dict[tuple[int | None, ...], Shard] = {s.members: s for s in self.all}
+        self._home = {index: (s, k) for s in self.all for k, index in enumerate(s.members)}
+        self._addresses.clear()
+        self._addresses.update({a: shard for shard in self.all for a in shard.addresses})
+        _waits.announce(self._addresses)
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self.all)
+
+    def __reversed__(self) -> Iterator[Shard]:
+        """Yield them in the order in which forward reads."""
+        return reversed(self.all)
+
+    def home(self, index: int) -> tuple[Shard, int]:
+        """Return the shard of a parameter, and its place there."""
+        return self._home[index]
+
+    def piece(self, index: int) -> nn.Parameter:
+        """Return this rank's piece of a parameter."""
+        shard, k = self._home[index]
+        return shard.pieces[k]
+
+    def pieces(self) -> list[nn.Parameter]:
+        """Return this rank's pieces of all parameters, by index."""
+        return [self.piece(index) for index in range(len(self.parameters))]
+
+    def gradient(self, index: int) -> torch.Tensor:
+        """Return the averaged gradient of this rank's piece of a parameter, a view."""
+        shard, k = self._home[index]
+        return shard.gradient[shard.place_of(k)]
+
+    def release(self) -> None:
+        """Give parameters storages of their own, for which nobody waits."""
+        _waits.withdraw(self._addresses)
+        for shard in self.all:
+            shard.release()
 
 
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
@@ -186,6 +258,25 @@ def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
 def is_dense(parameter: torch.Tensor) -> bool:
     """Whether a parameter's elements fill its memory without gaps, each once."""
     return parameter.stride() == torch.empty_like(parameter).stride()
+
+
+def check_memory(named: Mapping[torch.Tensor, str]) -> None:
+    """Raise OptionError for parameters that have gaps in memory, or lie in the same."""
+    for parameter, name in named.items():
+        if not is_dense(parameter):
+            raise OptionError(
+                f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make it "
+                "contiguous before DDP is made"
+            )
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name) for p, name in named.items() if p.numel()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise OptionError(
+                f"{name} and {other} share memory without being the same parameter; register one "
+                "parameter twice instead"
+            )
 
 
 def flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ddpopt import _torch
 from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
 from ddpopt.ranks.faults import communicating
 
@@ -91,8 +90,6 @@ class BackgroundHandle(Handle):
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
         step = self.num_steps
-        if bucket.is_last():
-            _torch.at_end_of_backward(self._raise_failure)
 
         def run() -> torch.Tensor:
             if self._failure is None:  # on a broken connection each task would wait for long
@@ -109,7 +106,8 @@ class BackgroundHandle(Handle):
         """End the thread."""
         self.worker.close()
 
-    def _raise_failure(self) -> None:
+    def end_backward(self) -> None:
+        """Raise what went wrong."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

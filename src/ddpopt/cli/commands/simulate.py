@@ -43,6 +43,8 @@ def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
 def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:
     with explained(f"the plan {args.plan} cannot be read"):
         plan = BucketPlan.load(args.plan)
+    if args.communication is not None:
+        plan = dataclasses.replace(plan, communication=args.communication)
     return plan, Stragglers(mean_delay=args.stragglers, seed=args.seed)
 
 

@@ -1,0 +1,242 @@
+"""`ShardedGradients`: the averaged gradients of this rank's pieces, and what `.grad` is meanwhile.
+
+In a backward `.grad` of parameters belongs to autograd and DDP, as ever. After it an
+`AbsentGradient` stands there, and another one in the pieces' `.grad`, where `zero_grad` of the
+model and of the optimizer find them. Only an update sees the averaged values.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
+from ddpopt.algorithms._runtime.exchange import Complete, Works
+from ddpopt.algorithms._runtime.shards import Shards
+from ddpopt.ranks.faults import communicating
+
+
+class ShardedGradients:
+    """Sums gradients to shards; see this module.
+
+    Attributes:
+        step: Which step it is, for errors.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self.step = 0
+        self._shards = shards
+        self._parameters = shards.parameters
+        self._exchange = shards.exchange
+        me = weakref.ref(self)
+        self._absent = [AbsentGradient(p, k, me) for k, p in enumerate(self._parameters)]
+        self._absent_pieces: list[AbsentGradient] = []
+        self._has_gradient = [False] * len(self._parameters)  # of what is in the shards
+        self._reductions: list[Complete] = []
+        self._hidden: list[int] = []  # gradients that are taken away for a forward
+        self._lifted: set[int] | None = None  # gradients that were there when a backward began
+        self.renew([False] * len(self._parameters))
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                shard, k = shards.home(index)
+                shards.gradient(index).copy_(shard.cut(parameter.grad, k))
+                self._has_gradient[index] = True
+                parameter.grad = self._absent[index]
+                shards.piece(index).grad = self._absent_pieces[index]
+
+    def renew(self, are_there: Sequence[bool]) -> None:
+        """Take pieces that are others than before, of which these have a gradient."""
+        me = weakref.ref(self)
+        pieces = self._shards.pieces()
+        self._absent_pieces = [AbsentGradient(p, k, me) for k, p in enumerate(pieces)]
+        for piece, absent, is_there in zip(pieces, self._absent_pieces, are_there, strict=True):
+            piece.grad = absent if is_there else None
+
+    def release(self) -> None:
+        """Leave no gradient that raises."""
+        for parameter, absent in zip(self._parameters, self._absent, strict=True):
+            if parameter.grad is absent:
+                parameter.grad = None
+
+    # ---- forward and backward ----------------------------------------------------------------
+
+    def hide(self) -> None:
+        """Take away what stands in the place of gradients, until `show`."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is self._absent[index]:
+                parameter.grad = None
+                self._hidden.append(index)
+
+    def show(self) -> None:
+        """Put it back."""
+        for index in self._hidden:
+            self._parameters[index].grad = self._absent[index]
+        self._hidden.clear()
+
+    def note(self, index: int) -> None:
+        """Note a gradient of this rank's own, which autograd is about to accumulate."""
+        if self._lifted is None:
+            self._lift()
+        self._shards.piece(index).grad = self._absent_pieces[index]
+
+    def _lift(self) -> None:
+        """Get ready for a backward, in which autograd and DDP read and write gradients.
+
+        What was zeroed since the last one is forgotten, wherever that was done.
+        """
+        self.finish()
+        self._lifted = set()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None or self._shards.piece(index).grad is None:
+                self._has_gradient[index] = False
+                parameter.grad = None
+            elif parameter.grad is self._absent[index]:
+                parameter.grad = None
+                self._lifted.add(index)
+
+    def end_lift(self) -> None:
+        """Put what raises in the place of gradients that this backward had none of."""
+        for index in self._lifted or ():
+            if self._parameters[index].grad is None and self._shards.piece(index).grad is not None:
+                self._parameters[index].grad = self._absent[index]
+        self._lifted = None
+
+    def end_backward(self) -> None:
+        """Put what raises in the place of all gradients."""
+        self.end_lift()
+        for index, parameter in enumerate(self._parameters):
+            has = parameter.grad is not None  # or it was never used, on no rank
+            self._has_gradient[index] = has
+            parameter.grad = self._absent[index] if has else None
+            self._shards.piece(index).grad = self._absent_pieces[index] if has else None
+
+    # ---- sums --------------------------------------------------------------------------------
+
+    def begin_sum(
+        self, bucket: int, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
+    ) -> None:
+        """Begin to average a bucket's values; `finish` completes this rank's gradients.
+
+        `members` are its parameters, None for one of nobody's, `sizes` how many values each has.
+        """
+        having = [k for k in members if k is not None and self._has_gradient[k]]
+        parts = [self._shards.gradient(k) for k in having]
+        earlier = [part.clone() for part in parts]  # to which this backward adds
+        own = self._shards.by_members.get(tuple(members))
+        if own is not None:
+            works, finish = self._exchange.mean_scatter(values, own.gradient)
+        else:
+            works, finish = self._begin_mean(values, members, sizes)
+        works = self._exchange.follow("sum", bucket, values.nbytes, works)
+
+        def complete() -> None:
+            self._exchange.wait(works)
+            finish()
+            for part, addend in zip(parts, earlier, strict=True):
+                part.add_(addend)
+
+        self._reductions.append(complete)
+
+    def _begin_mean(
+        self, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
+    ) -> tuple[Works, Complete]:
+        """Begin to average a bucket that is not divided: all ranks get all of it, and cut it."""
+        values.div_(self._exchange.num_ranks)
+        work = dist.all_reduce(values, group=self._exchange.group, async_op=True)
+
+        def cut() -> None:
+            for index, part in zip(members, torch.split(values, list(sizes)), strict=True):
+                if index is not None:
+                    shard, k = self._shards.home(index)
+                    self._shards.gradient(index).copy_(shard.cut_flat(part, k))
+
+        return [work], cut
+
+    def finish(self) -> None:
+        """Complete this rank's gradients."""
+        reductions, self._reductions = self._reductions, []
+        with communicating(f"reducing gradients in step {self.step}"):
+            for complete in reductions:
+                complete()
+
+    # ---- values ------------------------------------------------------------------------------
+
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the index and this rank's gradient, a view, of each parameter that has one."""
+        self.finish()
+        for index, has in enumerate(self._has_gradient):
+            is_kept = self._shards.piece(index).grad is not None
+            if has and is_kept and self._parameters[index].grad is self._absent[index]:
+                yield index, self._shards.gradient(index)
+
+    def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the index and a copy of the whole gradient of each that has one. Collective."""
+        having = {index for index, _ in self.own()}
+        for shard in self._shards:
+            for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
+                if index in having:
+                    yield index, whole
+
+    def clip_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of whole gradients. Collective."""
+        gradients = [gradient for _, gradient in self.own()]
+        is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
+        kind = torch.float64 if is_double else torch.float32
+        total = torch.zeros((), device=self._parameters[0].device, dtype=kind)
+        norms = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
+        if norms:
+            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        with communicating("adding up the norms of gradients"):
+            if math.isinf(norm_type):
+                dist.all_reduce(total, dist.ReduceOp.MAX, group=self._exchange.group)
+            else:
+                total = total.pow(norm_type)
+                dist.all_reduce(total, group=self._exchange.group)
+                total = total.pow(1 / norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.dtype))
+        return total
+
+    def give(self, indices: Iterable[int]) -> None:
+        """Give these pieces their gradients, for an update."""
+        gradients = dict(self.own())
+        for index in indices:
+            piece = self._shards.piece(index)
+            if self._parameters[index].grad is None:  # by zero_grad of the model
+                piece.grad = None
+            elif piece.grad is not None and index in gradients:
+                piece.grad = gradients[index]
+
+    def take_away(self, indices: Iterable[int]) -> None:
+        """Take them away again."""
+        for index in indices:
+            if self._shards.piece(index).grad is not None:
+                self._shards.piece(index).grad = self._absent_pieces[index]
+
+    def zero(self, index: int) -> None:
+        """Make a gradient zero, and what this rank has accumulated of it."""
+        self.finish()
+        self._shards.gradient(index).zero_()
+        own = self._parameters[index].grad
+        if own is not None and own is not self._absent[index]:
+            own.zero_()
+
+    def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
+        """Multiply gradients by `scale`; `found_inf` is 1.0 if any rank's are not finite."""
+        gradients = dict(self.own())
+        for index in indices:
+            gradient = gradients[index]
+            if not gradient.isfinite().all():
+                found_inf.fill_(1.0)
+            gradient.mul_(scale.to(gradient.dtype))
+        with communicating("asking all ranks for gradients that are not finite"):
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._exchange.group)

@@ -1,0 +1,111 @@
+"""Exchanges of sharded updates while they are recorded: when each began, ended and was waited for.
+
+A gloo work that receives does not tell that it has ended unless somebody waits for it. So a thread
+waits for all exchanges, in the order in which they began, and who needs one waits for the thread.
+On a GPU works tell, and the thread asks them; who needs one also waits for the works themselves,
+which have its stream wait.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_POLL_S = 1e-4
+_LAST_S = 1.0  # that the end of a recording waits for exchanges that still run, at most
+
+
+@dataclass(slots=True)
+class FollowedExchange:
+    """Times of one exchange, of a bucket's gradients or parameters; 0 is unknown.
+
+    It is begun, is asked for when somebody waits for it, who then has got it.
+    """
+
+    bucket: int
+    num_bytes: int
+    begun_s: float
+    ended_s: float = 0.0
+    asked_s: float = 0.0
+    got_s: float = 0.0
+
+
+class Follower:
+    """Waits for exchanges. `now_s` tells times of the device's queue, `wall_s` the clock's."""
+
+    def __init__(
+        self, device: torch.device, now_s: Callable[[], float], wall_s: Callable[[], float]
+    ) -> None:
+        self._is_on_cpu = device.type == "cpu"
+        self._now_s, self._wall_s = now_s, wall_s
+        self._begun: queue.SimpleQueue[_Waiter | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, exchange: FollowedExchange, works: Sequence[Any]) -> list[Any]:
+        """Follow an exchange that has begun; return what to wait for in place of its works."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ddpopt-record", daemon=True)
+            self._thread.start()
+        waiter = _Waiter(exchange, works, self._is_on_cpu, self._now_s)
+        self._begun.put(waiter)
+        return [waiter]
+
+    def close(self) -> None:
+        """End with what has begun, soon."""
+        self._begun.put(None)
+        if self._thread is not None:
+            self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        while (waiter := self._begun.get()) is not None:
+            waiter.run()
+            waiter.exchange.ended_s = self._wall_s()
+            waiter.ended.set()
+
+
+class _Waiter:
+    """Stands for an exchange's works."""
+
+    def __init__(
+        self,
+        exchange: FollowedExchange,
+        works: Sequence[Any],
+        is_on_cpu: bool,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.exchange = exchange
+        self.ended = threading.Event()
+        self._works = works
+        self._is_on_cpu = is_on_cpu
+        self._now_s = now_s
+        self._failure: Exception | None = None
+
+    def run(self) -> None:
+        """Return when all works have ended."""
+        try:
+            for work in self._works:
+                if self._is_on_cpu:
+                    work.wait()
+                else:
+                    while not work.is_completed():
+                        time.sleep(_POLL_S)
+        except Exception as failure:
+            self._failure = failure
+
+    def wait(self) -> None:
+        """Return when all works have ended; raise what went wrong."""
+        self.exchange.asked_s = self._now_s()
+        if self._is_on_cpu:
+            self.ended.wait()
+            if self._failure is not None:
+                raise self._failure
+        else:
+            for work in self._works:
+                work.wait()
+        self.exchange.got_s = self._now_s()
