@@ -31,9 +31,10 @@ _ROOT = Path(__file__).parents[2]
 _PORT = 29400
 _NUM_STEPS, _EVERY, _STRIKE_AT = 120, 8, 16
 _TRAIN = (
-    f"examples/train_gpt.py --steps {_NUM_STEPS} --checkpoint-every {_EVERY} --layers 1 --width 64 "
-    "--heads 2 --context 64 --bucket-cap-mb 0.05 --sample 0 --checkpoint"
+    f"examples/train_gpt.py --steps {_NUM_STEPS} --checkpoint-every {_EVERY} --layers 2 "
+    "--width 128 --heads 2 --context 64 --bucket-cap-mb 0.5 --sample 0 --checkpoint"
 ).split()
+_RATE = "50mbit"  # so that there is time to strike
 _LIMIT_S = 300.0
 _POLL_S = 0.1
 
@@ -126,6 +127,7 @@ def main() -> None:
     if why_not_emulated():
         parser.error(f"this needs an emulated network: {why_not_emulated()}")
     with open_cluster(3) as cluster, tempfile.TemporaryDirectory() as folder:
+        cluster.set_rate(_RATE)
         calm, _ = _train(cluster, Path(folder), "")
         disturbed, printed = _train(cluster, Path(folder), kind)
         if "going on after step" not in "".join(printed):

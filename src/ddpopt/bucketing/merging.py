@@ -24,14 +24,14 @@ opposite order, so g is also when a bucket's gather ends, and forward is late by
 g - f * (1 - t / B), for a forward of f and a backward of B seconds. So the same problem is solved
 for two sets of ready times, t and f / B * t; and, since a plan for which neither maximum can be
 smaller without the other getting larger also has the smallest max(first, second + d) for some d,
-for the sets max(t, f / B * t + d). Of these plans the one with the shortest iteration is taken. A
-further bucket costs one cut and two launches, of which each of the two maxima is charged half.
+for the sets max(t, f / B * t + d), with d between 0 and B - f. Of these plans the one with the
+shortest iteration is taken, which is at most half a step of d longer than the best. A further
+bucket costs one cut and two launches, of which each of the two maxima is charged half.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ from ddpopt.bucketing.timeline import predict, ready_times
 from ddpopt.reducer import cap_of
 
 _ROUNDS = 4  # of planning with the ready times that the last plan leads to
-_BALANCES = 17  # values of d in [Note: merging for a whole iteration]
+BALANCES = 32  # steps of d in [Note: merging for a whole iteration]
 _AS_GOOD = 1.005  # times the best predicted backward, or iteration
 _REAL_GAIN = 1e-9  # seconds; less is rounding
 
@@ -103,13 +103,13 @@ def _settled(
 def _balanced(profile: Profile, cost: AllreduceCost) -> list[tuple[int, ...]]:
     """Return the plans of [Note: merging for a whole iteration]."""
     ready_s = [gradient.ready_s for gradient in profile.gradients]
-    part = profile.forward_s / (profile.backward_s or 1.0)
-    largest_s = abs(1 - part) * ready_s[-1]
+    whole_s = profile.backward_s or 1.0
+    in_forward_s = [profile.forward_s * (t / whole_s) for t in ready_s]  # no ratio can be too large
     charged = dataclasses.replace(profile, cut_s=profile.cut_s / 2)
     found = []
-    for balance in range(_BALANCES):
-        late_s = math.copysign(largest_s * balance / (_BALANCES - 1), 1 - part)
-        balanced_s = [max(t, part * t + late_s) for t in ready_s]
+    for balance in range(BALANCES + 1):
+        late_s = (profile.backward_s - profile.forward_s) * balance / BALANCES
+        balanced_s = [max(t, f + late_s) for t, f in zip(ready_s, in_forward_s, strict=True)]
         least_s = max(profile.backward_s, profile.forward_s + late_s)
         found.append(merge(charged, balanced_s, cost.half, least_s))
     return found

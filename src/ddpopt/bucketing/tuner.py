@@ -163,7 +163,7 @@ class _Tuner(Observer):
             self._refuse(ddp, obstacle)
         elif self._stage is _SEARCH and dist.get_world_size(group) < 2:
             self._stage = None
-            self._tell(f"{STAY}: one rank communicates nothing")
+            self._tell(ddp, f"{STAY}: one rank communicates nothing")
 
     @property
     def is_done(self) -> bool:
@@ -249,7 +249,7 @@ class _Tuner(Observer):
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
         _torch.prepare_reducer(ddp)  # what is compiled was cut for these
-        self._tell(f"buckets are those of {printable(self.source)}")
+        self._tell(ddp, f"buckets are those of {printable(self.source)}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
@@ -266,14 +266,14 @@ class _Tuner(Observer):
         decided = hand_out(ddp, decided, _SEARCH.title)
         self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
         if self.best is None or not decided.is_better:
-            self._tell(decided.text)
+            self._tell(ddp, decided.text)
             return
         try:
             rebucket.agree(ddp, self.best)
         except PlanError as error:
             self._refuse(ddp, str(error))
             return
-        self._tell(decided.text)
+        self._tell(ddp, decided.text)
         self._own = _Own(gathered[0].buckets, tuple(gathered), _torch.reducer_caps(ddp))
         self._gain = decided.gain
         rebucket.apply(ddp, self.best)
@@ -284,19 +284,25 @@ class _Tuner(Observer):
         """Take the change back if iterations did not get shorter."""
         own, self._own = self._own, _Own((), ())
         verdict = judge(own.measured, gather(ddp, measured, _COMPARISON.title), self._gain)
-        self._tell(verdict.text)
+        self._tell(ddp, verdict.text)
         if verdict.is_worse:
             rebucket.take_back(ddp, own.buckets, own.caps_bytes)
             _begin_with_new_reducer(ddp)
 
-    def _tell(self, news: str) -> None:
+    def _tell(self, ddp: DistributedDataParallel, news: str) -> None:
+        """Note what all ranks know alike, which rank 0 logs."""
+        self._note(news)
+        if dist.get_rank(ddp.process_group) == 0:
+            _logs.info("%s", news)
+
+    def _note(self, news: str) -> None:
         self._outcome = "\n".join(filter(None, [self._outcome, news]))
-        _logs.info("%s", news)
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
         self._stage = None
         if stage is _COMPARISON:  # buckets have changed, and remain so
-            self._tell(f"what came of it is not known: {problem}")
+            self._note(news := f"what came of it is not known: {problem}")
+            _logs.info("%s", news)
         else:
             self._refuse(ddp, problem)
 

@@ -1,0 +1,93 @@
+"""The job scripts of docs/clusters.md start programs that are there, with options that they take.
+
+What becomes of a node that is lost is tried by `python -m benchmarks.faults.nodes`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import run as torchrun
+
+from tests.system.documents import ROOT, blocks
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_gpt
+
+PAGE = "docs/clusters.md"
+
+
+def _block(title: str) -> str:
+    (found,) = (block.text for block in blocks(PAGE) if block.title == title)
+    return found
+
+
+def _check(command: list[str], num_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have torchrun and the program read their parts of a command; return what torchrun read."""
+    name, *words = command
+    assert name == "torchrun"
+    read = torchrun.parse_args(words)
+    assert read.nnodes == num_nodes
+    assert read.rdzv_endpoint.endswith(":29400")
+    if read.module:
+        assert [read.training_script, *read.training_script_args] == ["ddpopt", "calibrate"]
+        return read
+    assert (ROOT / read.training_script).is_file()
+    monkeypatch.setattr(sys, "argv", [read.training_script, *read.training_script_args])
+    assert train_gpt.parse_arguments().checkpoint.name == "run.pt"
+    assert read.max_restarts == 3
+    return read
+
+
+def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs, with programs in place of Slurm's that tell what they are given."""
+    for name, line in {
+        "scontrol": 'printf "node0\\nnode1\\n"',
+        "srun": 'printf "%q " "$@"; echo',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "7"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "USER": "me", "SCRATCH": "/scratch"}
+    text = subprocess.run(
+        ["bash", "-euc", _block("train.sbatch")],
+        env={**slurm, "SLURM_JOB_NODELIST": "node[0-1]", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    doctor, *launches = (shlex.split(line) for line in text.splitlines())
+    assert doctor == ["--ntasks-per-node", "1", "ddpopt", "doctor"]
+    assert len(launches) == 2
+    for command in launches:
+        read = _check(command, "2", monkeypatch)
+        assert (read.rdzv_endpoint, read.nproc_per_node) == ("node0:29400", "8")
+
+
+def test_nodes_that_come_and_go_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are asked for, each with the same command."""
+    (command,) = (c for b in blocks(PAGE) if b.language == "console" for c in b.commands)
+    assert _check(shlex.split(command), "2", monkeypatch).rdzv_backend == "c10d"
+
+
+def test_kubernetes_starts_it_in_each_pod_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many pods as nodes, and the first is where the others look for it."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra docs")
+    service, job = yaml.safe_load_all(_block("train.yaml"))
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    read = _check([*container["command"], *container["args"]], "2", monkeypatch)
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(read.nnodes)
+    first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert read.rdzv_endpoint == f"{first}:29400"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
