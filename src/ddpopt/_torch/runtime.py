@@ -56,9 +56,9 @@ def is_profiling() -> bool:
 
 
 def shows_ranges() -> bool:
-    """Whether torch's profiler is on; as far as is known, since each section of a step asks.
+    """Whether torch's profiler is on; no where its name has moved: no step is to fail for that.
 
-    That is one call into torch: see benchmarks/cost/overhead.py.
+    Each section that runs asks, so what was looked up is kept.
     """
     try:
         return _profiler_enabled()()
