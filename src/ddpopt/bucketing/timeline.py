@@ -44,8 +44,9 @@ class Timeline:
 
     Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
     with what comes after the last allreduce) count from the start of backward. `alone_s` is the
-    iteration without communication, `communication_s` the sum of all allreduces. Where updates are
-    sharded, `gathers` are those of the same buckets, and `forward_s` contains waiting for them.
+    iteration without waiting for communication, `communication_s` the sum of all allreduces. Where
+    updates are sharded, `gathers` are those of the same buckets, and `forward_s` contains waiting
+    for them.
     """
 
     forward_s: float
@@ -127,7 +128,7 @@ def predict(
         computed_s=reached[-1],
         backward_s=max(reached[-1], buckets[-1].finished_s) + profile.after_s,
         between_s=profile.between_s,
-        alone_s=profile.forward_s + profile.between_s + profile.backward_s,
+        alone_s=profile.forward_s + profile.between_s + profile.backward_s + profile.after_s,
         communication_s=sum(each.seconds(moved.num_bytes) for moved in (*buckets, *gathers)),
         buckets=tuple(buckets),
         gathers=gathers,

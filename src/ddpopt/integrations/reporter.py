@@ -53,7 +53,7 @@ class Reporter:
     def end(self, ddp: DistributedDataParallel) -> None:
         """Print the explanation and save it, while there is a DDP module to explain."""
         self.explanation = explain(ddp)
-        print(self.explanation)
+        print(f"\n{self.explanation}")  # a progress bar may have left its line open
         if self._path is not None:
             self.explanation.save(self._path)
 
