@@ -89,15 +89,30 @@ def _read(events: list[dict[str, Any]], number: int) -> Step:
     within = span(backward)
     arrivals = [e for e in events if e["ph"] == "i" and e["args"]["step"] == number]
     sections = [e for e in ranges if e["name"].endswith(" backward")]
-    allreduces = [e for e in ranges if e.get("args", {}).get("step") == number]
+    allreduces = _allreduces(events, number, origin)
     if not allreduces:
         raise ValueError(f"step {number} has no allreduces; the trace's notes say why")
     return Step(
         forward=span(forward),
         sections=tuple(s for s in map(span, sections) if within.start <= s.start < within.stop),
         ready=max((e["ts"] - origin) / 1e3 for e in arrivals if e["name"].endswith(" ready")),
-        allreduces=tuple(map(span, allreduces)),
+        allreduces=allreduces,
     )
+
+
+def _allreduces(events: list[dict[str, Any]], number: int, origin: float) -> tuple[Span, ...]:
+    """Return a step's allreduces; one that was launched behind another begins when that ends."""
+    ends: dict[int, list[float]] = {}
+    for event in events:
+        if event["ph"] == "e":
+            ends.setdefault(event["id"], []).append(event["ts"])
+    spans: list[Span] = []
+    for event in events:
+        if event["ph"] == "b" and event["args"]["step"] == number:
+            stop = min(ts for ts in ends[event["id"]] if ts >= event["ts"])
+            start = max([(event["ts"] - origin) / 1e3, *(span.stop for span in spans[-1:])])
+            spans.append(Span(start, (stop - origin) / 1e3))
+    return tuple(spans)
 
 
 # ---- the picture ------------------------------------------------------------------------------
