@@ -580,10 +580,10 @@ def test_doctor_measures_under_torchrun_only(capsys: pytest.CaptureFixture[str])
 
 def test_the_rows_of_options_are_those_of_the_landing_page() -> None:
     """What is seen, and what to write."""
-    text = (ROOT / "docs" / "index.md").read_text()
+    text = (ROOT / "docs" / "index.md").read_text().replace("`", "")
     for choice in CHOICES:
         assert f"| {choice.seen.replace(' or longer', ' as the allreduces, or longer')} |" in text
-        assert choice.write.replace("that, or algorithms", "that, or an algorithm") in text
+        assert choice.write in text
 
 
 def test_names_of_ddp_are_listed_where_there_is_one(one_rank: None) -> None:

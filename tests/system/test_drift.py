@@ -75,6 +75,7 @@ QUIET: dict[PrivateName, str] = {
     names.PARAMETER_SOURCES: "Dynamo's own names for parameters",
     names.USER_STACKS: "lines of the user's code in messages",
     names.FAKE_MODE: "nothing but under a mode of its own",
+    names.PROFILER_ENABLED: "names of sections in a profile of torch's",
     names.GET_COMPILER_CONFIG: "finding what is compiled in place; verify says that nothing is",
 }
 

@@ -38,7 +38,7 @@ CHOICES = (
     Choice(
         0,
         "shorter",
-        "that, or algorithms",
+        'buckets="auto", or an algorithm',
         "the network is the limit: hide it behind forward too (ShardedUpdate), or send less",
     ),
 )
