@@ -62,7 +62,7 @@ def decide(
     else:
         text = (
             f"{STAY}, {len(sizes)}: with the best, {len(plan.buckets)}, iterations are predicted "
-            f"to get {gain:.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
+            f"to get {max(gain, 0.0):.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
         )
     lines = [text, "", *_compare(profile, own, best), "", *_describe(cost)]
     return Decision("\n".join(lines), plan.to_json(), gain)
