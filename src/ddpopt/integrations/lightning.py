@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.explain import Explanation
 from ddpopt.inspection.metrics import metrics
-from ddpopt.integrations.reporter import Reporter, needs_compiling, say_nothing_to_split
+from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Methods of a LightningModule that Dynamo cannot trace; it breaks the graph at them instead.
@@ -92,7 +93,7 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
             )
         else:
             say_nothing_to_split(f"{strategy} trains on one rank", "give Trainer(strategy='ddp')")
-        if needs_compiling(pl_module):
+        if not is_compiled_by_us(pl_module):
             disable: Any = torch.compiler.disable
             for name in _EAGER:
                 self._replace(pl_module, name, disable(getattr(pl_module, name)))

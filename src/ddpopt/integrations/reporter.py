@@ -9,11 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs
-from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.inspection.explain import Explanation, explain
 from ddpopt.inspection.metrics import metrics
 from ddpopt.options import resolve_options
@@ -56,11 +54,6 @@ class Reporter:
         print(f"\n{self.explanation}")  # a progress bar may have left its line open
         if self._path is not None:
             self.explanation.save(self._path)
-
-
-def needs_compiling(module: torch.nn.Module) -> bool:
-    """Whether no part of a module is compiled by ddpopt yet."""
-    return not is_compiled_by_us(module)
 
 
 def say_nothing_to_split(how: str, remedy: str) -> None:

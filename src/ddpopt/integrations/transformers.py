@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ddpopt import _events
+from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.explain import Explanation
 from ddpopt.inspection.metrics import metrics
-from ddpopt.integrations.reporter import Reporter, needs_compiling, say_nothing_to_split
+from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
 
 
 class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
@@ -64,7 +65,7 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
         """Compile; the Trainer hands out the model, and not the DDP module around it."""
         self._find_ddp = _find_none
         _check_mode(args)
-        if needs_compiling(model):
+        if not is_compiled_by_us(model):
             model.compile(backend="ddpopt", **self._reporter.compiling)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
