@@ -117,8 +117,13 @@ def swap(
 
     Receives come first: with gloo, ranks that begin to send before they can receive take turns on a
     link that carries both. Measured: steps of 2.9 s instead of 1.6 s at 10 Mbit/s.
+
+    gloo sends and receives in the processor's memory alone, and ends the process for a GPU's.
     """
     note_sent(group, len(peers) * values.nbytes)
+    device = values.device
+    if dist.get_backend(group) == "gloo":
+        values = values.cpu()
     received = [torch.empty_like(values) for _ in peers]
     operations = [
         dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
@@ -127,4 +132,4 @@ def swap(
     operations += [dist.P2POp(dist.isend, values, group=group, group_peer=p) for p in peers]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return received
+    return [other.to(device) for other in received]
