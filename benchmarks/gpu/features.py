@@ -293,7 +293,19 @@ def _mode(mode: str, trial: Trial) -> str:
 
 
 def _offload(trial: Trial) -> str:
-    around = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=trial.is_cuda)
+    """Tensors wait for backward in the processor's memory, as `save_on_cpu` would have them.
+
+    That one loses the strides of views, at which Inductor's code stops, split or not.
+    """
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        layout = {"dtype": tensor.dtype, "pin_memory": trial.is_cuda}
+        return torch.empty_strided(tensor.size(), tensor.stride(), **layout).copy_(tensor)
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        return packed.to(trial.device, copy=True)
+
+    around = functools.partial(torch.autograd.graph.saved_tensors_hooks, pack, unpack)
     return compare(trial, Training(model=Transformer, around_step=around))
 
 
@@ -371,6 +383,7 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
     ),
     "ByteGrad": functools.partial(algorithms.ByteGrad, hierarchical=False),
     "QAdam": functools.partial(algorithms.QAdam, hierarchical=False),
+    "ShardedUpdate": algorithms.ShardedUpdate,
     "AsyncModelAverage": functools.partial(algorithms.AsyncModelAverage, sync_interval_ms=5),
 }
 _Features = dict[str, Callable[[Trial], str]]

@@ -18,7 +18,7 @@ _GROUPS = {2: "two ranks", 1: "one rank"}  # by gloo, and by NCCL; see `features
 # Shards of rows run beside each other.
 _NUM_SHARDS = 3
 _NUM_INDUCTOR_SHARDS = 2
-_RATES_GBIT = (25, 100, 400)
+_RATES_GBIT = (100, 400)
 _NUM_RANKS = 64
 _MODELS = ("gpt2-small", "gpt2-medium", "bert-base", "resnet50-imagenet")
 
@@ -192,7 +192,7 @@ def _profile(**arguments: Any) -> Line:
         shows=_SEEN,
         run="benchmarks.gpu.overlap:see_overlap",
         arguments={"num_ranks": _NUM_RANKS, **arguments},
-        limit_s=120,
+        limit_s=200,
         is_alone=True,
     )
 
@@ -204,7 +204,7 @@ def _model(model: str, **arguments: Any) -> Line:
         shows=_PEERS,
         run="benchmarks.gpu.overlap:measure_model",
         arguments={"model": model, "num_ranks": _NUM_RANKS, **arguments},
-        limit_s=180,
+        limit_s=240,
         least_s=45,
         is_alone=True,
     )

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import AllreduceCost
+from ddpopt.algorithms._runtime.exchange import Exchange
 
 _PROBE_CYCLES = 20_000_000
 _NUM_PROBES = 5
@@ -57,8 +58,8 @@ class Network(Protocol):
     rate: Rate | None
     intervals: list[Interval]
 
-    def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Return what has the buffer when it has passed."""
+    def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
+        """Return what has the buffer when it has passed, with a share of an allreduce's cost."""
 
 
 def open_network(device: str) -> Network:
@@ -76,6 +77,19 @@ def connect(ddp: DistributedDataParallel, network: Network) -> None:
     ddp.register_comm_hook(None, send)
 
 
+def connect_exchange(exchange: Exchange, network: Network) -> None:
+    """Have the two halves of an allreduce that `ShardedUpdate` begins go through the network."""
+    scatter = exchange.mean_scatter
+
+    def mean_scatter(values: torch.Tensor, part: torch.Tensor) -> Any:
+        works, complete = scatter(values, part)
+        return [*works, network.send(values, 0.5)], complete
+
+    vars(exchange).update(
+        mean_scatter=mean_scatter, all_gather=lambda values: [network.send(values, 0.5)]
+    )
+
+
 class _Sleeping:
     """A thread that sleeps as long as buckets take."""
 
@@ -85,12 +99,12 @@ class _Sleeping:
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._pass_on, name="network", daemon=True).start()
 
-    def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         if self.rate is None:
             done.set_result(buffer)
         else:
-            self._sent.put((self.rate.cost.seconds(buffer.nbytes), buffer, done))
+            self._sent.put((share * self.rate.cost.seconds(buffer.nbytes), buffer, done))
         return done
 
     def _pass_on(self) -> None:
@@ -111,12 +125,12 @@ class _Spinning:
         self._stream = torch.cuda.Stream()
         self._cycles_per_s = cycles_per_second()
 
-    def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if self.rate is not None:
-                seconds = self.rate.cost.seconds(buffer.nbytes)
+                seconds = share * self.rate.cost.seconds(buffer.nbytes)
                 torch.cuda._sleep(int(seconds * self._cycles_per_s))
             # Whoever waits for it, has its stream wait for what is queued here.
             done.set_result(buffer)

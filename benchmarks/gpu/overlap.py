@@ -69,12 +69,11 @@ def see_overlap(
     """
     beside: dict[str, int] = {}
     with _teams(device, **arguments, peers=("nosplit", "backward")) as teams:
+        _compile(findings, teams)
         for name, team in teams.items():
 
             def look(name: str = name, team: Team = team) -> str:
                 path = findings.folder.parent / f"profile-{name}-{device}.json"
-                team.wait_until_ready()
-                team.first_steps()
                 team.ask("use_rate", gbit, num_ranks)
                 seen = findings.found.figures[name] = team.ask("profile", str(path))
                 if not seen["num_products"]:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.network import Rate, connect, open_network
+from benchmarks.gpu.network import Rate, connect, connect_exchange, open_network
 from benchmarks.gpu.timeline import Trace, summarise
 from benchmarks.harness.protocol import FirstSteps, StepTimes, Task
 from benchmarks.harness.worker import Worker, main
+from ddpopt.algorithms import ShardedUpdateHandle
 from ddpopt.bucketing import rebucket
-from ddpopt.bucketing.costs import Profile
+from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, Profile
 from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.bucketing.plan import plan_buckets
 from ddpopt.split import state
@@ -36,10 +37,17 @@ class EmulatedWorker(Worker):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._network = open_network(task.device)
-        connect(self._ddp, self._network)
-        self._profile: Profile | None = None
+        if isinstance(self._handle, ShardedUpdateHandle):
+            connect_exchange(self._handle.exchange, self._network)
+        else:
+            connect(self._ddp, self._network)
+        self._estimated: Profile | None = None  # for peers that are tuned
+        self._profile: Profile | None = None  # with measured times
         if self._peer.is_tuned:  # as its tuner does, where there is more than one rank
             state.of(self._ddp).begin_search(is_trial=False)
+            with self._autocast():
+                loss = self._model.loss
+                self._estimated = estimate(self._ddp.module, self._batch, loss=loss)
 
     def first_steps(self) -> FirstSteps:
         """Compile, and train until DDP has rebuilt its buckets; its time is that of the first."""
@@ -112,15 +120,16 @@ class EmulatedWorker(Worker):
     def _plan(self, rate: Rate) -> None:
         """Give DDP the best buckets; what is compiled was cut finely, and stays as it is."""
         if self._profile is None:
+            assert self._estimated is not None
             alone = self.lone_steps(2, 3)
-            with self._autocast():
-                profile = estimate(self._ddp.module, self._batch, loss=self._model.loss)
             self._profile = scale(
-                profile,
+                self._estimated,
                 statistics.median(step.forward_s for step in alone),
                 statistics.median(step.backward_s for step in alone),
             )
-        rebucket.apply(self._ddp, plan_buckets(self._profile, rate.cost, rate.num_ranks))
+        communication = ALLREDUCE if self._handle is None else SHARDED
+        best = plan_buckets(self._profile, rate.cost, rate.num_ranks, communication)
+        rebucket.apply(self._ddp, best)
         self.steps(3, 1)
 
     def _autocast(self) -> torch.autocast:

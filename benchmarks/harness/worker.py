@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -317,13 +318,12 @@ class _Recorder:
 @contextlib.contextmanager
 def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
     """Have ranks exchange nothing but one flag in this block, and compute as ever."""
-    exchange = handle.exchange
-    exchange.mean_scatter = lambda values, part: ([], lambda: part.add_(values[0]).div_(2))
-    exchange.all_gather = lambda _values: []
-    try:
+    with mock.patch.multiple(
+        handle.exchange,
+        mean_scatter=lambda values, part: ([], lambda: part.add_(values[0]).div_(2)),
+        all_gather=lambda _values: [],
+    ):
         yield
-    finally:
-        del exchange.mean_scatter, exchange.all_gather
 
 
 @contextlib.contextmanager
