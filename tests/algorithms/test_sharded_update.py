@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import ddpopt
 from ddpopt import AllreduceCost
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.algorithms._runtime.shards import Shard
 from ddpopt.bucketing import rebucket, stopwatch, tuner
 from ddpopt.bucketing.decision import Verdict
 from tests.bucketing.test_rebucket import _plan_for
@@ -102,6 +104,28 @@ def _optimize(rank: int, name: str) -> Any:
 def test_two_ranks_train_as_plain_ddp_to_the_bit(ranks: Ranks, name: str) -> None:
     """Twenty steps of each optimizer that updates each element by itself."""
     for plain, sharded in ranks.run(_optimize, name):
+        assert torch.equal(plain, sharded)
+
+
+def _compile_update(rank: int) -> Any:
+    found = []
+    for is_sharded in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(3))
+        training.attach()
+        update = torch.compile(training.optimizer.step, backend="eager")
+        for x in batches(rank, [(8, WIDTH)] * 3):
+            training.optimizer.zero_grad()
+            training.forward(x).pow(2).mean().backward()
+            update()
+        found.append(training.end())
+    return found
+
+
+def test_an_update_that_is_compiled_stays_so(ranks: Ranks) -> None:
+    """To the bit, which AdamW as it runs uncompiled is not."""
+    for plain, sharded in ranks.run(_compile_update):
         assert torch.equal(plain, sharded)
 
 
@@ -557,6 +581,42 @@ def test_an_update_that_fails_on_a_rank_ends_in_one_error_on_all(ranks: Ranks) -
     assert torch.equal(weights, others_weights)
 
 
+def _fail_on_the_way(rank: int, repeats: bool) -> Any:
+    """On rank 1 the second bucket's update of the third step raises, when the first one is sent."""
+    torch.manual_seed(0)
+    training = Training(True, MLP(4))
+    training.optimizer = torch.optim.SGD(training.ddp.parameters(), lr=0.1)
+    training.attach()
+    inputs = batches(rank, [(8, WIDTH)] * 5)
+    said = [error_of(lambda x=x: training.step(x)) for x in inputs[:2]]
+    module, calls = sys.modules["torch.optim.sgd"], iter(range(9))
+    update: Any = module.sgd
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        if rank == 1 and next(calls) == 1:
+            raise ArithmeticError("in the update")
+        update(*arguments, **options)
+
+    with mock.patch.object(module, "sgd", fail):
+        said.append(error_of(lambda: training.step(inputs[2])))
+        if rank == 1 and repeats:
+            training.optimizer.step()
+    said += [error_of(lambda x=x: training.step(x)) for x in inputs[3:]]
+    return said, training.end()
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_so_does_one_that_fails_when_a_bucket_was_sent(ranks: Ranks, repeats: bool) -> None:
+    """Even if it is tried again, with what was updated and sent before."""
+    (said, weights), (other, others_weights) = ranks.run(_fail_on_the_way, repeats)
+    assert other[2] == "ArithmeticError: in the update"
+    assert said[2] == "nothing"
+    assert said[3] == other[3]
+    assert said[3].startswith("PeerError: the optimizer's update raised on rank 1 in step 3")
+    assert said[4] == other[4] == "nothing"
+    assert torch.equal(weights, others_weights)
+
+
 def _lose(rank: int) -> str:
     training = Training(True, MLP(3))
     training.attach()
@@ -835,3 +895,86 @@ def test_checks_and_copies_see_whole_parameters(ranks: Ranks) -> None:
         assert is_repeatable
         assert is_equal
         assert torch.equal(weights, found[0][3])
+
+
+# ---- by bucket --------------------------------------------------------------------------------
+
+
+def _watch_sends(rank: int, name: str) -> Any:
+    """Return for each bucket that was sent which of them had been updated by then."""
+    torch.manual_seed(0)
+    training = Training(True, MLP(4), bucket_cap_mb=0.005)
+    training.optimizer = OPTIMIZERS[name](training.ddp.parameters())
+    training.attach()
+    x, *rest = batches(rank, [(8, WIDTH)] * 4)
+    for _ in range(2):  # the second has the buckets that stay
+        training.step(x)
+    training.handle.wait()
+    shards = training.handle.shards.all
+    found = []
+    send = Shard.send
+
+    def see(shard: Shard, what: str) -> None:
+        now = [torch.cat([*s.pieces]) for s in shards]
+        changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
+        found.append((shard.index, changed))
+        send(shard, what)
+
+    with mock.patch.object(Shard, "send", see):
+        for x in rest:
+            before = [torch.cat([*s.pieces]).clone() for s in shards]
+            training.step(x)
+            training.handle.wait()
+    training.end()
+    return len(shards), found
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "asgd"])
+def test_a_bucket_is_sent_when_it_is_updated_and_before_the_next_one_is(
+    ranks: Ranks, name: str
+) -> None:
+    for num_shards, found in ranks.run(_watch_sends, name):
+        assert num_shards > 2
+        in_turn = [
+            (index, [other >= index for other in range(num_shards)])
+            for index in reversed(range(num_shards))
+        ]
+        assert found == in_turn * 3
+
+
+def _hook(rank: int, when: str) -> Any:
+    """Halve gradients in a hook of the optimizer's, from before `attach` or after it."""
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        training = Training(is_sharded, MLP(3))
+        counts = [0, 0]
+
+        def before(optimizer: Any, *_: Any, counts: list[int] = counts) -> None:
+            counts[0] += 1
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if when == "after":  # of one from before it only plain DDP has the gradients
+                        p.grad.mul_(0.5)
+
+        def after(*_: Any, counts: list[int] = counts) -> None:
+            counts[1] += 1
+
+        training.optimizer = torch.optim.SGD(training.ddp.parameters(), lr=0.1, momentum=0.9)
+        if when == "after":
+            training.attach()
+        training.optimizer.register_step_pre_hook(before)
+        training.optimizer.register_step_post_hook(after)
+        if when == "before":
+            training.attach()
+        for x in batches(rank, [(8, WIDTH)] * 4):
+            training.step(x)
+        found.append((training.end(), counts))
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_optimizers_run_once_a_step_and_see_all_gradients(ranks: Ranks, when: str) -> None:
+    for (plain, counts), (sharded, others_counts) in ranks.run(_hook, when):
+        assert torch.equal(plain, sharded)
+        assert counts == others_counts == [4, 4]

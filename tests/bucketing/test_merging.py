@@ -92,29 +92,35 @@ def _sharded_s(profile: Profile, sizes: tuple[int, ...], cost: AllreduceCost) ->
         profile.gradients[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)
     ]
     halves_s = [cost.seconds(sum(g.num_bytes for g in bucket)) / 2 for bucket in buckets]
-    summed_s = gathered_s = late_s = 0.0
+    summed_s = updated_s = gathered_s = late_s = 0.0
     for k, bucket in enumerate(buckets):
         ready_s = bucket[-1].ready_s + k * (profile.cut_s + cost.launch_s)
         summed_s = max(summed_s, ready_s) + halves_s[k]
-    for count, k in enumerate(reversed(range(len(buckets))), 1):
-        gathered_s += halves_s[k]
-        part = buckets[k][-1].ready_s / (profile.backward_s or 1.0)
-        late_s = max(late_s, gathered_s - profile.forward_s * (1 - part) - count * cost.launch_s)
+    begun_s = profile.between_s + len(buckets) * cost.launch_s
+    for bucket, half_s in reversed([*zip(buckets, halves_s, strict=True)]):
+        share = sum(g.num_bytes for g in bucket) / (profile.num_bytes or 1)
+        updated_s += profile.between_s * share + cost.launch_s
+        gathered_s = max(gathered_s, updated_s) + half_s
+        part = bucket[-1].ready_s / (profile.backward_s or 1.0)
+        late_s = max(late_s, gathered_s - begun_s - profile.forward_s * (1 - part))
     computed_s = profile.backward_s + (len(sizes) - 1) * (profile.cut_s + cost.launch_s)
-    forward_s = profile.forward_s + len(sizes) * cost.launch_s + late_s
-    return max(computed_s, summed_s) + forward_s
+    return max(computed_s, summed_s) + begun_s + profile.forward_s + late_s
 
 
 forwards_s = st.sampled_from([0.0, 0.1, 0.5, 2.0])
+betweens_s = st.sampled_from([0.0, 0.05, 1.0])
 
 
 @settings(max_examples=300, deadline=None)
-@given(_profiles(), costs, forwards_s)
+@given(_profiles(), costs, forwards_s, betweens_s)
 def test_no_way_to_merge_makes_a_shorter_sharded_iteration(
-    profile: Profile, cost: AllreduceCost, forward_s: float
+    profile: Profile, cost: AllreduceCost, forward_s: float, between_s: float
 ) -> None:
-    """Up to half a step of what is searched; a bucket is charged all that it may cost."""
-    profile = dataclasses.replace(profile, forward_s=forward_s)
+    """Up to half a step of what is searched, and to where in the update the first gather begins.
+
+    A bucket is charged all that it may cost.
+    """
+    profile = dataclasses.replace(profile, forward_s=forward_s, between_s=between_s)
     sizes = best_buckets(profile, cost, "sharded")
     found_s = predict(profile, sizes, cost, "sharded").iteration_s
     assert found_s == pytest.approx(_sharded_s(profile, sizes, cost), abs=1e-9)
@@ -126,7 +132,7 @@ def test_no_way_to_merge_makes_a_shorter_sharded_iteration(
         for way in _all_ways(len(profile.gradients))
     )
     half_step_s = abs(profile.backward_s - profile.forward_s) / BALANCES / 2
-    assert found_s <= best_s + half_step_s + cost.launch_s + 1e-7
+    assert found_s <= best_s + half_step_s + between_s + cost.launch_s + 1e-7
 
 
 @settings(max_examples=50, deadline=None)

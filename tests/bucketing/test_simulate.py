@@ -85,16 +85,17 @@ def test_a_case_worked_by_hand() -> None:
 
 
 def test_a_sharded_case_worked_by_hand() -> None:
-    """Halves of 0.75 s: sums end at 1.75, 2.75, 3.75; forward waits for the third and the first.
+    """Halves of 0.75 s: sums end at 1.75, 2.75, 3.75; forward waits for all three.
 
-    The third is read at once and there at 0.75; the second, there at 1.5, a third of a second
-    later, and the first, there at 2.25, a third after that.
+    The third's update ends a third of a second before forward begins. It is read at once and there
+    0.75 s after its update; the others follow it, and are read a third of a second after they were.
     """
     simulation = simulate(_plan(), world_size=2, communication="sharded")
     timeline = simulation.timeline
     assert [bucket.finished_s for bucket in timeline.buckets] == [1.75, 2.75, 3.75]
-    assert [gather.finished_s for gather in timeline.gathers] == [2.25, 1.5, 0.75]
-    assert timeline.iteration_s == pytest.approx((2.25 + 1 / 3) + 3.75 + 0.5)
+    finished_s = [gather.finished_s + 1 / 3 for gather in timeline.gathers]
+    assert finished_s == pytest.approx([2.25, 1.5, 0.75])
+    assert timeline.iteration_s == pytest.approx(2.25 + 3.75 + 0.5)
     assert timeline.communication_s == 4.5
     assert "gathers behind the next forward" in str(simulation)
     assert json.loads(simulation.to_json())["communication"] == "sharded"

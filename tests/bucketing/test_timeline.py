@@ -76,21 +76,22 @@ def test_gradients_of_two_groups_need_two_allreduces() -> None:
 def test_sharded_gathers_run_behind_forward_and_their_readers_wait() -> None:
     """Each half takes 0.5 + n / 2. Sums end at 2.5 + 4 and, ready at 4, at 7.5; backward ends at 4.
 
-    Forward reads the second bucket at once, and has it at 1; of its 4 seconds it has run 2 when it
-    reads the first one, at 3, and waits for it until 1 + 4.5.
+    Of the update's 9 seconds the second bucket's is 1, and its gather ends at 2, before forward
+    begins. That of the first begins at 9, with forward, which has run 2 of its 4 seconds when it
+    reads it, and waits for it until 4.5.
     """
-    profile = _profile([2, 4], [8, 1], forward_s=4, between_s=1)
+    profile = _profile([2, 4], [8, 1], forward_s=4, between_s=9)
     timeline = predict(profile, (1, 1), COST, "sharded")
     assert [bucket.finished_s for bucket in timeline.buckets] == [6.5, 7.5]
     first, second = timeline.gathers
-    assert (second.ready_s, second.launched_s, second.finished_s) == (0, 0, 1)
-    assert (first.ready_s, first.launched_s, first.finished_s) == (3, 1, 5.5)
-    assert (timeline.forward_s, timeline.backward_s) == (7.5, 7.5)
-    assert (timeline.iteration_s, timeline.alone_s, timeline.communication_s) == (16, 9, 11)
+    assert (second.ready_s, second.launched_s, second.finished_s) == (0, -8, -7)
+    assert (first.ready_s, first.launched_s, first.finished_s) == (2, 0, 4.5)
+    assert (timeline.forward_s, timeline.backward_s) == (6.5, 7.5)
+    assert (timeline.iteration_s, timeline.alone_s, timeline.communication_s) == (23, 17, 11)
 
 
 def test_sharded_launches_and_gathers_delay_forward() -> None:
-    """Two launches of 0.25; then 4 seconds of transfer take half of computation's speed."""
+    """Two launches of 0.25; then 4.5 seconds of transfer take half of computation's speed."""
     launched = dataclasses.replace(COST, launch_s=0.25)
     profile = _profile([2, 4], [8, 1], forward_s=40)
     assert predict(profile, (1, 1), launched, "sharded").forward_s == pytest.approx(40.5 + 0.75)

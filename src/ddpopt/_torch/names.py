@@ -264,6 +264,11 @@ GROUP_BACKEND = PrivateName("ProcessGroup", "_get_backend", Need.ALGORITHMS)
 SEQUENCE_NUMBER = PrivateName("ProcessGroup", "_get_sequence_number_for_group", Need.REBUCKET)
 GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
 
+# ---- Optimizers ----------------------------------------------------------------------------------
+
+STEP_PRE_HOOKS = PrivateName("Optimizer", "_optimizer_step_pre_hooks", Need.ALGORITHMS)
+HOOKED = PrivateName("Optimizer.step", "hooked", Need.ALGORITHMS)
+
 # ---- Autograd ----------------------------------------------------------------------------------
 
 _C, _C_AUTOGRAD = "torch._C", "torch._C._autograd"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from ddpopt._torch import names
 from ddpopt.errors import TorchDriftError
@@ -38,6 +39,20 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def queue_callback() -> Callable[[Callable[[], None]], None]:
     """Return what has autograd call a function at the end of the backward that is running."""
     return names.QUEUE_CALLBACK.of(names.EXECUTION_ENGINE.of(torch.autograd.Variable))
+
+
+def step_without_hooks(
+    optimizer: torch.optim.Optimizer, hook: RemovableHandle
+) -> Callable[[], object] | None:
+    """Return an optimizer's update without its hooks, to be called in this pre-hook of it.
+
+    None where hooks that come after this one would find that done, or torch has another way.
+    """
+    step: Any = type(optimizer).step
+    hooks = names.STEP_PRE_HOOKS.find(optimizer, {})
+    if not names.HOOKED.find(step) or next(reversed(hooks), None) != hook.id:
+        return None
+    return functools.partial(step.__wrapped__, optimizer)
 
 
 def is_autocast_on() -> bool:

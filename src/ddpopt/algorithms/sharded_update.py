@@ -32,7 +32,7 @@ from ddpopt.algorithms._runtime.handle import (
 )
 from ddpopt.algorithms._runtime.sharded_gradients import ShardedGradients
 from ddpopt.algorithms._runtime.sharded_state import ShardedStates
-from ddpopt.algorithms._runtime.shards import Shards, State, check_memory
+from ddpopt.algorithms._runtime.shards import Shard, Shards, State, check_memory
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import OptionError, PeerError
@@ -92,7 +92,9 @@ class ShardedUpdateHandle(Handle):
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
         self._buckets_so_far: list[tuple[int, ...]] = []  # of the one that runs
         self._updating: set[optim.Optimizer] = set()
-        self._is_changed = False  # shards were updated, and not sent
+        self._is_changed = False  # shards were updated, and not all sent
+        self._unsent: list[Shard] = []  # those, in the order in which forward reads
+        self._has_failed = False  # an update of which a part was sent
         self._sent: _Sent | None = None
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
@@ -263,17 +265,39 @@ class ShardedUpdateHandle(Handle):
         self._receive()
         self._gradients.finish()
 
-    def on_update(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """As `Handle.on_update`; give the optimizer this rank's gradients."""
-        super().on_update(optimizer, args, kwargs)
+    def on_update(
+        self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any], is_compiled: bool
+    ) -> None:
+        """As `Handle.on_update`; give the optimizer this rank's gradients.
+
+        The last of a step updates by bucket, and so has no gradients left when its own update runs.
+        One that is compiled does not: by bucket it would not be.
+        """
+        super().on_update(optimizer, args, kwargs, is_compiled)
+        self._has_failed |= optimizer in self._updating and len(self._unsent) < len(self.shards.all)
         self._updating.add(optimizer)
-        self._is_changed = True
+        if not self._is_changed:
+            self._is_changed, self._unsent = True, [*reversed(self.shards)]
         self._gradients.give(self._states.indices_of(optimizer))
+        is_last = self._updated | {optimizer} == set(self.training.optimizers)
+        # Optimizers of users may count steps in groups.
+        if is_last and not is_compiled and type(optimizer) in ELEMENTWISE:
+            step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
+            if step is not None:
+                self._update_by_bucket(step)
+
+    def _update_by_bucket(self, step: Callable[[], object]) -> None:
+        """Send each bucket as soon as it is updated, in the order in which forward reads."""
+        with self._gradients.by_shard() as gradients_of:
+            while self._unsent:
+                with gradients_of(self._unsent[0]):
+                    step()
+                self._send_next()
 
     def on_updated(self, optimizer: optim.Optimizer, *_ignored: object) -> None:
         """As `Handle.on_updated`; take the gradients away again."""
         self._updating.discard(optimizer)
-        self._gradients.take_away(self._states.indices_of(optimizer))
+        self._gradients.take_away()
         super().on_updated(optimizer)
 
     def after_update(self) -> None:
@@ -290,17 +314,23 @@ class ShardedUpdateHandle(Handle):
     # ---- parameters --------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Begin to give all ranks the updated parameters, in the order in which forward reads."""
-        torch.autograd.graph.increment_version(self._parameters)  # as updates in place do
-        self._is_changed = False
+        """Begin to give all ranks what they have not got yet of the updated parameters."""
+        while self._unsent:
+            self._send_next()
         flags = torch.zeros(self._flags.size(), dtype=torch.int64)
-        flags[self._flags.rank()] = bool(self._updating)
+        flags[self._flags.rank()] = self._has_failed or bool(self._updating)
+        self._is_changed = self._has_failed = False
         self._updating.clear()
         with communicating(f"sending parameters in step {self.num_steps}"):
             work = dist.all_reduce(flags, group=self._flags, async_op=True)
             self._sent = _Sent(flags, work, self.num_steps)
-            for shard in reversed(self.shards):
-                shard.send(f"receiving parameters of step {self.num_steps}")
+
+    def _send_next(self) -> None:
+        """Begin to give all ranks one bucket."""
+        shard = self._unsent.pop(0)
+        torch.autograd.graph.increment_version(shard.parameters)  # as updates in place do
+        with communicating(f"sending parameters in step {self.num_steps}"):
+            shard.send(f"receiving parameters of step {self.num_steps}")
 
     def _receive(self) -> None:
         """Have all parameters; raise if an update failed."""

@@ -20,13 +20,14 @@ alone cost more than there is to win.
 With sharded updates (see [Note: sharded iterations]) both halves of communication count. Let g be
 how long the transfers from a bucket's own to the last one's take, all in a row. The last sum ends
 at the maximum over all buckets of t + g, with t of the bucket's last gradient. Gathers run in the
-opposite order, so g is also when a bucket's gather ends, and forward is late by the maximum of
-g - f * (1 - t / B), for a forward of f and a backward of B seconds. So the same problem is solved
-for two sets of ready times, t and f / B * t; and, since a plan for which neither maximum can be
-smaller without the other getting larger also has the smallest max(first, second + d) for some d,
-for the sets max(t, f / B * t + d), with d between 0 and B - f. Of these plans the one with the
-shortest iteration is taken, which is at most half a step of d longer than the best. A further
-bucket costs one cut and two launches, of which each of the two maxima is charged half.
+opposite order, so g is also when a bucket's gather ends, counted from the update, of u seconds, on
+(its first part, before which no gather can begin, is neglected). Forward is late by the maximum of
+g - u - f * (1 - t / B), for a forward of f and a backward of B seconds, or not at all. So the same
+problem is solved for two sets of ready times, t and f / B * t; and, since a plan for which neither
+maximum can be smaller without the other getting larger also has the smallest max(first, second + d)
+for some d, for the sets max(t, f / B * t + d), with d between 0 and B - f. Of these plans the one
+with the shortest iteration is taken, which is at most half a step of d longer than the best. A
+further bucket costs one cut and two launches, of which each of the two maxima is charged half.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _balanced(profile: Profile, cost: AllreduceCost) -> list[tuple[int, ...]]:
     for balance in range(BALANCES + 1):
         late_s = (profile.backward_s - profile.forward_s) * balance / BALANCES
         balanced_s = [max(t, f + late_s) for t, f in zip(ready_s, in_forward_s, strict=True)]
-        least_s = max(profile.backward_s, profile.forward_s + late_s)
+        least_s = max(profile.backward_s, profile.between_s + profile.forward_s + late_s)
         found.append(merge(charged, balanced_s, cost.half, least_s))
     return found
 

@@ -6,10 +6,12 @@ after another, in the buckets' order, while computation goes on. Each may slow t
 [Note: sharded iterations]
 With `communication="sharded"` (see `ddpopt.algorithms.ShardedUpdate`) each allreduce is divided
 into its halves. Sums to shards run behind backward, as allreduces do, and the update waits for all
-of them. Then updated parameters are gathered, the last bucket first, behind the next forward, which
-waits for a bucket where it first reads one of its parameters. When that is is not measured. Forward
-is taken to be backward the other way round: a gradient that is ready when the part p of backward is
-over is that of a parameter that forward reads when the part 1 - p of it is over.
+of them. It takes what lies between backward and forward, each bucket as much of it as it has of the
+bytes, the last bucket first; each is gathered as soon as it is updated, behind the rest of the
+update and the next forward, which waits for a bucket where it first reads one of its parameters.
+When that is is not measured. Forward is taken to be backward the other way round: a gradient that
+is ready when the part p of backward is over is that of a parameter that forward reads when the part
+1 - p of it is over.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 class BucketTimes:
     """The times of one bucket, in seconds after backward began.
 
-    Of one that is gathered, after forward began: it is ready when forward first reads it.
+    Of one that is gathered, after forward began, before which it may be launched: it is ready when
+    forward first reads it.
     """
 
     num_bytes: int
@@ -163,18 +166,21 @@ def _run_forward(
 ) -> tuple[float, tuple[BucketTimes, ...]]:
     """Return when forward ends, and the gathers in the buckets' order."""
     queue = profile.allreduces(bucket_sizes)[::-1]
-    backward_s = profile.backward_s or 1.0
-    goals = []
+    backward_s, num_bytes = profile.backward_s or 1.0, profile.num_bytes or 1
+    begun_s, updated_s = profile.between_s + len(queue) * cost.launch_s, 0.0
+    updates, reads, transfers = [], [], []
     for count, each in enumerate(queue, 1):
+        updated_s += profile.between_s * each.num_bytes / num_bytes + cost.launch_s
+        updates.append(_Goal(updated_s))
         part = profile.gradients[each.last].ready_s / backward_s
-        goals.append(_Goal(profile.forward_s * (1 - part) + count * cost.launch_s, count))
-    goals.append(_Goal(profile.forward_s + len(queue) * cost.launch_s))
-    reached, spans = _run(goals, [_Transfer(each.num_bytes, 0) for each in queue], cost)
-    gathers = [
-        BucketTimes(each.num_bytes, read_s, *span)
-        for each, read_s, span in zip(queue, reached, spans, strict=False)
-    ]
-    return reached[-1], tuple(reversed(gathers))
+        reads.append(_Goal(begun_s + profile.forward_s * (1 - part), count))
+        transfers.append(_Transfer(each.num_bytes, count))
+    reached, spans = _run([*updates, *reads, _Goal(begun_s + profile.forward_s)], transfers, cost)
+    gathers = []
+    for each, read_s, span in zip(queue, reached[len(queue) :], spans, strict=False):
+        times = (time_s - profile.between_s for time_s in (read_s, *span))
+        gathers.append(BucketTimes(each.num_bytes, *times))
+    return reached[-1] - profile.between_s, tuple(reversed(gathers))
 
 
 class _Goal(NamedTuple):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
 from ddpopt.algorithms._runtime.groups import Groups, mean
@@ -159,11 +160,13 @@ class Handle:
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
         on_forward = _torch.uncompiled(count)
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
+        self._update_hooks: dict[torch.optim.Optimizer, RemovableHandle] = {
+            optimizer: optimizer.register_step_pre_hook(_telling(_weakly(self.on_update)))
+            for optimizer in training.optimizers
+        }
+        self._removable += self._update_hooks.values()
         for optimizer in training.optimizers:
-            self._removable += [
-                optimizer.register_step_pre_hook(_weakly(self.on_update)),
-                optimizer.register_step_post_hook(_weakly(self.on_updated)),
-            ]
+            self._removable.append(optimizer.register_step_post_hook(_weakly(self.on_updated)))
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -353,8 +356,10 @@ class Handle:
         self._is_in_backward = False
         self.end_backward()
 
-    def on_update(self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Get ready for an optimizer's update; `args` begins with it."""
+    def on_update(
+        self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool
+    ) -> None:
+        """Get ready for an optimizer's update, compiled or not; `args` begins with it."""
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
@@ -387,3 +392,12 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             live(*arguments)
 
     return _torch.uncompiled(call)
+
+
+def _telling(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that tells this one whether the update is compiled."""
+
+    def tell(*arguments: Any) -> None:
+        hook(*arguments, torch.compiler.is_compiling())
+
+    return tell

@@ -7,16 +7,18 @@ model and of the optimizer find them. Only an update sees the averaged values.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 
 from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
 from ddpopt.algorithms._runtime.exchange import Complete, Works
-from ddpopt.algorithms._runtime.shards import Shards
+from ddpopt.algorithms._runtime.shards import Shard, Shards
 from ddpopt.ranks.faults import communicating
 
 
@@ -39,6 +41,7 @@ class ShardedGradients:
         self._reductions: list[Complete] = []
         self._hidden: list[int] = []  # gradients that are taken away for a forward
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
+        self._given: dict[int, torch.Tensor] = {}  # gradients that pieces have for an update
         self.renew([False] * len(self._parameters))
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
@@ -209,18 +212,44 @@ class ShardedGradients:
     def give(self, indices: Iterable[int]) -> None:
         """Give these pieces their gradients, for an update."""
         gradients = dict(self.own())
+        self._given.clear()
         for index in indices:
             piece = self._shards.piece(index)
             if self._parameters[index].grad is None:  # by zero_grad of the model
                 piece.grad = None
             elif piece.grad is not None and index in gradients:
-                piece.grad = gradients[index]
+                piece.grad = self._given[index] = gradients[index]
 
-    def take_away(self, indices: Iterable[int]) -> None:
-        """Take them away again."""
+    @contextlib.contextmanager
+    def by_shard(self) -> Iterator[Callable[[Shard], AbstractContextManager[None]]]:
+        """Take away what was given, but for one shard at a time, in a block of what this yields.
+
+        If something raises, it is all there again.
+        """
+
+        @contextlib.contextmanager
+        def gradients_of(shard: Shard) -> Iterator[None]:
+            self._put(shard.members, self._given)
+            yield
+            self._put(shard.members, {})
+
+        self._put(self._given, {})
+        try:
+            yield gradients_of
+        except BaseException:
+            self._put(self._given, self._given)
+            raise
+
+    def _put(self, indices: Iterable[int], gradients: Mapping[int, torch.Tensor]) -> None:
         for index in indices:
-            if self._shards.piece(index).grad is not None:
-                self._shards.piece(index).grad = self._absent_pieces[index]
+            if index in self._given:
+                self._shards.piece(index).grad = gradients.get(index)
+
+    def take_away(self) -> None:
+        """Take away what was given."""
+        for index in self._given:
+            self._shards.piece(index).grad = self._absent_pieces[index]
+        self._given.clear()
 
     def zero(self, index: int) -> None:
         """Make a gradient zero, and what this rank has accumulated of it."""

@@ -182,6 +182,8 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "frame callback": lambda: names.CALLBACK.of(names.DYNAMO_CTX.of(compiled)),
         "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.of(compiled)),
         "OpOverload": lambda: torch.ops.aten.add.Tensor,
+        "Optimizer": _optimizer,
+        "Optimizer.step": lambda: type(_optimizer()).step,  # whose hooks the first one makes
         "UntypedStorage": lambda: torch.empty(0).untyped_storage(),
         "Variable": lambda: torch.autograd.Variable,
         "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(torch.autograd.Variable),
@@ -205,6 +207,10 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
             "ProcessGroup options": lambda: names.GROUP_BACKEND.of(group)(device).options,
         }
     return examples
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.empty(0)])
 
 
 def _names(found: Mapping[PrivateName, bool]) -> Check:
