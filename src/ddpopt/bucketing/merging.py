@@ -25,9 +25,9 @@ opposite order, so g is also when a bucket's gather ends, counted from the updat
 g - u - f * (1 - t / B), for a forward of f and a backward of B seconds, or not at all. So the same
 problem is solved for two sets of ready times, t and f / B * t; and, since a plan for which neither
 maximum can be smaller without the other getting larger also has the smallest max(first, second + d)
-for some d, for the sets max(t, f / B * t + d), with d between 0 and B - f. Of these plans the one
-with the shortest iteration is taken, which is at most half a step of d longer than the best. A
-further bucket costs one cut and two launches, of which each of the two maxima is charged half.
+for some d, for the sets max(t, f / B * t + d), with d from -u to B - f. Of these plans the one with
+the shortest iteration is taken, which is at most half a step of d longer than the best. A further
+bucket costs one cut and two launches, of which each of the two maxima is charged half.
 """
 
 from __future__ import annotations
@@ -107,9 +107,11 @@ def _balanced(profile: Profile, cost: AllreduceCost) -> list[tuple[int, ...]]:
     whole_s = profile.backward_s or 1.0
     in_forward_s = [profile.forward_s * (t / whole_s) for t in ready_s]  # no ratio can be too large
     charged = dataclasses.replace(profile, cut_s=profile.cut_s / 2)
+    longer_s = profile.backward_s - profile.forward_s
+    first_s, last_s = min(0.0, longer_s) - profile.between_s, max(0.0, longer_s)
     found = []
     for balance in range(BALANCES + 1):
-        late_s = (profile.backward_s - profile.forward_s) * balance / BALANCES
+        late_s = first_s + (last_s - first_s) * balance / BALANCES
         balanced_s = [max(t, f + late_s) for t, f in zip(ready_s, in_forward_s, strict=True)]
         least_s = max(profile.backward_s, profile.between_s + profile.forward_s + late_s)
         found.append(merge(charged, balanced_s, cost.half, least_s))
