@@ -288,11 +288,17 @@ class ShardedUpdateHandle(Handle):
 
     def _update_by_bucket(self, step: Callable[[], object]) -> None:
         """Send each bucket as soon as it is updated, in the order in which forward reads."""
-        with self._gradients.by_shard() as gradients_of:
+        self._gradients.withhold()
+        try:
             while self._unsent:
-                with gradients_of(self._unsent[0]):
-                    step()
+                members = self._unsent[0].members
+                self._gradients.lend(members)
+                step()
+                self._gradients.withhold(members)
                 self._send_next()
+        except BaseException:
+            self._gradients.lend()
+            raise
 
     def on_updated(self, optimizer: optim.Optimizer, *_ignored: object) -> None:
         """As `Handle.on_updated`; take the gradients away again."""

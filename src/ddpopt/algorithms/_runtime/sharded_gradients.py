@@ -7,18 +7,16 @@ model and of the optimizer find them. Only an update sees the averaged values.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
 from ddpopt.algorithms._runtime.exchange import Complete, Works
-from ddpopt.algorithms._runtime.shards import Shard, Shards
+from ddpopt.algorithms._runtime.shards import Shards
 from ddpopt.ranks.faults import communicating
 
 
@@ -220,30 +218,15 @@ class ShardedGradients:
             elif piece.grad is not None and index in gradients:
                 piece.grad = self._given[index] = gradients[index]
 
-    @contextlib.contextmanager
-    def by_shard(self) -> Iterator[Callable[[Shard], AbstractContextManager[None]]]:
-        """Take away what was given, but for one shard at a time, in a block of what this yields.
+    def lend(self, indices: Iterable[int] | None = None) -> None:
+        """Give back to these pieces, or to all, what `withhold` took."""
+        for index in self._given if indices is None else self._given.keys() & indices:
+            self._shards.piece(index).grad = self._given[index]
 
-        If something raises, it is all there again.
-        """
-
-        @contextlib.contextmanager
-        def gradients_of(shard: Shard) -> Iterator[None]:
-            self._put(shard.members, self._given)
-            yield
-            self._put(shard.members, {})
-
-        self._put(self._given, {})
-        try:
-            yield gradients_of
-        except BaseException:
-            self._put(self._given, self._given)
-            raise
-
-    def _put(self, indices: Iterable[int], gradients: Mapping[int, torch.Tensor]) -> None:
-        for index in indices:
-            if index in self._given:
-                self._shards.piece(index).grad = gradients.get(index)
+    def withhold(self, indices: Iterable[int] | None = None) -> None:
+        """Take from these pieces, or from all, what they were given, until `lend`."""
+        for index in self._given if indices is None else self._given.keys() & indices:
+            self._shards.piece(index).grad = None
 
     def take_away(self) -> None:
         """Take away what was given."""
