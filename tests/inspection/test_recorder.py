@@ -8,6 +8,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,16 +37,23 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def _model(kind: str, **ddp_options: Any) -> tuple[DistributedDataParallel, Any]:
+def _model(kind: str, widths: Sequence[int] = ()) -> tuple[DistributedDataParallel, Any]:
+    """An MLP of three buckets, or with hidden layers of these widths."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=CAP_MB, **ddp_options)
+    module = MLP(bias=False)
+    for k, width in enumerate(widths):
+        module.layers[2 * k] = nn.Linear(WIDTH, width, bias=False)
+        module.layers[2 * k + 1] = nn.Linear(width, WIDTH, bias=False)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=CAP_MB)
     options = CONFIGURATIONS[kind]
     return ddp, ddp if options is None else torch.compile(ddp, backend="ddpopt", options=options)
 
 
-def _record(rank: int, kind: str, hook: Any = None) -> tuple[tuple[RecordedStep, ...], int, Any]:
-    ddp, model = _model(kind)
+def _record(
+    rank: int, kind: str, hook: Any = None, widths: Sequence[int] = ()
+) -> tuple[tuple[RecordedStep, ...], int, Any]:
+    ddp, model = _model(kind, widths)
     if hook is not None:
         ddp.register_comm_hook(None, hook)
     for x in batches(rank, [(8, WIDTH)] * SETTLED):
@@ -123,7 +131,8 @@ def _hook_that_notes(notes: list[tuple[int, list[int]]]) -> Any:
 
 def _record_with_hook(rank: int) -> tuple[Any, ...]:
     notes: list[tuple[int, list[int]]] = []
-    return (*_record(rank, "backward", _hook_that_notes(notes)), notes[-9:])
+    widths = (WIDTH, WIDTH + 8, WIDTH + 16)  # so that sizes tell the allreduces apart
+    return (*_record(rank, "backward", _hook_that_notes(notes), widths), notes[-9:])
 
 
 def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
@@ -146,6 +155,24 @@ def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
         finished.append([bucket.finished_s + origin_ns / 1e9 for bucket in buckets])
     for starts, stops in zip(zip(*launched, strict=True), zip(*finished, strict=True), strict=True):
         assert max(starts) < min(stops)
+
+
+def _swapped(order: tuple[int, ...]) -> list[int]:
+    """Return which of three allreduces, of 8, 9 and 9 elements, are found where so they started."""
+    started = [
+        recorder.Allreduce(float(place), 5.0, num_elements=(8, 9, 9)[bucket])
+        for place, bucket in enumerate(order)
+    ]
+    found = recorder.in_order_of_launch(started, (8, 9, 9))
+    return [order[started.index(each)] for each in found]
+
+
+def test_allreduces_that_start_out_of_order_are_known_by_their_size() -> None:
+    """Equal ones by their start, and all of them where a hook has others in their place."""
+    assert _swapped((0, 1, 2)) == _swapped((1, 0, 2)) == _swapped((1, 2, 0)) == [0, 1, 2]
+    assert _swapped((2, 1, 0)) == [0, 2, 1]
+    others = [recorder.Allreduce(1.0, 2.0, 3), recorder.Allreduce(2.0, 3.0, 4)]
+    assert recorder.in_order_of_launch(others, (8, 9)) == others
 
 
 def test_explain_has_a_table_of_the_medians(ranks: Ranks) -> None:

@@ -93,7 +93,8 @@ def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
     Yields a list that holds its events when the block has ended. `torch.profiler.profile` cannot
     leave operators out, which cost some percent of a step.
     """
-    profiler: Any = torch.autograd.profiler.profile(use_device="cuda" if has_cuda else None)
+    device = "cuda" if has_cuda else None
+    profiler: Any = torch.autograd.profiler.profile(use_device=device, record_shapes=True)
     scopes = {names.RECORD_SCOPE.get().USER_SCOPE}
     enable, disable = names.ENABLE_PROFILER.get(), names.DISABLE_PROFILER.get()
     events: list[Any] = []

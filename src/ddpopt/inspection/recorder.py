@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import socket
 import time
@@ -29,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -324,6 +325,31 @@ class _Recorder(Observer):
                 hook.remove()
 
 
+class Allreduce(NamedTuple):
+    """One that the profiler saw; a kernel's has no size."""
+
+    start_s: float
+    stop_s: float
+    num_elements: int
+
+
+def in_order_of_launch(started: Sequence[Allreduce], sizes: Sequence[int]) -> list[Allreduce]:
+    """Return allreduces, given as they started, in the order in which buckets launched them.
+
+    gloo's threads take what is launched one by one, but may start the second of two before the
+    first. Sizes tell them apart; of equal ones, and where sizes are unknown, the order is that of
+    the starts.
+
+    Args:
+        started: As many as there are buckets.
+        sizes: In elements, of the buckets.
+    """
+    if sorted(sizes) != sorted(each.num_elements for each in started):
+        return list(started)
+    of_size = {size: iter([x for x in started if x.num_elements == size]) for size in sizes}
+    return [next(of_size[size]) for size in sizes]
+
+
 class _Reader:
     """Makes steps of raw times; `notes` collects what could not be known."""
 
@@ -332,12 +358,18 @@ class _Reader:
     ) -> None:
         self.notes: list[str] = []
         found = [
-            ((event.start_ns() - origin_ns) / 1e9, (event.end_ns() - origin_ns) / 1e9)
+            Allreduce(
+                (event.start_ns() - origin_ns) / 1e9,
+                (event.end_ns() - origin_ns) / 1e9,
+                math.prod(next(iter(event.shapes()), ())),
+            )
             for event in events or ()
             if _ALLREDUCE.match(event.name())
         ]
-        self._allreduces = None if events is None else sorted(found)  # in the order of their launch
-        self._num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
+        self._allreduces = None if events is None else sorted(found)
+        parameters = _torch.reducer_parameters(ddp)
+        self._num_bytes = {p.index: p.num_bytes for p in parameters.values()}
+        self._num_elements = {p.index: tensor.numel() for tensor, p in parameters.items()}
         self._buckets = state.of(ddp).buckets or _torch.final_buckets(ddp) or ()
         if not self._buckets:
             note = "buckets: DDP has not told its own; record after the first four steps"
@@ -394,9 +426,10 @@ class _Reader:
             self.notes.append(note)
             return []
         start_s, stop_s = step.forward_stop_s, step.backward_stop_s
-        own = [times_s for times_s in self._allreduces if start_s <= times_s[0] <= stop_s]
+        own = [each for each in self._allreduces if start_s <= each.start_s <= stop_s]
         if len(own) == len(self._buckets):
-            return own
+            sizes = [sum(map(self._num_elements.__getitem__, bucket)) for bucket in self._buckets]
+            return [(each.start_s, each.stop_s) for each in in_order_of_launch(own, sizes)]
         self.notes.append(
             f"finish: the profiler saw {len(own)} allreduces in a backward of {len(self._buckets)} "
             "buckets, so it is not known which is which (a comm hook or a layer communicates too)"
