@@ -222,10 +222,14 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
     """Bring the metadata of a backward graph in line with its inputs.
 
-    Inductor may have chosen other strides in the forward for what it saved than were traced.
+    Inductor may have chosen other strides in the forward for what it saved than were traced. What
+    was a view of traced strides may be none of those, as after pooling of channels last.
     """
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     if not all(map(_has_strides_of, values, inputs)):
+        for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            view.target = torch.ops.aten.reshape.default
+        gm.recompile()
         propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
         propagation.propagate_dont_convert_inputs(*inputs)
 
