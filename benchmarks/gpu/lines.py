@@ -246,7 +246,7 @@ def _few() -> Iterator[Line]:
     """Yield a line of each program, with few rows."""
     select = [_GATES, "-k", "retained_graph_runs_backward_again"]
     yield _tests("gates", "Gates under two ways to run a backward", select, "one rank by gloo")
-    yield _rows("aot_eager", "auto", 0, 20)
+    yield _rows("aot_eager", "auto", 0, 40)
     by_name = {line.name: line for line in _right("aot_eager", is_cuda=False)}
     for name, kind in (("training", "FEW"), ("algorithms", "FEW_ALGORITHMS")):
         line = by_name[f"{name}, two ranks"]
@@ -254,5 +254,5 @@ def _few() -> Iterator[Line]:
         yield dataclasses.replace(line, arguments=arguments)
     yield next(_tools("aot_eager", is_cuda=False))
     yield _profile(model="tiny", inner="aot_eager", cap_mb=1.0, gbit=5)
-    peers = ["nosplit", "backward", "auto"]
+    peers = ["nosplit", "backward"]
     yield _model("tiny", inner="aot_eager", rates_gbit=[2], rounds=1, cap_mb=1.0, peers=peers)

@@ -181,8 +181,8 @@ ROWS: dict[str, Row] = {
     "one parameter above the cap": Row(
         lambda: nn.Sequential(MLP(2), nn.Linear(64, 512), nn.Linear(512, 64), MLP(2)), SMALL
     ),
-    "thousands of tiny parameters": Row(
-        lambda: nn.Sequential(*(nn.LayerNorm(64) for _ in range(1000))), SMALL, min_sections=10
+    "hundreds of tiny parameters": Row(
+        lambda: nn.Sequential(*(nn.LayerNorm(64) for _ in range(300))), SMALL, min_sections=4
     ),
 }
 

@@ -16,7 +16,7 @@ from ddpopt import Fallback
 from tests.support.models import WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.scenarios.architectures import Transformer, checkpointed, selectively_checkpointed
-from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS, TABLES, names_of
+from tests.system.scenarios.rows import SCENARIOS, TABLES, names_of
 from tests.system.scenarios.running import Outcome, count_graphs, run_row
 
 SPLITS = ("forward", "auto")
@@ -26,7 +26,6 @@ ALL = [
     for inner in ("aot_eager", "inductor")
     for name in names_of(inner, split)
 ]
-WARM = [name for name in ON_INDUCTOR if name != "dynamic batch"]  # which compiles for a minute
 
 
 _outcomes: dict[tuple[str, str, str], list[Outcome]] = {}
@@ -82,7 +81,7 @@ def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
             assert outcome.buckets[0] == planned
 
 
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", names_of("inductor", "auto"))
 def test_a_warm_start_trains_alike(ranks: Ranks, name: str) -> None:
     """What torch's caches have of a row trains as what was compiled, in equal sections."""
     cold = _run_row(ranks, name, "auto", "inductor")

@@ -15,19 +15,23 @@ ON_INDUCTOR = (
     "conv and batch norm",
     "channels_last",
     "dynamic batch",
+    "last short batch",
     "in-place operators",
     "mutated inputs",
     "autocast",
     "backward twice (retain_graph)",
 )
 
-# Of these the C++ of sections of forward takes minutes, and backward's sections show the same.
-_SLOW_IN_FORWARD = ("autocast", "channels_last", "dynamic batch")
+# Of these the C++ takes a minute or more: of all sections, or of those of forward, where backward's
+# sections show the same.
+_SLOW = ("dynamic batch",)
+_SLOW_IN_FORWARD = (*_SLOW, "autocast", "channels_last")
 
 
 def names_of(inner: str, split: str) -> tuple[str, ...]:
     """Return the rows that run with an inner compiler and a split."""
     if inner != "inductor":
         return tuple(SCENARIOS)
-    left_out = _SLOW_IN_FORWARD if split == "forward" and DEVICE.type == "cpu" else ()
+    slow = _SLOW_IN_FORWARD if split == "forward" else _SLOW
+    left_out = slow if DEVICE.type == "cpu" else ()
     return tuple(name for name in ON_INDUCTOR if name not in left_out)
