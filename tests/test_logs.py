@@ -61,7 +61,13 @@ def _run(prelude: str = "", options: dict[str, str] | None = None, **environment
     return done.stderr
 
 
-@pytest.mark.parametrize("name", ["dynamo", "distributed", "ddp", "+ddpopt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dynamo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("distributed", "ddp", "+ddpopt")),
+    ],
+)
 def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> None:
     """How many buckets, which cap, bytes and parameters of each, nodes of each section."""
     text = _run(TORCH_LOGS=name)

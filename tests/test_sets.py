@@ -12,8 +12,13 @@ from tests.support.sets import SYSTEM, quick_of
 TESTS = SYSTEM.parent
 
 
-def _item(place: str, test: str, *fixtures: str) -> Any:
-    return SimpleNamespace(path=TESTS / place, nodeid=f"{place}::{test}", fixturenames=fixtures)
+def _item(place: str, test: str, *fixtures: str, marks: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        path=TESTS / place,
+        nodeid=f"{place}::{test}",
+        fixturenames=fixtures,
+        get_closest_marker=lambda name: name if name in marks else None,
+    )
 
 
 @pytest.mark.parametrize("fixture", ["four_ranks", "eight_ranks", "own_ranks"])
@@ -37,10 +42,14 @@ def test_of_a_file_of_the_system_the_first_test_is_quick() -> None:
     assert quick_of(tests) == [tests[0], tests[2]]
 
 
+def test_none_that_is_marked_slow_is_quick() -> None:
+    """The next row takes its place."""
+    rows = [_item("test_x.py", f"test_one[{k}]", "ranks", marks=("slow",) * k) for k in (1, 0)]
+    assert quick_of(rows) == [rows[1]]
+
+
 def test_all_others_are_quick() -> None:
     """With all rows."""
-    rows = [_item("test_x.py", f"test_one[{k}]", "tmp_path") for k in range(3)]
-    assert quick_of([*rows, _item("test_x.py", "test_two")]) == [
-        *rows,
-        _item("test_x.py", "test_two"),
-    ]
+    tests = [_item("test_x.py", f"test_one[{k}]", "tmp_path") for k in range(3)]
+    tests.append(_item("test_x.py", "test_two"))
+    assert quick_of(tests) == tests

@@ -37,7 +37,7 @@ _QUICK: dict[str, Any] = {
     "models": ["tiny"],
     "rates": ["1gbit"],
     "caps": ["1"],
-    "peers": ["eager", "intree", "forward", "backward"],
+    "peers": ["eager", "intree", "backward"],
     "rounds": 3,
     "budget_s": 5.0,
     "inner": "aot_eager",

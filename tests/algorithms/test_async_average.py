@@ -797,6 +797,7 @@ EXITS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["plain", "late", "forward", "destroyed"])
 def test_a_process_that_exits_without_abort_ends_promptly(ending: str, tmp_path: Path) -> None:
     """With code 0 and nothing on stderr: the thread is not inside of torch by then."""

@@ -255,6 +255,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="it reads Linux's /proc")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_change_takes_the_memory_of_one_bucket_at_most(how: str) -> None:

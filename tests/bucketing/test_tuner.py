@@ -154,7 +154,7 @@ def _reduce_and_count(state, bucket):
 
 def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
     for told in ranks.run(_train, "backward", FREE, {}):
-        assert told["outcome"].startswith("buckets stay DDP's own, 1: with the best, ")
+        assert told["outcome"].startswith("buckets stay as they are, 1: with the best, ")
         assert told["hash"] is None
         assert told["buckets"][2] == told["buckets"][-1]
 
@@ -177,7 +177,7 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, sp
     """On all ranks in one step, and the same steps follow as before."""
     first, second = ranks.run(_train_until_judged, split, 1.0)
     for told in (first, second):
-        assert "buckets are DDP's own again: iterations, predicted to get " in told["outcome"]
+        assert "buckets are those of before again: iterations, predicted to get " in told["outcome"]
         assert told["hash"] is None
         assert told["graphs"] == (1 if split == "auto" else 3)
         assert told["as_planned"] == [True]
@@ -204,7 +204,7 @@ def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
 def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
     first, second = ranks.run(_train_and_reset_meanwhile, 1.0)
     assert first == second
-    assert "buckets are DDP's own again" in first[0]
+    assert "buckets are those of before again" in first[0]
     assert first[1] == 1
 
 
@@ -279,7 +279,9 @@ def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, ab
     """Nor does it keep ranks from finding each other for the next module, an equal one."""
     told = ranks.run(_train_apart, absent)
     present = told[1 - absent]
-    assert present["outcome"].startswith(f"buckets stay DDP's own: rank {absent} did not begin it")
+    assert present["outcome"].startswith(
+        f"buckets stay as they are: rank {absent} did not begin it"
+    )
     assert present["hash"] is None
     assert told[0]["buckets"] == told[1]["buckets"]
     for outcome in ranks.run(_outcome, {}):
@@ -459,7 +461,7 @@ def test_where_torch_has_moved_a_name_training_goes_on(
     )
     with mock.patch.object(tuning._torch, "check_names_for_tuning", side_effect=error):
         train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
-    assert "buckets stay DDP's own: torch 9 has no such name" in str(ddpopt.explain(ddp))
+    assert "buckets stay as they are: torch 9 has no such name" in str(ddpopt.explain(ddp))
 
 
 def _explain_meanwhile(rank: int) -> list[str]:
@@ -479,7 +481,7 @@ def _explain_meanwhile(rank: int) -> list[str]:
 def test_explain_says_how_far_it_is_and_never_advises_what_is_on(ranks: Ranks) -> None:
     for texts in ranks.run(_explain_meanwhile):
         assert texts[2].startswith("looking for better buckets: 3 of 8 steps\n")
-        assert "comparing new buckets with DDP's own: 2 of 8 steps\n" in texts[DECIDED]
+        assert "comparing new buckets with those before: 2 of 8 steps\n" in texts[DECIDED]
         assert not any("buckets='auto'" in text or "predicted: nothing" in text for text in texts)
 
 

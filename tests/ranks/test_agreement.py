@@ -111,6 +111,7 @@ def _train_with_caches(rank: int, folder: str) -> int:
         return counters["aot_autograd"]["autograd_cache_hit"]
 
 
+@pytest.mark.slow
 def test_one_rank_has_warm_caches(ranks: Ranks, tmp_path: Any) -> None:
     """On Inductor: what comes from a cache trains with what was compiled."""
     cold, warm = ranks.run(_train_with_caches, str(tmp_path))

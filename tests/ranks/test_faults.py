@@ -276,6 +276,7 @@ def test_an_uncaught_error_is_followed_by_the_rank_that_was_lost() -> None:
     assert text.index("Traceback") < text.index("ddpopt: rank 0")
 
 
+@pytest.mark.slow
 def test_an_uncaught_error_of_its_own_is_told_to_the_others() -> None:
     """And explained on the others only."""
     text, own = _run_script(1, "raise ValueError('bad batch')")
@@ -513,6 +514,7 @@ os._exit(0)  # a thread still waits for the store
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_before_the_first_compile_holds_nobody_up() -> None:
     """By default where its process is stopped, nor, where ranks are named, if it was killed."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

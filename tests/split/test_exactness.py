@@ -258,7 +258,7 @@ class Ordered(nn.Module):
         return x
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(_trees())
 def test_random_modules_have_the_buckets_of_the_reducers_own_function(
     tree: tuple[nn.ModuleList, list[int], float],

@@ -1,4 +1,4 @@
-"""Which tests `make test` runs: the quick set. Where a test is, and what it uses, decide alone."""
+"""Which tests `make test` runs, the quick set: by where a test is, what it uses, and one mark."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     - In `tests/system`, the first test of each file.
     - Elsewhere, of a test that has a process group (`one_rank`, `ranks`), its first row.
     - None that uses more ranks than two, or ranks of its own, which it may kill.
+    - None that is marked `slow`.
     - All others.
     """
     seen: set[str] = set()
     found = []
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if LARGE & fixtures:
+        if LARGE & fixtures or item.get_closest_marker("slow"):
             continue
         place = item.nodeid
         if SYSTEM in item.path.parents:

@@ -17,7 +17,7 @@ from tests.system.fuzzing.checking import FAILURES, Finding, relative_error, run
 from tests.system.fuzzing.kept import KEPT
 from tests.system.fuzzing.spec import Block, Case
 
-NUM_CASES = 24
+NUM_CASES = 16
 
 
 @pytest.fixture(scope="module")

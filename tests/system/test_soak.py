@@ -83,7 +83,7 @@ def test_a_jump_in_the_first_quarter_is_warm_up_and_one_count_decides_nothing() 
 
 # ---- a long run, shortened --------------------------------------------------------------------
 
-_PERIOD, _LEG = 40, 80
+_PERIOD, _LEG = 60, 100
 
 
 class _Leak:

@@ -108,6 +108,7 @@ def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inn
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
 
+@pytest.mark.slow
 def test_where_inductor_prefers_channels_last_backward_is_cut_too(one_rank: None) -> None:
     unsplit, _ = _train(_convnet(), enabled=False)
     split, plan = _train(_convnet(), split="backward")
@@ -164,6 +165,7 @@ def test_kernels_that_fail_are_an_error_that_names_the_section(one_rank: None) -
         _Compilation(failing=2).train()
 
 
+@pytest.mark.slow
 def test_under_suppress_errors_that_section_runs_uncompiled(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +197,7 @@ def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
     return (counts or [metrics.generated_kernel_count])[0], len(_plan(ddp).sections)
 
 
+@pytest.mark.slow
 def test_the_forward_has_as_many_kernels_as_unsplit_whatever_the_caps(one_rank: None) -> None:
     """So no fusion is lost in it, while the forward split loses some."""
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -229,6 +232,7 @@ def _peak_of_step(batch: int, **options: Any) -> int:
     return _peak(lambda: compiled(x).sum().backward())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 512])
 def test_the_peak_of_memory_is_the_unsplit_compiles_and_one_bucket(
     one_rank: None, batch: int
@@ -303,6 +307,7 @@ def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
     return digest, plan, int(hits), int(misses)
 
 
+@pytest.mark.slow
 def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
     """Cold, but filled by the same model compiled without this split before; and warm."""
     digest, plan, hits, misses = _in_new_process(tmp_path, before=_UNSPLIT_FIRST)

@@ -97,6 +97,19 @@ class Convolution(Part):
         return self.layer(x.unflatten(1, (2, WIDTH // 2))).flatten(1)
 
 
+class Image(Part):
+    """Convolutions that Inductor computes with channels last, and a pooling between them."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        pools = (nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(2), nn.AdaptiveMaxPool2d(1))
+        self.widen, self.narrow = nn.Conv2d(2, 16, 3, padding=1), nn.Conv2d(16, WIDTH, 1)
+        self.pool = pools[self.choice % len(pools)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.relu(self.widen(x.unflatten(1, (2, 2, WIDTH // 4))))
+        return self.narrow(self.pool(wide)).flatten(1)
+
+
 class Norm(Part):
     def make(self, earlier: list[nn.Linear]) -> None:
         made = (nn.LayerNorm(WIDTH), nn.GroupNorm(2, WIDTH), nn.RMSNorm(WIDTH))

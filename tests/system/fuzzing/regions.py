@@ -116,6 +116,7 @@ KINDS: dict[str, type[Part]] = {
     "again": blocks.Again,
     "tied": blocks.Tied,
     "convolution": blocks.Convolution,
+    "image": blocks.Image,
     "norm": blocks.Norm,
     "batchnorm": blocks.BatchNorm,
     "embedding": blocks.Embedding,

@@ -18,6 +18,7 @@ PLAIN = (
     "again",
     "tied",
     "convolution",
+    "image",
     "batchnorm",
     "embedding",
     "empty",
@@ -26,7 +27,7 @@ PLAIN = (
     "parametrized",
 )
 BREAKS = ("break", "hooked")  # each makes some graphs more, so there is one a case at most
-_IN_CHECKPOINT = (*PURE, "again", "tied", "convolution", "embedding")
+_IN_CHECKPOINT = (*PURE, "again", "tied", "convolution", "image", "embedding")
 _DTYPES = (DTYPES[0], *DTYPES)  # half of all blocks are of float32
 OUTPUTS = (
     "same",

@@ -133,6 +133,8 @@ LOOPS: dict[str, Callable[[], Scenario]] = {
     ),
     "backward twice (retain_graph)": lambda: Scenario(
         MLP(),
+        # Of a size of its own: compiled for one backward, a cached graph refuses a second.
+        steps=(((6, WIDTH),),) * 4,
         train=_backward_twice,
         is_synced=False,
         note="DDP does not reduce the second backward",
