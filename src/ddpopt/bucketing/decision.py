@@ -18,7 +18,7 @@ from ddpopt.bucketing.timeline import Timeline, predict, undisturbed
 
 _LEAST_GAIN = 0.03  # of an iteration, as predicted
 _LEAST_MEASURED_GAIN = 0.01
-STAY = "buckets stay DDP's own"
+STAY = "buckets stay as they are"
 
 
 class Decision(NamedTuple):
@@ -82,7 +82,7 @@ def _compare(profile: Profile, own: Timeline, best: Timeline) -> list[str]:
         times["all allreduces"] = (own.communication_s, best.communication_s)
     rows = [(*map(format_ms, pair), name) for name, pair in times.items()]
     counts = (f"{len(own.buckets)}", f"{len(best.buckets)}", "buckets")
-    return table(("DDP's own", "best", "predicted, in ms"), [*rows, counts])
+    return table(("now", "best", "predicted, in ms"), [*rows, counts])
 
 
 def _describe(cost: AllreduceCost) -> list[str]:
@@ -153,11 +153,11 @@ def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain:
         if measured.problem:
             return Verdict(f"what came of it is not known: on rank {rank}, {measured.problem}")
     before_s, after_s = (max(m.iteration_s for m in each) for each in (before, after))
-    times = f"{format_ms(after_s)} ms, with DDP's own buckets {format_ms(before_s)}"
+    times = f"{format_ms(after_s)} ms, with the buckets before {format_ms(before_s)}"
     predicted = f"predicted to get {predicted_gain:.0%} shorter"
     gain = 1 - after_s / before_s
     if gain >= _LEAST_MEASURED_GAIN:
         return Verdict(f"measured: iterations got {gain:.0%} shorter ({times}; {predicted})")
     return Verdict(
-        f"buckets are DDP's own again: iterations, {predicted}, took {times}", is_worse=True
+        f"buckets are those of before again: iterations, {predicted}, took {times}", is_worse=True
     )

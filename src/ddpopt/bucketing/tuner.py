@@ -57,7 +57,7 @@ class _Stage(NamedTuple):
 
 # Buckets are rebuilt in a Reducer's second step, and caches fill.
 _SEARCH = _Stage("looking for better buckets", 3, 8)
-_COMPARISON = _Stage("comparing new buckets with DDP's own", 3, 8)
+_COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
