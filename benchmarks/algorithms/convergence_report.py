@@ -151,8 +151,14 @@ def _write_plot(run: Run, path: Path) -> bool:
         given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
         panel.plot(samples, losses, label=label(name), **given)
     panel.set_xlabel("samples")
-    panel.set_ylabel("loss, smoothed, mean over seeds")
+    num_seeds = len({result.seed for result in run.results})
+    over_seeds = f", mean over {num_seeds} seeds" if num_seeds > 1 else ""
+    panel.set_ylabel(f"loss, mean of the last {_SMOOTHED:.0%} of steps{over_seeds}")
     panel.set_yscale("log")
+    low, high = panel.get_ylim()
+    if high < 10 * low:  # else there is a number at each power of ten
+        panel.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.set_title(f"{run.task}, {run.num_ranks} ranks")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
