@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import AllreduceCost
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
+from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
 from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.algorithms._runtime.sharded_gradients import ShardedGradients
 from ddpopt.algorithms._runtime.shards import Shard
 from ddpopt.bucketing import rebucket, stopwatch, tuner
 from ddpopt.bucketing.decision import Verdict
@@ -893,6 +895,40 @@ def test_checks_and_copies_see_whole_parameters(ranks: Ranks) -> None:
         assert is_repeatable
         assert is_equal
         assert torch.equal(weights, found[0][3])
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def _watch_local_gradients(rank: int) -> Any:
+    """Return how many parameters' own gradients are in memory when a bucket's sum begins."""
+    training = Training(True, MLP(6), bucket_cap_mb=0.005)
+    training.attach()
+    first, second, third = batches(rank, [(8, WIDTH)] * 3)
+    training.step(first)
+    training.step(second)  # has the buckets that stay
+    buckets: list[int] = []
+    found = []
+    begin = ShardedGradients.begin_sum
+
+    def see(gradients: Any, bucket: int, values: torch.Tensor, *rest: Any) -> None:
+        buckets.append(values.untyped_storage().data_ptr())
+        grads = [p.grad for p in training.ddp.parameters()]
+        own = [g for g in grads if g is not None and not isinstance(g, AbsentGradient)]
+        found.append(sum(g.untyped_storage().data_ptr() not in buckets for g in own))
+        begin(gradients, bucket, values, *rest)
+
+    with mock.patch.object(ShardedGradients, "begin_sum", see):
+        training.step(third)
+    training.end()
+    return found
+
+
+def test_local_gradients_are_freed_when_their_bucket_is_summed(ranks: Ranks) -> None:
+    """At any time a backward holds those of one bucket: a weight and a bias."""
+    for found in ranks.run(_watch_local_gradients):
+        assert len(found) == 6
+        assert max(found) == 2
 
 
 # ---- by bucket --------------------------------------------------------------------------------

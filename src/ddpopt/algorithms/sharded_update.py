@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -237,7 +237,7 @@ class ShardedUpdateHandle(Handle):
         self._gradients.note(index)
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Begin to sum a bucket to shards. DDP need not wait for it, and copies local gradients."""
+        """Begin to sum a bucket to shards. DDP need not wait for it."""
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
         members = [self._index.get(parameter) for parameter in bucket.parameters()]
@@ -246,6 +246,7 @@ class ShardedUpdateHandle(Handle):
             if self._failure is None:
                 sizes = [parameter.numel() for parameter in bucket.parameters()]
                 self._gradients.begin_sum(bucket.index(), values, members, sizes)
+                _forget_local_gradients(bucket, self._index)
         except Exception as error:  # DDP would show it without type
             self._failure = error
         done: GradientFuture = torch.futures.Future()
@@ -406,6 +407,20 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # whose methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
+
+
+def _forget_local_gradients(bucket: Bucket, members: Container[torch.Tensor]) -> None:
+    """Make the gradients of members views of the bucket, as with `gradient_as_bucket_view`.
+
+    That frees their memory, which the rest of backward can use. It also spares DDP a copy: when
+    backward ends it copies the bucket into gradients that are not the bucket's own.
+    """
+    values, start = bucket.buffer(), 0
+    for parameter in bucket.parameters():
+        if parameter.grad is not None and parameter in members:
+            place = values.storage_offset() + start
+            parameter.grad = values.as_strided(parameter.shape, parameter.stride(), place)
+        start += parameter.numel()
 
 
 def _following(ddp: DistributedDataParallel) -> Callable[[str, int, int, Works], Works]:
