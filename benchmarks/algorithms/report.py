@@ -267,6 +267,7 @@ def write_plot(cells: Sequence[Cell], path: Path) -> bool:
         panel.bar(places, heights, width, yerr=errors, label=label(name))
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.set_xticks(range(len(cells)), [label_of_rate(cell.rate) for cell in cells])
     panel.set_ylabel("samples/s, of uncompiled DDP's")
     panel.set_title(

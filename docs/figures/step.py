@@ -1,4 +1,4 @@
-"""Records a training step without ddpopt's cuts and one with them, and draws both.
+r"""Records a training step without ddpopt's cuts and one with them, and draws both.
 
     sudo python docs/figures/step.py
 
@@ -6,6 +6,12 @@ Two ranks in network namespaces, one core and one thread each, train a model of 
 a link of 1 Gbit/s, compiled with `options={"enabled": False}` and then with ddpopt as it comes.
 Rank 0's traces (build/step/*/rank0.json) become docs/images/step.png; `--draw` draws those that are
 there. Needs root, `ip`, `tc` and matplotlib. The machine must have nothing else to do.
+
+Each way's page is saved beside its traces. docs/images/page.png is that of tuned buckets:
+
+    sudo python docs/figures/step.py --buckets auto --folder build/page --image build/page/step.png
+    chromium --headless --hide-scrollbars --window-size=1400,1240 --virtual-time-budget=5000 \
+        --screenshot=docs/images/page.png "file://$PWD/build/page/with/page.html#select=bucket-7"
 """
 # test: skip, it needs root and a quiet machine; tests/system/test_figures.py draws small recordings
 
@@ -27,7 +33,7 @@ TITLES = {
     "without": "torch.compile, the backward graph is one piece",
     "with": 'torch.compile(ddp, backend="ddpopt")',
 }
-NUM_WARM_STEPS = 14  # with buckets="auto" the first ten or so measure
+NUM_WARM_STEPS = 20  # buckets="auto" looks for buckets, then compares them, for sixteen
 NUM_STEPS = 9
 PORT = 29500
 
@@ -245,6 +251,7 @@ def record_one(args: argparse.Namespace) -> None:
             step()
     if dist.get_rank() == 0:
         print(recording, flush=True)
+        ddpopt.explain(ddp).save(args.folder / args.way / "page.html")
 
 
 def main(arguments: list[str] | None = None) -> None:

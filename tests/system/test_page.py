@@ -409,6 +409,17 @@ def test_a_browser_shows_every_bucket_section_and_time(tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_what_tuning_decided_is_sentences_and_tables(tmp_path: Path) -> None:
+    """The tables keep their columns."""
+    tables = "  now  best  ms\n   12     8  backward\n\n  0.1  ms to start"
+    tuning = f"buckets change, 4 to 35\n\n{tables}\nmeasured: 15% shorter"
+    document = _browse(tmp_path, {**example(), "tuning": tuning})
+    sentences = [e.text for e in document.find("p")][:2]
+    assert sentences == ["Buckets change, 4 to 35", "Measured: 15% shorter"]
+    assert [e.text for e in document.find("pre", "mono")][:1] == [tables]
+
+
+@needs_browser
 def test_names_stay_text_in_a_browser(tmp_path: Path) -> None:
     """No element and no script comes of them, wherever they are shown."""
     document = _browse(tmp_path, _hostile(), "#search=onerror")

@@ -263,10 +263,28 @@ function header() {
       make("span", { class: "quiet" }, join(versions)),
     ),
     make("dl", { class: "facts" }, facts()),
-    content.tuning ? make("p", {}, capital(content.tuning)) : null,
+    tuning(),
     fallbacks(),
     hints(),
   );
+}
+
+// Sentences, and below them the tables, which are the indented lines and those between them.
+function tuning() {
+  const isTable = (line) => /^( {2}|$)/.test(line);
+  const lines = content.tuning.split("\n");
+  const tables = lines.filter(isTable).join("\n").replace(/^\n+|\n+$/g, "");
+  return [
+    lines.filter((line) => !isTable(line)).map((line) => make("p", {}, capital(line))),
+    tables
+      ? make(
+          "details",
+          { class: "tables" },
+          make("summary", {}, "What this was decided from"),
+          make("pre", { class: "mono" }, tables),
+        )
+      : null,
+  ];
 }
 
 function facts() {
