@@ -34,6 +34,14 @@ def test_allreduces_run_in_order_and_wait_for_each_other() -> None:
     assert timeline.bound_s == 7
 
 
+def test_what_communication_costs_is_more_than_what_is_exposed() -> None:
+    """The first allreduce, of 2, runs from 1 to 3, and halves the speed of what is computed."""
+    cost = AllreduceCost(startup_s=0, s_per_byte=1, interference=0.5)
+    timeline = predict(_profile([1, 3], [2, 1]), (1, 1), cost)
+    assert (timeline.computed_s, timeline.backward_s) == (4, 5)
+    assert (timeline.iteration_s - timeline.alone_s, timeline.exposed_s) == (2, 1)
+
+
 def test_one_bucket_starts_when_the_last_gradient_is_ready() -> None:
     (bucket,) = predict(_profile([1, 2], [3, 2]), (2,), COST).buckets
     assert (bucket.launched_s, bucket.finished_s) == (2, 8)

@@ -47,9 +47,8 @@ class Timeline:
 
     Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
     with what comes after the last allreduce) count from the start of backward. `alone_s` is the
-    iteration without waiting for communication, `communication_s` the sum of all allreduces. Where
-    updates are sharded, `gathers` are those of the same buckets, and `forward_s` contains waiting
-    for them.
+    iteration without communication, `communication_s` the sum of all allreduces. Where updates are
+    sharded, `gathers` are those of the same buckets, and `forward_s` contains waiting for them.
     """
 
     forward_s: float
@@ -68,8 +67,13 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """How much longer the iteration is than without communication."""
-        return self.iteration_s - self.alone_s
+        """How long communication runs while nothing is computed, as recordings measure it.
+
+        Less than the iteration takes beyond `alone_s`: communication also slows computation down.
+        """
+        after_backward_s = max((bucket.finished_s for bucket in self.buckets), default=0.0)
+        waits_s = (gather.finished_s - gather.ready_s for gather in self.gathers)
+        return max(0.0, after_backward_s - self.computed_s) + sum(max(0.0, s) for s in waits_s)
 
     @property
     def bound_s(self) -> float:

@@ -593,7 +593,7 @@ function drawExposed(panel, x, top, bottom) {
   );
   tip(area, () => [
     "Exposed communication",
-    `${duration(panel.exposed)}: so much longer than without communication`,
+    `${duration(panel.exposed)} in which nothing is computed`,
   ]);
   return area;
 }
@@ -699,7 +699,7 @@ function legend(panels) {
     ["run", hasGathers ? "gradients are summed to shards" : "allreduce runs"],
     ...(hasGathers ? [["run gather", "updated parameters are gathered"]] : []),
     ...(hasExposed
-      ? [["exposed", "exposed: backward is this much longer than without communication"]]
+      ? [["exposed", "exposed: communication while nothing is computed"]]
       : []),
   ];
   return make(
