@@ -1,4 +1,4 @@
-"""What runs beside a model: autograd and its profiler, process groups and stores, logs."""
+"""What runs alongside a model: autograd and its profiler, process groups and stores, logs."""
 
 from __future__ import annotations
 

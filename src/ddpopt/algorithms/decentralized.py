@@ -28,7 +28,7 @@ class DecentralizedHandle(BackgroundHandle):
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def begin_step(self) -> None:
-        """Begin to average a copy of the weights."""
+        """Start averaging a copy of the weights."""
         if (self.num_steps - 1) % self.algorithm.communication_interval == 0:
             flat, num_exchanges = self.weights.copy(), self.num_communications
             self._averaged = self.worker.submit(lambda: self._average(flat, num_exchanges))

@@ -145,7 +145,7 @@ class ShardedUpdateHandle(Handle):
         self.wait()
 
     def begin_pause(self) -> None:
-        """Have all parameters."""
+        """Wait for all parameters."""
         self.wait()
 
     def detach(self, *, average: bool = True) -> None:

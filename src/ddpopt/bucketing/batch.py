@@ -1,4 +1,4 @@
-"""What a model is called with, and the loss of what it returns, whether a user gives it or not."""
+"""A model's inputs, and the loss of its output, whether or not the user gives one."""
 
 from __future__ import annotations
 

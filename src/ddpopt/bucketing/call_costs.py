@@ -44,8 +44,8 @@ def call_costs(graph: fx.Graph, device: Device) -> dict[str, CallCost]:
     """Return what each aten operation costs, by its node's name, in the order of the graph.
 
     Raises:
-        PlanError: a value has no `meta["val"]`, as make_fx and AOTAutograd make it, or a symbolic
-            shape.
+        PlanError: a value has no `meta["val"]`, which make_fx and AOTAutograd set, or has a
+            symbolic shape.
     """
     values = _Values(graph)
     # By the operation's name: other overloads, and the same operation elsewhere, cost the same.

@@ -171,7 +171,7 @@ class Stopwatch:
         return 0.0 if ddp is None else _waits.waited_s(ddp)
 
     def _now(self) -> _Moment:
-        """Return the time by a clock that stands still while sharded updates wait on the CPU."""
+        """Return the time on a clock that stops while sharded updates wait on the CPU."""
         if self._device.type == "cpu":
             return time.perf_counter() - self._waited_s()
         event = torch.Event(self._device, enable_timing=True)

@@ -180,7 +180,7 @@ class _Tuner(Observer):
         return "\n".join(filter(None, [self._outcome, progress]))
 
     def prepare_cuts(self, ddp: DistributedDataParallel, *, is_trial: bool) -> None:
-        """Have graphs cut for any buckets during a search, or for the given ones to come."""
+        """Make graphs be cut for any buckets during a search, or for the given ones to come."""
         if self._stage is _SEARCH:
             state.of(ddp).begin_search(is_trial=is_trial)
         elif self._stage is _GIVEN and self.best is not None:

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class InputError(DDPOptError, ValueError):
-    """An argument, a file or a factory is not what a command can work with; exit status 2."""
+    """A command cannot work with an argument, a file or a factory; exit status 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ def scatter(
     other objects are shared by reference. If there is no tensor to divide, there is one share.
 
     Raises:
-        ValueError: a tensor has no rows, no such dimension, or other rows in number than the first.
+        ValueError: a tensor has no rows, lacks `dim`, or does not have as many rows as the first.
     """
     num_rows = _count_rows([*_tensors(args, "args"), *_tensors(kwargs, "kwargs")], dim)
     chunk_size = -(-num_rows // len(devices))

@@ -44,7 +44,7 @@ class Modes(NamedTuple):
 
 
 def stream_of(device: torch.device) -> torch.Stream | None:
-    """Return this thread's current stream on a device, None where devices have no streams."""
+    """Return this thread's current stream on a device, None if it has no streams."""
     return None if device.index is None else torch.accelerator.current_stream(device)
 
 

@@ -365,7 +365,7 @@ def _completing_section(plan: SplitPlan, members: set[str]) -> str:
 def _relate(
     buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
 ) -> tuple[BucketReport, ...]:
-    """Return the buckets with their times, and the others with which each shares a section."""
+    """Return the buckets with their times, and with the others that share a section with each."""
     # Without times where buckets of several dtypes, or of a changed plan, do not match.
     none = [None] * len(buckets)
     expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none

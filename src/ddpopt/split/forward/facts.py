@@ -85,7 +85,7 @@ def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
     """Return the path of the module whose forward this graph was traced from, () for the root.
 
     `names` gives the parameter behind each node, by its path from the root. A frame that was given
-    several modules is taken to be the root's.
+    several modules counts as the root's.
     """
     owners = set()
     for node, name in names.items():
