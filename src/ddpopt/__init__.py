@@ -100,7 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `DataParallel` when it is used: its forward is kept from Dynamo, which is imported."""
+    """Import `DataParallel` on first use: to keep its forward from Dynamo, it imports Dynamo."""
     if name == "__version__":
         return installed_version()
     if name == "DataParallel":

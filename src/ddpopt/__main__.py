@@ -1,4 +1,4 @@
-"""`python -m ddpopt`: the command line `ddpopt`, which cli/ holds."""
+"""`python -m ddpopt`: the command line `ddpopt`, which is in cli/."""
 
 import sys
 

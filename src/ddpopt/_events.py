@@ -1,9 +1,9 @@
-"""Where forwards of DDP modules and compiled sections tell that they run.
+"""Where forwards of DDP modules and compiled sections report that they run.
 
-Forwards tell the observers of their module, in one order; a module that nobody observes pays one
-look into a dictionary. Sections tell the listener, which exists only inside of `ddpopt.record`;
-otherwise a section pays one look at `current`, and one whether torch's profiler is on, which then
-has it as a named range.
+Forwards notify the observers of their module, in a fixed order; a module without observers pays one
+dictionary lookup. Sections notify the listener, which exists only inside `ddpopt.record`; otherwise
+a section pays one look at `current`, and one at whether torch's profiler is on, which then shows it
+as a named range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpopt._ranges import Ranges
 
 
 class Turn(enum.IntEnum):
-    """The order in which observers are told; a module has at most one of each kind."""
+    """The order in which observers are notified; a module has at most one of each kind."""
 
     AGREEMENT = enum.auto()
     VERIFY = enum.auto()
@@ -37,13 +37,13 @@ class Turn(enum.IntEnum):
 
 
 class Observer:
-    """Is told of a DDP module's forwards; holds the module weakly, if at all."""
+    """Is notified of a DDP module's forwards; holds the module weakly, if at all."""
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Run before a forward."""
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Run after it; `is_ours` says that `torch.compile` with our backend is around it."""
+        """Run after a forward; `is_ours` says that it runs in `torch.compile` with our backend."""
 
 
 _Observers = tuple[tuple[Turn, Observer], ...]
@@ -54,12 +54,12 @@ _observers = weakref.WeakKeyDictionary()
 
 
 def ask_at_first(turn: Turn, interest: _Interest) -> None:
-    """Have `interest` asked for an observer of each module whose first forward is yet to come."""
+    """Ask `interest` for an observer of each module whose first forward is yet to come."""
     _interests[turn] = interest
 
 
 def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> None:
-    """Tell `observer` of a module's forwards; it replaces one with the same turn."""
+    """Notify `observer` of a module's forwards; it replaces one with the same turn."""
     others = [item for item in _observers_of(ddp) if item[0] is not turn]
     _observers[ddp] = tuple(sorted([*others, (turn, observer)], key=lambda item: item[0]))
 
@@ -70,12 +70,12 @@ def ignore(ddp: DistributedDataParallel, turn: Turn) -> None:
 
 
 def will_communicate(ddp: DistributedDataParallel) -> bool:
-    """Whether a backward of the forward that runs now would end in allreduces."""
+    """Whether a backward of the current forward would end in allreduces."""
     return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
 
 
 class StepClock(Observer):
-    """Takes the time from a forward that communicates to the next: `step_s`, of the last step."""
+    """Times steps, from one forward that communicates to the next: `step_s` is the last one's."""
 
     def __init__(self) -> None:
         self.step_s: float | None = None
@@ -90,19 +90,19 @@ class StepClock(Observer):
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
-    """Tell a module's observers that its forward begins."""
+    """Notify a module's observers that its forward begins."""
     for _, observer in _observers_of(ddp):
         observer.before_forward(ddp)
 
 
 def after_forward(ddp: DistributedDataParallel, is_ours: bool) -> None:
-    """Tell a module's observers, including those added in this forward, that it has ended."""
+    """Notify a module's observers, including those added in this forward, that it has ended."""
     for _, observer in _observers_of(ddp):
         observer.after_forward(ddp, is_ours)
 
 
 def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP module around a module, once a forward of it ran; the newest of several."""
+    """Return the DDP module around a module, once its forward has run; the newest of several."""
     found = (ddp for ddp in reversed(list(_observers)) if ddp.module is module)
     return next(found, None)
 
@@ -117,14 +117,14 @@ def _observers_of(ddp: DistributedDataParallel) -> _Observers:
 
 
 class Label(NamedTuple):
-    """A section, as the listener is told of it; a graph that is compiled whole is its section 0."""
+    """A section, as the listener sees it; a graph that is compiled whole is its section 0."""
 
     graph: str
     section: int
 
 
 class Listener(Protocol):
-    """Is told of sections."""
+    """Is notified of sections."""
 
     def section(self, label: Label, kind: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a section's `kind`, "forward" or "backward", runs."""
@@ -140,7 +140,7 @@ class Listener(Protocol):
         num_bytes: int,
         works: list[Any],
     ) -> list[Any]:
-        """Return works to wait for in place of those of an exchange that begins."""
+        """Return works to wait for in place of those of an exchange that is beginning."""
 
 
 current: Listener | None = None
@@ -148,14 +148,14 @@ _ranges = Ranges()
 
 
 def listening() -> Listener | None:
-    """Return who is told of a section that begins, None if nobody is."""
+    """Return the listener to notify of a section that begins, None if there is none."""
     if current is not None:
         return current
     return _ranges if _torch.shows_ranges() else None
 
 
 def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
-    """Return `compiled`, telling of its forward and its outputs."""
+    """Return `compiled`, notifying the listener of its forward and its outputs."""
 
     def run(*args: Any) -> Any:
         listener = listening()
@@ -172,9 +172,9 @@ def telling(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
 def follow(
     ddp: DistributedDataParallel | None, what: str, bucket: int, num_bytes: int, works: list[Any]
 ) -> list[Any]:
-    """Tell of an exchange that begins; return works to wait for in place of its own.
+    """Report an exchange that is beginning; return works to wait for in place of its own.
 
-    `what` is "sum" or "gather": of the halves of an allreduce.
+    `what` is "sum" or "gather", the halves of an allreduce.
     """
     listener = current
     return works if listener is None else listener.follow(ddp, what, bucket, num_bytes, works)
@@ -182,8 +182,8 @@ def follow(
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Any:
-    """Tell `listener` in this block; RuntimeError if somebody listens already."""
-    global current  # noqa: PLW0603  # one look at a global is what a section can afford
+    """Notify `listener` in this block; RuntimeError if there is a listener already."""
+    global current  # noqa: PLW0603  # a section can afford one look at a global
     if current is not None:
         raise RuntimeError(
             "a ddpopt.record block is open already; record one DDP module at a time, and leave "

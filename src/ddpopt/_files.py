@@ -1,13 +1,13 @@
-"""Files that others may tamper with: what is read is checked, what is written follows no link.
+"""Files that others may tamper with: what is read is checked, and writing follows no link.
 
-What a document means is up to its reader, as is the exception that users see.
+What a document means is up to its reader, and so is the exception that users see.
 
 [Note: files of others]
-In a folder that several users share, such as /tmp, anybody can foresee a name and plant a link
-there that leads to a file of ours. So a file is made under a random name beside its place and then
-moved there, so that it is there whole or not at all. A folder is always a new one, and is its
-user's alone. Whoever owns the folder above may still put another one in its place, so a
-`PrivateFolder` knows its own by more than its name.
+In a folder that several users share, such as /tmp, anybody can guess a name and plant a link
+there that leads to a file of ours. So a file is created under a random name beside its place and
+then moved there, which also makes it appear whole or not at all. A folder is always a new one, and
+belongs to its user alone. Whoever owns the folder above may still put another one in its place, so
+a `PrivateFolder` knows its own by more than its name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 
 from ddpopt._text import count
 
-_LONGEST_NUMBER = 40  # characters, of which a float's repr has 24 at most
-_DEEPEST = 100  # objects and lists in one another
+_LONGEST_NUMBER = 40  # characters; a float's repr has at most 24
+_DEEPEST = 100  # nested objects and lists
 _STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[{\]}]', re.DOTALL)
 _SHOWN = 60  # characters of a value in a message
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows has this one, and not the other two
@@ -39,14 +39,14 @@ _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | _BINARY
 
 
 class MalformedError(ValueError):
-    """What is wrong in a document, and where; raised and caught inside of ddpopt."""
+    """What is wrong in a document, and where; raised and caught inside ddpopt."""
 
 
 # ---- reading ----------------------------------------------------------------------------------
 
 
 def installed_version() -> str:
-    """Return the release of ddpopt, "not installed" where only its source is on the path."""
+    """Return the release of ddpopt, or "not installed" if only its source is on the path."""
     try:
         return importlib.metadata.version("ddpopt")
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def installed_version() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Return what tells this version of ddpopt's code from all others."""
+    """Return a digest that distinguishes this version of ddpopt's code from all others."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -63,8 +63,8 @@ def source_digest() -> str:
 
 
 def read_text(path: str | Path, most_bytes: int) -> str:
-    """Return the text of a regular file; MalformedError if it is none, too large or not UTF-8."""
-    descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)  # as for a pipe that nobody writes to
+    """Return a regular file's text; MalformedError if it is not one, too large or not UTF-8."""
+    descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)  # for example for a pipe without a writer
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -85,11 +85,11 @@ def read_text(path: str | Path, most_bytes: int) -> str:
 def parse(text: str, most_bytes: int) -> Any:
     """Return what JSON text says, or raise MalformedError.
 
-    Stricter than Python's own: no key twice in an object, no NaN or Infinity, no number of more
-    than forty characters, no more than a hundred objects and lists in one another.
+    Stricter than Python's parser: no duplicate keys in an object, no NaN or Infinity, no number of
+    more than forty characters, at most a hundred levels of objects and lists.
     """
     _check_size(len(text), most_bytes)
-    depth = 0  # Python's decoder recurses in C, which a deep nest can crash
+    depth = 0  # Python's decoder recurses in C, and deep nesting can crash it
     for found in _STRINGS_AND_BRACKETS.finditer(text):
         depth += (found[0] in "[{") - (found[0] in "]}")
         if depth > _DEEPEST:
@@ -110,8 +110,8 @@ def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> A
     """Return a value of `parse` as one of this type, or raise MalformedError with its place.
 
     `kind` is str, int, float, one of these or None, a tuple of such types, or a dataclass, whose
-    fields are an object's keys and whose own checks count. Where `is_open`, objects may have
-    further keys. `true` and `1.0` are no int. A place reads as in `cost.startup_s`.
+    fields are an object's keys and whose own checks apply. If `is_open`, objects may have other
+    keys too. `true` and `1.0` are not ints. A place reads like `cost.startup_s`.
     """
     if dataclasses.is_dataclass(kind):
         return _build_object(kind, value, place, is_open=is_open)
@@ -164,7 +164,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def show(value: object) -> str:
-    """Return a value as a message may have it: short, and without control characters."""
+    """Return a value as text for a message: short, and without control characters."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list | tuple):
@@ -203,7 +203,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def check_can_write(path: str | Path) -> None:
-    """Raise OSError if nothing can be written to `path`, as far as one look tells."""
+    """Raise OSError if `path` cannot be written to, as far as one look tells."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {folder}; make it")
@@ -216,10 +216,10 @@ def check_can_write(path: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file, or replace one of this user's; it is there whole or not at all.
+    """Write a file, or replace one of this user's; it appears whole or not at all.
 
-    What UTF-8 cannot express is written as an escape. A file that is replaced hands its mode on.
-    Raises FileExistsError where there is something else of that name, or another user's file.
+    What UTF-8 cannot express is written as an escape. A replaced file passes on its mode.
+    Raises FileExistsError if there is something else of that name, or another user's file.
     """
     check_can_write(path)
     beside = Path(path).parent / f".ddpopt-{secrets.token_hex(8)}.tmp"
@@ -228,7 +228,7 @@ def write_text(path: str | Path, text: str) -> None:
         with os.fdopen(descriptor, "wb") as file:
             replaced = _status(path)
             if replaced is not None and os.fstat(descriptor).st_uid not in (0, replaced.st_uid):
-                owner = f"another user (uid {replaced.st_uid})"  # whom root may replace
+                owner = f"another user (uid {replaced.st_uid})"  # root could replace it
                 raise FileExistsError(
                     f"{path} cannot be written: it belongs to {owner}; name another file"
                 )
@@ -244,9 +244,9 @@ def write_text(path: str | Path, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """A folder that this process made, which only its user can read or write.
+    """A folder that this process made, and that only its user can read or write.
 
-    `status` tells it from one that was put in its place; see [Note: files of others].
+    `status` tells it from another one put in its place; see [Note: files of others].
     """
 
     path: Path
@@ -254,7 +254,7 @@ class PrivateFolder:
 
     @classmethod
     def make(cls, parent: Path, name: str) -> PrivateFolder:
-        """Make one, with a random end if the name is taken."""
+        """Make a folder, with a random suffix if the name is taken."""
         path = parent / name
         while os.path.lexists(path):
             path = parent / f"{name}-{secrets.token_hex(4)}"
@@ -262,12 +262,12 @@ class PrivateFolder:
         return cls(path, path.lstat())
 
     def make_inside(self, name: str) -> PrivateFolder:
-        """Make one in it. Raises OSError, as does `write_text`, if it is not where it was."""
+        """Make a folder in this one. Raises OSError, as `write_text` does, if this has moved."""
         self._check_place()
         return self.make(self.path, name)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file in it, or overwrite one of ours; a link is not followed."""
+        """Write a file in the folder, or overwrite one of ours; links are not followed."""
         self._check_place()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK
         with os.fdopen(os.open(self.path / name, flags, 0o666), "wb") as file:

@@ -1,7 +1,7 @@
 """Where ddpopt's messages go: torch's loggers, under the `TORCH_LOGS` names that people know.
 
 - `dynamo`, `distributed` or `ddp`: bucket boundaries and fallbacks, no graphs;
-- `ddp_graphs`: the graph that was cut and those of its sections, a forward's stitched one too;
+- `ddp_graphs`: the graph that was cut, its sections' graphs, and a forward's stitched one;
 - `+ddpopt`: the messages of the first kind.
 
 Nothing is formatted while its logger is off: pass objects whose `str` does the work.
@@ -27,7 +27,7 @@ def is_on() -> bool:
 
 
 def info(message: str, *args: object) -> bool:
-    """Log at INFO under the first of torch's and our own logger that is on; False if none is."""
+    """Log at INFO with torch's logger or else ours, whichever is on; return False if neither is."""
     for logger in (_torch_log, _own_log):
         if logger.isEnabledFor(logging.INFO):
             logger.info(message, *args, stacklevel=2)
@@ -41,7 +41,7 @@ def warning(message: str, *args: object) -> None:
 
 
 def progress(message: str, *args: object) -> None:
-    """Log at INFO; where that is off, show it on rank 0's terminal, if it has one."""
+    """Log at INFO; if that is off, show it on rank 0's terminal, if it has one."""
     if not info(message, *args) and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print(f"ddpopt: {message % args}", file=sys.stderr)
 
@@ -52,6 +52,6 @@ def is_showing_graphs() -> bool:
 
 
 def graph(title: str, render: Callable[[], str]) -> None:
-    """Dump a graph under `TORCH_LOGS=ddp_graphs`; `render` is called only when that is on."""
+    """Dump a graph under `TORCH_LOGS=ddp_graphs`; `render` is called only if that is on."""
     if is_showing_graphs():
         _graph_log.debug("\n---%s---\n%s", title, render(), stacklevel=2)

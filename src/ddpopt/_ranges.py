@@ -1,7 +1,7 @@
 """Sections as named ranges in torch's profiler, and where autograd runs a section's backward.
 
-The names are the same inside of `ddpopt.record` and outside of it. Nothing here looks whether a
-profiler is on: `_events.py` does, once for each section that runs.
+The names are the same inside `ddpopt.record` and outside. Nothing here checks whether a profiler is
+on: `_events.py` does, once for each section that runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Context = contextlib.AbstractContextManager[None]
 
 
 class Ranges:
-    """Tells torch's profiler of sections: `_events.Listener` where nobody records."""
+    """Shows sections to torch's profiler: the `_events.Listener` while nobody records."""
 
     @contextlib.contextmanager
     def section(self, label: tuple[str, int], kind: str) -> Any:
@@ -47,9 +47,9 @@ def range_name(label: tuple[str, int], kind: str) -> str:
 
 
 def watch_backward(outputs: Any, running: Callable[[], Context]) -> None:
-    """Have the backward of a compiled section's outputs run in the context that `running` makes.
+    """Make the backward of a compiled section's outputs run in the context that `running` makes.
 
-    Nothing where no node of AOTAutograd made them, or its backward is watched already.
+    Does nothing if no AOTAutograd node made them, or if its backward is watched already.
     """
     node = _find_node(outputs)
     if node is None:
@@ -61,7 +61,7 @@ def watch_backward(outputs: Any, running: Callable[[], Context]) -> None:
 
 
 def _find_node(outputs: Any) -> Any:
-    """Return the node of a compiled graph that made these outputs, None if there is none (new)."""
+    """Return the node of a compiled graph that made these outputs; None without a new one."""
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
     level: list[Any] = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
     for _ in range(_DEPTH):

@@ -1,6 +1,6 @@
-"""Text for people: sizes as they are read, tables, names that steer no terminal.
+"""Text for people: readable sizes, tables, names that cannot control a terminal.
 
-It knows nothing of what it shows.
+It knows nothing about what it shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_ms(time_s: float | None) -> str:
-    """Return a time in milliseconds, `-` where there is none."""
+    """Return a time in milliseconds, or `-` if there is none."""
     return "-" if time_s is None else f"{time_s * 1e3:.1f}"
 
 
@@ -32,14 +32,14 @@ def count(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with control characters as escapes, so that no name can steer a terminal."""
+    """Return text with control characters escaped, so that no name can control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return as many names as fit a column, and how many more there are."""
+    """Return as many names as fit into a column, and how many more there are."""
     names = [printable(name) for name in names]
     width = itertools.accumulate(len(name) + 2 for name in names)
     num_shown = max(1, sum(end <= _COLUMN_WIDTH for end in width))

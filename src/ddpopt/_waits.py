@@ -1,11 +1,11 @@
 """Waiting for parameters that other ranks are still sending, where they are read.
 
-Whoever has parameters sent says so by `announce`; whoever is about to read some calls `wait_for`,
-compiled code by the operator `ddpopt::wait_`. Neither knows the other. A parameter is known by its
-address: compiled code is given parameters, but not their names.
+Whoever sends parameters says so with `announce`; whoever is about to read some calls `wait_for`, or
+in compiled code the operator `ddpopt::wait_`. Neither knows the other. A parameter is identified by
+its address: compiled code is given parameters, but not their names.
 
-A module whose parameters are sent so has updates that are *sharded*. Who measures its steps asks
-`waited_s` how much of their time was waiting.
+A module whose parameters are sent this way has *sharded* updates. Code that times its steps asks
+`waited_s` how much of the time was waiting.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Arrival(Protocol):
-    """Knows when parameters are there."""
+    """Knows when parameters have arrived."""
 
     def wait(self) -> None:
         """Return when they may be read."""
 
     def reach(self, address: int) -> None:
-        """As `wait`, for who is about to read the parameter at this address."""
+        """As `wait`, on behalf of a reader of the parameter at this address."""
 
 
 class Waiting(Protocol):
@@ -34,7 +34,7 @@ class Waiting(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """For how long it has waited so far."""
+        """How long it has waited so far."""
 
 
 _arrivals: dict[int, Arrival] = {}
@@ -43,40 +43,40 @@ _sharded = weakref.WeakKeyDictionary()
 
 
 def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting) -> None:
-    """Note that updates of a module are sharded while `waiting` lives, or until `end_sharded`."""
+    """Note that a module's updates are sharded while `waiting` lives, or until `end_sharded`."""
     _sharded[ddp] = weakref.ref(waiting)
 
 
 def end_sharded(ddp: DistributedDataParallel) -> None:
-    """Note that they are no more."""
+    """Note that a module's updates are no longer sharded."""
     _sharded.pop(ddp, None)
 
 
 def is_sharded(ddp: DistributedDataParallel) -> bool:
-    """Whether updates of a module are sharded."""
+    """Whether a module's updates are sharded."""
     return ddp in _sharded and _sharded[ddp]() is not None
 
 
 def waited_s(ddp: DistributedDataParallel) -> float:
-    """Return how long sharded updates of a module have waited for other ranks, 0 without any."""
+    """Return how long a module's sharded updates have waited for other ranks, 0 without any."""
     waiting = _sharded[ddp]() if ddp in _sharded else None
     return 0.0 if waiting is None else waiting.waited_s
 
 
 def announce(arrivals: Mapping[int, Arrival]) -> None:
-    """Have readers of the parameters at these addresses ask, until `withdraw`."""
+    """Make readers of the parameters at these addresses wait, until `withdraw`."""
     _arrivals.update(arrivals)
 
 
 def withdraw(arrivals: Mapping[int, Arrival]) -> None:
-    """Have readers of these parameters ask no more."""
+    """Let readers of these parameters no longer wait."""
     for address, arrival in arrivals.items():
-        if _arrivals.get(address) is arrival:  # the memory may be another model's by now
+        if _arrivals.get(address) is arrival:  # the memory may belong to another model by now
             del _arrivals[address]
 
 
 def wait_for(parameters: Iterable[torch.Tensor]) -> None:
-    """Return when all of these may be read; at once for those of which nobody knows."""
+    """Return when all of these may be read; at once for those that nobody announced."""
     for parameter in parameters:
         arrival = _arrivals.get(parameter.data_ptr())
         if arrival is not None:
@@ -90,12 +90,12 @@ def wait_for_all() -> None:
 
 
 def _wait(parameters: list[torch.Tensor], _after: torch.Tensor | None) -> None:
-    sys.modules[__name__].wait_for(parameters)  # of this module as it was imported last
+    sys.modules[__name__].wait_for(parameters)  # of this module as last imported
 
 
 # As if it wrote the parameters, so that compilers run it before what reads them; and as if it read
 # `after`, so that they run it no earlier than the call that makes that value.
-if not hasattr(torch.ops.ddpopt, "wait_"):  # or this module is imported once more
+if not hasattr(torch.ops.ddpopt, "wait_"):  # else this module is imported once more
     _library: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]
     _library.define("wait_(Tensor(a!)[] parameters, Tensor? after) -> ()")
     _library.impl("wait_", _wait, "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """The Dynamo backend `ddpopt`: what Dynamo calls, and for which graphs splitting is on.
 
 It finds the active DDP module, or a reason not to split; `split/driver.py` does the rest. Importing
-this module, which Dynamo does when it looks the backend up, registers the take-over of graphs from
-the in-tree DDPOptimizer.
+this module, as Dynamo does when it looks up the backend, lets it take over graphs from the in-tree
+DDPOptimizer.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def backend(
     Called by Dynamo; users write `torch.compile(ddp_model, backend="ddpopt")`.
 
     Raises:
-        OptionError: an option is unknown or has a bad value.
+        OptionError: an option is unknown or has an invalid value.
         UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
         SectionCompileError: the inner compiler raised on a section.
-        RecomputationError: a checkpoint's recomputation is compiled otherwise than its forward.
+        RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
     """
     resolved = resolve_options(mode, options)
     ddp, detail, version = None, "", None
     try:
         ddp = recomputation.compiled_for()
         if ddp is not None:
-            faults.introduce_if_asked()  # before compiling, in which a rank may be lost too
+            faults.introduce_if_asked()  # before compiling, during which a rank may be lost
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None:
@@ -62,7 +62,7 @@ def backend(
         reason, detail = Fallback.TORCH_DRIFT, str(error)
     except DDPOptError:
         raise
-    except Exception as error:  # a private name is there, but is not what it was
+    except Exception as error:  # a private name exists, but is not what it was
         reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
     with faults.compiling():
         if ddp is not None and reason is None:
@@ -114,7 +114,7 @@ def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) 
 def _guard_on_rules(
     gm: fx.GraphModule, example_inputs: Sequence[Any], ddp: DistributedDataParallel | None
 ) -> recomputation.Version:
-    """Keep the graph for DDP modules with equal rules (None: for runs without DDP).
+    """Restrict the graph to DDP modules with equal rules (None: to runs without DDP).
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
@@ -130,7 +130,7 @@ def _guard_on_rules(
 
 
 def install() -> None:
-    """Take graphs under DDP over from the in-tree optimizer, for this backend alone. Idempotent."""
+    """Take over graphs under DDP from the in-tree optimizer, for this backend only. Idempotent."""
     try:
         _torch.take_over(lambda candidate: candidate is backend)
     except TorchDriftError as error:
@@ -156,11 +156,11 @@ def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
 
 
 class _FirstForward(Observer):
-    """Finds out whether a module with a part to be compiled ran without any compiled code."""
+    """Detects that a module with a part to be compiled ran without any compiled code."""
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         if not torch.is_grad_enabled():
-            return  # a trainer may evaluate first, by a method that is not compiled
+            return  # a trainer may evaluate first, with a method that is not compiled
         ignore(ddp, Turn.COMPILED)
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
             if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):

@@ -1,9 +1,9 @@
-"""ddpopt's process-wide flags, as torch's own config modules have them.
+"""ddpopt's process-wide flags, in the style of torch's own config modules.
 
 The most specific setting wins: `torch.compile(..., options={"enabled": ...})`, then an
 assignment or `patch` of this module, then the environment, then the default. See `options.py`
 for the per-compile ones. `torch._dynamo.config.optimize_ddp = False` switches splitting off
-whatever is set here.
+regardless of what is set here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_boolean(name: str, value: object, error: type[Exception] = OptionError
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise OptionError unless `value` is one of `choices`; without choices, unless it is a str.
 
-    A choice such as `*.json` stands for the paths of such files.
+    A choice such as `*.json` allows any path that ends this way.
     """
     if choices and not any(isinstance(value, str) and _is_choice(value, c) for c in choices):
         raise OptionError(f"{name} is {value!r}; valid values are {list(choices)}")
@@ -45,7 +45,7 @@ def _is_choice(value: str, choice: str) -> bool:
 
 
 def check_flag(flag: str, value: object) -> None:
-    """Raise OptionError unless there is such a flag, and it can have this value."""
+    """Raise OptionError unless the flag exists and may have this value."""
     if flag not in _declared:
         raise OptionError(f"ddpopt.config has no flag {flag!r}; its flags are {sorted(_declared)}")
     default, choices = _declared[flag]
@@ -56,7 +56,7 @@ def check_flag(flag: str, value: object) -> None:
 
 
 def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
-    """Note what a flag may be, and return its value: the environment's, or the default."""
+    """Register a flag and its valid values; return its value: the environment's or the default."""
     _declared[flag] = default, choices
     variable = f"DDPOPT_{flag.upper()}"
     text = os.environ.get(variable)
@@ -73,28 +73,28 @@ enabled: bool = _declare("enabled", True)
 """Whether graphs are split. Read when a graph is compiled. Environment: `DDPOPT_ENABLED`."""
 
 buckets: str = _declare("buckets", "ddp", ("ddp", "auto", "*.json"))
-"""Whose buckets DDP reduces: its own (`"ddp"`), the best that are found in the first iterations
+"""Which buckets DDP reduces: its own (`"ddp"`), the best ones found during the first iterations
 (`"auto"`), or those of a saved plan (the path of its file, which ends in `.json`). Read when a
 graph is compiled. Environment: `DDPOPT_BUCKETS`."""
 
 dump_dir: str = _declare("dump_dir", "")
-"""The folder that each compile's graphs and plan are written to; `""` writes none. Read when a
+"""The folder to which each compile's graphs and plan are written; `""` writes nothing. Read when a
 graph is compiled. Environment: `DDPOPT_DUMP_DIR`."""
 
 verify: bool = _declare("verify", False)
-"""Whether each DDP model's first training forward is preceded by `ddpopt.verify`, which raises
-`VerificationError` where it fails; a warning says what cannot be verified. Set it on all ranks
-alike. Environment: `DDPOPT_VERIFY`."""
+"""Whether to run `ddpopt.verify` before each DDP model's first training forward, raising
+`VerificationError` if it fails; a warning says what cannot be verified. Set it to the same value
+on all ranks. Environment: `DDPOPT_VERIFY`."""
 
 disagreement: str = _declare("disagreement", "warning", ("warning", "error"))
 """What happens if ranks compiled for different DDP models: a `"warning"` or an `"error"`
-(`DisagreementError`), on every rank. They compare in `ddpopt.warmup`; for an error also after the
-steps that compile, by the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
+(`DisagreementError`), on every rank. Ranks compare in `ddpopt.warmup`; with `"error"` also after
+steps that compile, through the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
 
 name_peers: bool = _declare("name_peers", False)
-"""Whether a process opens a socket by which other ranks see that it lives, so that errors of lost
-connections name the rank, without a `ddpopt.naming_peers` block. Read when a graph is compiled.
-Environment: `DDPOPT_NAME_PEERS`."""
+"""Whether a process opens a socket that shows other ranks that it is alive, so that errors about
+lost connections name the rank, without a `ddpopt.naming_peers` block. Read when a graph is
+compiled. Environment: `DDPOPT_NAME_PEERS`."""
 
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _declared)
 """The environment variables that are read here."""
@@ -113,7 +113,7 @@ def patch(**flags: object) -> Iterator[None]:
     """Set flags for the duration of a `with` block or of a decorated function.
 
     Raises:
-        OptionError: a name is not a flag, or a value has the wrong type; nothing is set then.
+        OptionError: a name is not a flag, or a value has the wrong type; no flag is set then.
     """
     for name, value in flags.items():
         check_flag(name, value)

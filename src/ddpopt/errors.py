@@ -1,4 +1,4 @@
-"""The exceptions that ddpopt raises and the reasons for which it compiles a graph whole.
+"""The exceptions that ddpopt raises, and its reasons for compiling a graph whole.
 
 A reason's value is the sentence that the user reads: what happened and what to do.
 """
@@ -13,16 +13,16 @@ class DDPOptError(Exception):
 
 
 class OptionError(DDPOptError, ValueError):
-    """A flag, an option, an argument or an environment variable has a bad value.
+    """A flag, an option, an argument or an environment variable has an invalid value.
 
-    Give one of the values that the message names.
+    Use one of the values that the message names.
     """
 
 
 class UnsupportedModeError(DDPOptError, RuntimeError):
     """A mode of torch that bypasses DDP's C++ Reducer is on, so there is nothing to overlap.
 
-    Set what the message names, or use another backend.
+    Change the setting that the message names, or use another backend.
     """
 
 
@@ -35,44 +35,44 @@ class SectionCompileError(DDPOptError, RuntimeError):
 
 
 class RecomputationError(DDPOptError, RuntimeError):
-    """A checkpoint's recomputation runs other code than its forward, so gradients would be wrong.
+    """A checkpoint's recomputation runs different code than its forward: gradients would be wrong.
 
     Leave the layer that breaks the graph uncompiled.
     """
 
 
 class PlanError(DDPOptError, ValueError):
-    """Costs, a profile or a plan are not valid, or do not fit the model or the other ranks.
+    """A cost, a profile or a plan is invalid, or does not fit the model or the other ranks.
 
     Correct the value that the message names; make a plan on one rank and broadcast it.
     """
 
 
 class TraceError(DDPOptError, ValueError):
-    """A trace cannot be read, or does not fit the other ranks' traces.
+    """A trace cannot be read, or does not match the other ranks' traces.
 
     Record the same steps on all ranks, in one run.
     """
 
 
 class AttachError(DDPOptError, RuntimeError):
-    """A communication algorithm cannot be attached or used as asked, on some rank.
+    """A communication algorithm cannot be attached or used as requested, on some rank.
 
-    Do what the message says; build model, optimizer and algorithm alike on all ranks.
+    Do what the message says; build the same model, optimizer and algorithm on all ranks.
     """
 
 
 class AbsentGradientError(DDPOptError, RuntimeError):
     """The gradient of a whole parameter was used where each rank has only its part of it.
 
-    With `ShardedUpdate`: clip by `handle.clip_grad_norm_`, read `handle.full_gradients()`.
+    With `ShardedUpdate`, clip with `handle.clip_grad_norm_` and read `handle.full_gradients()`.
     """
 
 
 class PeerError(DDPOptError, RuntimeError):
-    """Another rank has ended, hangs, or did not take part within the process group's timeout.
+    """Another rank has exited, hangs, or did not take part within the process group's timeout.
 
-    Look at that rank's log; start all ranks again, as torchrun does with `--max-restarts`.
+    Look at that rank's log; restart all ranks, as torchrun does with `--max-restarts`.
     """
 
     ranks: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class PeerError(DDPOptError, RuntimeError):
 
 
 class VerificationError(DDPOptError, RuntimeError):
-    """A compiled step gives other gradients, loss or buffers than eager; the message has the worst.
+    """A compiled step's gradients, loss or buffers differ from eager; the message names the worst.
 
     Train with `DDPOPT_ENABLED=0` (compiled, not split) or eagerly, and report it with the message.
     If only rounding differs, call `ddpopt.verify` with higher tolerances.
@@ -88,18 +88,18 @@ class VerificationError(DDPOptError, RuntimeError):
 
 
 class DisagreementError(DDPOptError, RuntimeError):
-    """Ranks have different parameters, bucket limits, options or releases under one DDP module.
+    """Ranks have different parameters, bucket limits, options or releases for one DDP module.
 
-    Build the model and DDP alike on all ranks, with the same releases of torch and ddpopt.
+    Build the model and DDP identically on all ranks, with the same releases of torch and ddpopt.
     """
 
 
 class NonFiniteError(DDPOptError, ArithmeticError):
     """Weights or gradients are NaN, infinite or too large to be compressed, on some rank.
 
-    Look for the cause as without compression: lower the learning rate, clip gradients, use
-    bfloat16 in place of float16. All ranks raise it in the same step, and none has taken anything
-    over from the others.
+    Look for the cause as you would without compression: lower the learning rate, clip gradients,
+    use bfloat16 instead of float16. All ranks raise it in the same step, and none has applied
+    anything received from the others.
     """
 
 
@@ -149,12 +149,12 @@ class Fallback(enum.Enum):
 
     @property
     def is_expected(self) -> bool:
-        """Whether this is how the graph should be compiled, rather than overlap lost."""
+        """Whether the graph should be compiled this way; if not, overlap was lost."""
         return self not in (Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT)
 
 
 class ForwardInstead(enum.Enum):
-    """Why a graph was cut in forward, where `split` asked for backward or for what can be cut."""
+    """Why a graph was cut in forward although `split` is "backward" or "auto"."""
 
     INNER = (
         "the inner compiler hands out no backward graph of AOTAutograd's; use the inner compiler "
@@ -204,7 +204,7 @@ class DDPMode(enum.Enum):
 
 
 class CutRefusedError(Exception):
-    """A backward graph cannot be cut; raised and caught inside of ddpopt."""
+    """A backward graph cannot be cut; raised and caught inside ddpopt."""
 
     def __init__(self, reason: ForwardInstead, detail: str = "") -> None:
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)

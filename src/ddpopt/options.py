@@ -1,7 +1,7 @@
 """The per-compile options: `torch.compile(..., mode=..., options={...})`, checked and resolved.
 
-`buckets`, `enabled`, `inner` and `split` are ours; every other key goes to Inductor as its own
-options do.
+`buckets`, `enabled`, `inner` and `split` are ours; every other key is passed on to Inductor as one
+of its options.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Options:
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
     backward graph that AOTAutograd makes, or why there is none. `drift` names what this torch lacks
-    to have them as asked.
+    to provide them as requested.
     """
 
     inner: _torch.CompilerFn
@@ -41,7 +41,7 @@ class Options:
 
     @property
     def cuts_forward_alone(self) -> bool:
-        """Whether no backward is cut: as asked, or because the inner compiler has none to cut."""
+        """Whether only forward is cut: as requested, or for lack of a backward graph to cut."""
         return self.split == "forward" or isinstance(self.aot, ForwardInstead)
 
 
@@ -49,7 +49,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     """Check `mode` and `options` as `torch.compile` passed them on, and fill in the defaults.
 
     Raises:
-        OptionError: a key is unknown, or a value is not valid; the message lists what is.
+        OptionError: a key is unknown, or a value is invalid; the message lists what is valid.
     """
     given = dict(options or {})
     enabled, buckets = (given.pop(flag, getattr(config, flag)) for flag in ("enabled", "buckets"))
@@ -116,7 +116,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
         return _torch.lookup_backend(inner)
     except TorchDriftError:
         raise
-    except Exception as error:  # InvalidBackend, or an entry point of somebody else's that fails
+    except Exception as error:  # InvalidBackend, or a third party's entry point that fails
         raise OptionError(
             f"the option 'inner' is {inner!r}, which is no backend that loads here ({error}); "
             f"registered are {sorted(torch.compiler.list_backends(exclude_tags=()))}"

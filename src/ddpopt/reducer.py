@@ -1,6 +1,6 @@
 """A model of DDP's Reducer: which parameters will share a bucket, and when buckets close.
 
-Pure: it reads no graph, no module and no process group. `_torch` reads the facts off a live DDP
+Pure: it reads no graph, no module and no process group. `_torch` reads the facts from a live DDP
 module; `split` decides where to cut.
 
 [Note: buckets]
@@ -9,7 +9,7 @@ The Reducer forms buckets twice. At construction it takes the parameters in regi
 Unless it has to look for unused parameters in every iteration, it then forms them again, once,
 from the *arrival order*: the order in which gradients became final in the first backward. A
 bucket closes when its size reaches its limit after a gradient was added, so a bucket may exceed
-its limit, and one limit serves each further bucket once the list of limits is used up. Buckets
+its limit. Once the list of limits is used up, its last one applies to all further buckets. Buckets
 are launched in order: bucket k + 1 waits for bucket k.
 Source: `compute_bucket_assignment_by_size` and `Reducer::rebuild_buckets` of torch's
 `reducer.cpp`, read as a specification; tests compare with the original.
@@ -45,7 +45,7 @@ class ReducerRules:
     """How a Reducer forms buckets.
 
     `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
-    further ones. `is_rebuilt` tells whether buckets follow the arrival order (see
+    further ones. `is_rebuilt` says whether buckets follow the arrival order (see
     [Note: buckets]). `is_trial` says that they are about to be replaced by better ones.
     """
 
@@ -87,7 +87,7 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
 def known_buckets(
     parameters: Sequence[Parameter], actual: Sequence[Sequence[int]], rules: ReducerRules
 ) -> tuple[Bucket, ...]:
-    """Return the buckets that the Reducer told of, by parameter index, in launch order."""
+    """Return the buckets that the Reducer reported, by parameter index, in launch order."""
     by_index = {parameter.index: parameter for parameter in parameters}
     members = ([by_index[index] for index in bucket] for bucket in actual)
     return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])
@@ -96,20 +96,20 @@ def known_buckets(
 def in_launch_order(
     parameters: Iterable[Parameter], buckets: Sequence[Bucket]
 ) -> tuple[Parameter, ...]:
-    """Return parameters by their buckets; those of one bucket stay in their order."""
+    """Return parameters sorted by bucket; those in one bucket keep their order."""
     turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
     return tuple(sorted(parameters, key=lambda parameter: turn[parameter.index]))
 
 
-# Where fine buckets end, as parts of all bytes: finer at both ends, because the first bucket and
-# the last one are what cannot be hidden.
+# Where fine buckets end, as fractions of all bytes: finer at both ends, because the first and the
+# last bucket are what cannot be hidden.
 _FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
 
 
 def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
-    """Return small buckets at whose ends a graph is cut when the best buckets are yet to be found.
+    """Return small buckets at whose ends a graph is cut while the best buckets are being searched.
 
-    Some twenty at most, so that cuts stay cheap.
+    There are about twenty at most, so that cuts stay cheap.
     """
     *starts, total = itertools.accumulate((p.num_bytes for p in arrival), initial=0)
     ends = [end * total for end in _FINE_ENDS]
@@ -120,7 +120,7 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
 
 
 class Misplaced(NamedTuple):
-    """A parameter in another bucket than planned; buckets by launch order."""
+    """A parameter in another bucket than planned; buckets are numbered in launch order."""
 
     parameter: Parameter
     planned: int
@@ -168,8 +168,8 @@ def _fill(
             closed.append((filling[group], cap))
             filling[group], num_bytes[group] = [], 0
             num_closed[group] += 1
-    # What is left over closes in reverse order of the groups' first appearance: the Reducer
-    # walks a hash table that puts new keys in front.
+    # Open buckets close in reverse order of their groups' first appearance: the Reducer walks a
+    # hash table that puts new keys in front.
     for group, members in reversed(filling.items()):
         if members:
             closed.append((members, cap_of(caps_bytes, num_closed[group])))

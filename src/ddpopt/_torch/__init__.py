@@ -1,8 +1,8 @@
-"""torch's private names: the only room that touches them, in wrappers by torch's own parts.
+"""torch's private names: the only room that touches them, in wrappers sorted by torch's own parts.
 
-`names` has them all in one table; the wrappers tell facts and do what they are asked. Which mode of
-DDP refuses what, and how that is said to users, is decided elsewhere. Each wrapper raises
-`TorchDriftError` where the installed release lacks a name, unless it says otherwise.
+`names` has them all in one table; the wrappers report facts and do what they are asked. Which mode
+of DDP refuses what, and how users are told, is decided elsewhere. Each wrapper raises
+`TorchDriftError` if the installed release lacks a name, unless it says otherwise.
 """
 
 from ddpopt._torch.aot import *

@@ -25,10 +25,10 @@ def section_tracing() -> Iterator[Callable[[], bool]]:
     """Give the section compiled in this block a TracingContext of its own.
 
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
-    whatever is compiled of that graph later: with one for all sections it would find the last
-    one's metadata. Guards and fake mode stay shared. Yields what tells whether AOTAutograd compiled
-    something: its first call, made inside this block, returns fake tensors with the strides that
-    Inductor chose.
+    whatever it compiles of that graph later: with one context for all sections it would find the
+    last one's metadata. Guards and fake mode stay shared. Yields a function that says whether
+    AOTAutograd compiled something: if so, the section's first call, made inside this block, returns
+    fake tensors with the strides that Inductor chose.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
@@ -55,12 +55,12 @@ def _forget_donated(context: Any) -> None:
 
 
 def _no_donated_buffers() -> contextlib.AbstractContextManager[None]:
-    """Compile backward now, and so that it leaves saved tensors as they are.
+    """Compile backward now, and make it leave saved tensors unchanged.
 
     Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
-    compiled in a backward with retain_graph=True. Its cache does not tell the two apart
+    compiled in a backward with retain_graph=True. Its cache does not distinguish the two
     (torch 2.11 to 2.13): a backward with retain_graph could get one that overwrites what the next
-    backward needs. AOTAutograd's own cache avoids that; a section's first call bypasses it.
+    backward needs. AOTAutograd's own cache avoids that, but a section's first call bypasses it.
     """
     tag = _tag_of(names.CACHE_KEY_TAG.get())
     return names.settings(
@@ -73,17 +73,17 @@ def _tag_of(tag: str) -> str:
 
 
 Compiled = Callable[..., Any]  # takes a list and empties it
-Finish = Callable[[], Compiled]  # waits until it is there
-# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> what is to
+Finish = Callable[[], Compiled]  # waits until it is compiled
+# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> function to
 # be called once compilation of all sections has begun
 CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Finish]
 
 
 class Cutting(Protocol):
-    """What cuts the backward of one graph.
+    """Cuts the backward of one graph.
 
-    `key` tells it from all that would cut the same graph otherwise, in any process; None where the
-    result is to be taken from no cache.
+    `key` distinguishes it, in any process, from all that would cut the same graph differently; it
+    is None if the result must not come from a cache.
     """
 
     key: str | None
@@ -94,10 +94,10 @@ class Cutting(Protocol):
     def compile(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: CompileSection
     ) -> tuple[Sequence[Any], Any]:
-        """Return the compiled sections, and data to run them by, which can be pickled."""
+        """Return the compiled sections, and data for running them, which can be pickled."""
 
     def run(self, sections: Sequence[Any], data: Any) -> Callable[[list[Any]], Any]:
-        """Return what AOTAutograd is to run, of what `compile` returned here or elsewhere."""
+        """Return what AOTAutograd is to run, given what `compile` returned here or elsewhere."""
 
 
 # (graph, inputs, what cuts its backward) -> compiled forward
@@ -105,7 +105,7 @@ AOTCompilerFn = Callable[[fx.GraphModule, list[Any], Cutting], Callable[..., Any
 
 
 def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
-    """Return what compiles as `inductor` does, which `inductor()` made, with a cut backward."""
+    """Return a compiler like `inductor`, which `inductor()` made, but with a cut backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         compile_fx_inner = names.COMPILE_FX_INNER.get()
@@ -113,7 +113,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         tag = names.CACHE_KEY_TAG.get()
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> tuple[Any, Finish]:
-            # Inductor's own cache, which bundling turns off, need not know what this is a part of.
+            # Inductor's own cache, which bundling turns off, need not know what this belongs to.
             own = {names.CACHE_KEY_TAG: _tag_of(tag), names.BUNDLED_AUTOGRAD_CACHE: False}
             with names.settings(own), kernels.collecting() as waits:
                 compiled = compile_fx_inner(graph, values, **options)
@@ -134,7 +134,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             ) -> Finish:
                 (output,) = section.graph.find_nodes(op="output")
                 values: Any = output.args[0]
-                # Inductor keeps the strides of these; the next section counts on them.
+                # Inductor keeps the strides of these; the next section relies on them.
                 output.meta["user_visible_output_idxs"] = list(range(len(values)))
                 kept = [i for i, origin in enumerate(origins) if origin in static]
                 return compile_inner(section, section_inputs, static_input_idxs=kept, **options)[1]
@@ -144,7 +144,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
             if cached is not None and cached.are_storable(graphs):
                 return cached.CutBackward(sections, data)
-            names.BUNDLED_AUTOGRAD_CACHE.replace(False)  # without which nothing is stored
+            names.BUNDLED_AUTOGRAD_CACHE.replace(False)  # without bundling nothing is stored
             return cutting.run(sections, data)
 
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)
@@ -159,7 +159,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
 
 
 def _cached() -> Any:
-    """Return the module `cached`, None where this release has no such cache."""
+    """Return the module `cached`, None if this release has no such cache."""
     if not names.OUTPUT_CODE.is_expected:
         return None
     try:
@@ -172,7 +172,7 @@ def _cached() -> Any:
 
 
 def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
-    """Compile as the backend of this name does, with a cut backward."""
+    """Compile as the backend `aot_eager` does, but with a cut backward."""
     boxed_nop = names.BOXED_NOP.get()
 
     def compile_forward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
@@ -196,8 +196,8 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
 def _cut_backward_settings(key: str | None) -> Iterator[None]:
     """Compile backward before the first forward, which needs its gates.
 
-    With a key AOTAutograd looks into its cache, for a backward that was cut by that key, and stores
-    the whole result in one entry. Without, the caches of what sections are compiled to stay on.
+    With a key, AOTAutograd searches its cache for a backward that was cut with that key, and stores
+    the whole result in one entry. Without one, the caches of compiled sections stay on.
     """
     tag = names.CACHE_KEY_TAG.get()
     if key is None:
@@ -220,10 +220,10 @@ def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
-    """Bring the metadata of a backward graph in line with its inputs.
+    """Adapt the metadata of a backward graph to its inputs.
 
     Inductor may have chosen other strides in the forward for what it saved than were traced. What
-    was a view of traced strides may be none of those, as after pooling of channels last.
+    was a view with the traced strides may not be one with those, as after channels-last pooling.
     """
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     if not all(map(_has_strides_of, values, inputs)):
@@ -241,10 +241,10 @@ def _has_strides_of(value: object, other: object) -> bool:
 
 
 def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
-    """Return for each value that a backward graph returns which argument it is the gradient of.
+    """Return, for each value that a backward graph returns, which argument's gradient it is.
 
-    The argument is counted among those of the graph that AOTAutograd was given; None where the
-    value is no gradient, or AOTAutograd does not tell.
+    Arguments are numbered as in the graph that AOTAutograd was given; it is None if the value is
+    not a gradient, or AOTAutograd does not tell.
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
     return [
@@ -254,23 +254,23 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
 
 
 def outputs_described(gm: fx.GraphModule) -> list[Any]:
-    """Return AOTAutograd's description of each value that a graph returns, hashable."""
+    """Return AOTAutograd's (hashable) description of each value that a graph returns."""
     (output,) = gm.graph.find_nodes(op="output")
     return list(output.meta.get("desc", ()))
 
 
 def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any]:
-    """Return which inputs of a backward graph are gradients of which of the forward's outputs."""
+    """Return which of a backward graph's inputs are gradients of which outputs of the forward."""
     return {node: text.output for node, text in _described(backward, names.TANGENT_INPUT.get())}
 
 
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
-    """Return which argument of the graph that AOTAutograd was given each input is."""
+    """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
     return {node: text.idx for node, text in _described(forward, names.PLAIN_INPUT.get())}
 
 
 def _described(gm: fx.GraphModule, kind: type) -> Iterator[tuple[fx.Node, Any]]:
-    """Return the inputs of a graph that AOTAutograd describes by this kind, with what it says."""
+    """Yield the inputs of a graph that AOTAutograd describes by this kind, with the description."""
     for node in gm.graph.find_nodes(op="placeholder"):
         description = node.meta.get("desc")
         if isinstance(description, kind):
@@ -292,11 +292,11 @@ def inductor_options() -> list[str]:
 
 
 def has_cuda_graphs(inductor: CompilerFn) -> bool:
-    """Whether what `inductor()` made records CUDA graphs."""
+    """Whether a compiler that `inductor()` made records CUDA graphs."""
     default = names.CUDAGRAPHS.of(names.TRITON.get())
     return bool(names.INDUCTOR_CONFIG.of(inductor).get("triton.cudagraphs", default))
 
 
 def drawing_as_eager() -> contextlib.AbstractContextManager[None]:
-    """Have Inductor compile random operators, in this block, to draw what eager draws."""
+    """Make Inductor compile random operators in this block so that they draw what eager draws."""
     return names.settings({names.FALLBACK_RANDOM: True})

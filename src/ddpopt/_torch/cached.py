@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 else:
     _OutputCode = names.OUTPUT_CODE.get()
 
-# (what the sections were compiled to, data to run them by) -> the backward that AOTAutograd runs
+# (the compiled sections, data for running them) -> the backward that AOTAutograd runs
 Run = Callable[[Sequence[Any], Any], Callable[[list[Any]], Any]]
 _run: contextvars.ContextVar[Run] = contextvars.ContextVar("ddpopt_run")
 
 
 @contextlib.contextmanager
 def running_by(run: Run) -> Iterator[None]:
-    """Have `run` complete the backwards that are compiled, or loaded, in this block."""
+    """Let `run` complete the backwards that are compiled or loaded in this block."""
     token = _run.set(run)
     try:
         yield
@@ -34,16 +34,16 @@ def running_by(run: Run) -> Iterator[None]:
 
 
 class CutBackward(_OutputCode):
-    """Sections as Inductor compiled them, and data to run them by.
+    """Sections as Inductor compiled them, and data for running them.
 
-    An entry of the cache holds one in the place of a compiled backward. Whatever is wrong with an
-    entry raises while torch loads it, which torch takes for a miss.
+    A cache entry holds one in place of a compiled backward. Whatever is wrong with an entry raises
+    while torch loads it, which torch treats as a miss.
     """
 
     def __init__(self, sections: Sequence[Any], data: Any) -> None:
         self.sections = list(sections)
         self.data = data
-        self._boxed_call = True  # as AOTAutograd asks
+        self._boxed_call = True  # as AOTAutograd requires
         self._call: Any = _run.get()(self.sections, data)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -51,14 +51,14 @@ class CutBackward(_OutputCode):
         return self._call(inputs)
 
     def prepare_for_serialization(self) -> None:
-        """Drop what cannot be stored. torch calls it on a copy, before it stores that."""
+        """Drop what cannot be stored. torch calls this on a copy before storing it."""
         self._call = None
         self.sections = [copy.copy(section) for section in self.sections]
         for section in self.sections:
             section.prepare_for_serialization()
 
     def post_compile(self, inputs: Any, _constants: Any, settings: Any) -> None:
-        """Load the sections. torch calls it on what it has read from its cache."""
+        """Load the sections. torch calls this on what it has read from its cache."""
         sections = []
         for section in self.sections:
             loadable = names.OUTPUT_LOADABLE.get()(section)

@@ -1,4 +1,4 @@
-"""Copies: of a compiled DDP model, for steps of `verify` and `warmup`; replicas of a module."""
+"""Copies of a compiled DDP model, for steps of `verify` and `warmup`; replicas of a module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpopt._torch.dynamo import (
 
 
 class CompiledCopy(NamedTuple):
-    """What was made: `model`, `ddp` in it, and the copy of each module below."""
+    """What was made: `model`, the `ddp` in it, and the copy of each module below."""
 
     model: torch.nn.Module
     ddp: DistributedDataParallel
@@ -37,7 +37,7 @@ def copy_compiled(
     """Return a copy of a compiled DDP model with a Reducer of its own.
 
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
-    same compiled code for both, unless the copy `is_apart`: then it is compiled for itself.
+    same compiled code for both, unless the copy `is_apart`: then it is compiled separately.
     """
     parts = compiled_parts(model)
     contexts = {id(part): context_apart(part) if is_apart else part for part in parts}
@@ -60,7 +60,7 @@ def copy_compiled(
 def _copy_ddp(
     ddp: DistributedDataParallel, twin: DistributedDataParallel, module: torch.nn.Module
 ) -> None:
-    """Make `twin` a DDP module like `ddp` around `module`; its constructor would communicate."""
+    """Make `twin` a DDP module like `ddp` around `module`; DDP's constructor would communicate."""
     state = vars(ddp)
     copied = {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
     vars(twin).update({**state, **copied})
@@ -81,15 +81,15 @@ def _copy_ddp(
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Have a module that was just made communicate nothing, in forward and in backward."""
+    """Keep a module that was just made from communicating, in forward and in backward."""
     names.SYNCS_GRADIENTS.set(ddp, False)
     names.SYNCS_BUFFERS.set(ddp, False)
-    if ddp.static_graph:  # its first backward would allreduce whatever no_sync says
+    if ddp.static_graph:  # its first backward would allreduce despite no_sync
         names.STATIC_ENQUEUED.set(ddp, True)
 
 
 def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
-    """Return what `torch.compile` was given; if that is a method of an original, its copy's."""
+    """Return the function that `torch.compile` was given; for an original's method, its copy's."""
     original = names.ORIG_CALLABLE.of(function)
     if not inspect.ismethod(original):
         return original
@@ -111,8 +111,8 @@ def replica(
 ) -> torch.nn.Module:
     """Return a copy of a module's structure with other tensors and hooks, all else shared.
 
-    As `torch.nn.DataParallel` makes one, except that its `parameters()` works. `tensors` has all
-    parameters; buffers that are not in it stay. `hooks` has the replacement for each of
+    It is like those of `torch.nn.DataParallel`, except that its `parameters()` works. `tensors` has
+    all parameters; buffers that are not in it are kept. `hooks` has the replacement for each of
     `forward_hooks`, by the hook's `id`.
     """
     copies = {m: names.REPLICATE.of(m)() for m in module.modules()}
@@ -127,7 +127,7 @@ def replica(
         own = {name: None if p is None else tensors[p] for name, p in parameters}
         for name, tensor in own.items():
             if tensor is not None:
-                setattr(copied, name, tensor)  # RNNs list their weights anew when one is set
+                setattr(copied, name, tensor)  # RNNs rebuild their list of weights when one is set
         names.PARAMETERS.set(copied, own)
         for row in _HOOKS:
             if found := row.of(original):
@@ -136,10 +136,10 @@ def replica(
 
 
 def compiling_replicas(num_devices: int) -> contextlib.AbstractContextManager[None]:
-    """Compile, in a block, what is to run on that many devices at the same time.
+    """Compile, in a block, what is to run on this many devices concurrently.
 
-    A function may be compiled as often on each device as it may on one. Hooks that come or go are
-    noticed. Backward is compiled with its forward, not by autograd's threads at the same time.
+    A function may be compiled as often on each device as otherwise on one. Hooks that come or go
+    are noticed. Backward is compiled with its forward, not concurrently by autograd's threads.
     """
     return names.settings(
         {

@@ -1,4 +1,4 @@
-"""DDP as it is: which module runs, how its Reducer forms buckets, which modes and hooks it has."""
+"""DDP's state: which module runs, how its Reducer forms buckets, which modes and hooks it has."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
-    """Whether the Reducer forms buckets anew from the first backward's order of gradients."""
+    """Whether the Reducer rebuilds buckets in the order of gradients of the first backward."""
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether the Reducer has yet to form its final buckets; see [Note: buckets].
 
-    DDP keeps an attribute for that, which copies and pickles of a module hand on, though each has a
-    Reducer of its own. So it is believed only for Reducers that were seen before; for others DDP's
-    log decides, a step later.
+    DDP keeps an attribute for that, but copies and pickles of a module inherit it, although each
+    has a Reducer of its own. So it is trusted only for Reducers that were seen before; for others
+    DDP's log decides, a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.of(ddp), names.REDUCER.of(ddp)
     if not follows_arrival_order(ddp) or (has_rebuilt and reducer in _seen_before_rebuild):
@@ -57,10 +57,10 @@ _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
-    """Return the Reducer's final buckets by parameter index, None where DDP does not tell (yet).
+    """Return the Reducer's final buckets by parameter index, None if DDP does not tell (yet).
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
-    those it was made with tells them itself.
+    its initial buckets reports them itself.
     """
     if not follows_arrival_order(ddp):
         index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
@@ -73,15 +73,15 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
 
 
 def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
-    """Return what DDP logged of the module's present Reducer."""
+    """Return what DDP has logged about the module's current Reducer."""
     return names.GET_LOGGING_DATA.of(ddp)()
 
 
 class LoggedStep(NamedTuple):
     """What DDP's log has of a step: its number, times in seconds, and the bytes of all gradients.
 
-    `backward_s` is backward's computation, `communication_s` from the first launch to the last end
-    of an allreduce, `overlap_s` what these two have in common.
+    `backward_s` is backward's computation, `communication_s` the time from the first launch to the
+    last end of an allreduce, `overlap_s` the overlap of the two.
     """
 
     number: int
@@ -98,7 +98,7 @@ class LoggedStep(NamedTuple):
 
 
 def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
-    """Return the last step of which DDP took times: the first ten, then every hundredth."""
+    """Return the last step that DDP timed: it times the first ten, then every hundredth."""
     logged = _log_of(ddp)  # in nanoseconds
     return LoggedStep(
         number=int(logged.get("iteration", 0)),
@@ -111,7 +111,7 @@ def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
 
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
-    """Return the limits in bytes by which this module's Reducer closes buckets."""
+    """Return the limits in bytes at which this module's Reducer closes buckets."""
     if caps := tuple(names.CAPS_BYTES.of(ddp)):
         return caps
     first, cap = int(names.FIRST_CAP_BYTES.get()), int(names.CAP_BYTES.of(ddp))
@@ -124,7 +124,7 @@ def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """Return the parameters that the Reducer reduces, in its order, shared ones once.
 
-    They are those that required gradients when it was made, whatever is frozen now.
+    They are those that required gradients when it was made, even if they are frozen now.
     """
     return _describe(ddp, _reduced_tensors(ddp))
 
@@ -157,15 +157,15 @@ _asked = weakref.WeakKeyDictionary()
 
 
 def _ask_buckets(ddp: DistributedDataParallel) -> tuple[tuple[torch.Tensor, ...], ...] | None:
-    """Ask the Reducer, once, for the parameters of the buckets that it was made with.
+    """Ask the Reducer, once, for the parameters of its initial buckets.
 
-    None where it does not tell: a sparse gradient has no bucket before the first backward.
+    None if it does not tell: a sparse gradient has no bucket before the first backward.
     """
     reducer = names.REDUCER.of(ddp)
     if reducer not in _asked:
         ask, mode = names.ZEROS_LIKE_BUCKETS.of(reducer), names.FAKE_TENSOR_MODE.get()
         try:
-            with mode(allow_non_fake_inputs=True):  # or it would allocate all buckets again
+            with mode(allow_non_fake_inputs=True):  # else it would allocate all buckets again
                 _asked[reducer] = tuple(tuple(bucket.parameters()) for bucket in ask())
         except RuntimeError:
             return None
@@ -173,7 +173,7 @@ def _ask_buckets(ddp: DistributedDataParallel) -> tuple[tuple[torch.Tensor, ...]
 
 
 def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
-    """Return what the Reducer reduces; DDP forgets what it gave it."""
+    """Return the tensors that the Reducer reduces; DDP itself does not keep them."""
     buckets = _ask_buckets(ddp)
     return _required_tensors(ddp) if buckets is None else frozenset(itertools.chain(*buckets))
 
@@ -186,7 +186,7 @@ def _required_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
 def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Unfreeze parameters in this block; a frozen one has no node that accumulates its gradient.
 
-    The Reducer keeps the nodes of all that it reduces, so they are the same when training goes on.
+    The Reducer keeps the nodes of all that it reduces, so they stay the same as training goes on.
     """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
@@ -215,7 +215,7 @@ def is_in_join(ddp: DistributedDataParallel) -> bool:
 
 
 def has_optimizer_in_backward(ddp: DistributedDataParallel) -> bool:
-    """Whether backward steps an optimizer, by `apply_optimizer_in_backward`."""
+    """Whether backward steps an optimizer (`apply_optimizer_in_backward`)."""
     return any(map(names.OPTIMIZERS_IN_BACKWARD.is_in, ddp.parameters()))
 
 
@@ -236,9 +236,9 @@ def hook_states(ddp: DistributedDataParallel) -> list[Any]:
 
 
 def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return the comm hooks in Python of the module's present Reducer, and their states.
+    """Return the Python comm hooks of the module's current Reducer, and their states.
 
-    Copies of a module have its list of hooks, and a Reducer without any.
+    Copies of a module have its list of hooks, but a Reducer without any.
     """
     return list(names.COMM_HOOKS.of(ddp)) if _log_of(ddp).get("comm_hook") else []
 
@@ -254,7 +254,7 @@ def _builtin_hook(ddp: DistributedDataParallel) -> Any:
 
 
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
-    """Raise TorchDriftError now if a name has moved that changing buckets in a step needs."""
+    """Raise TorchDriftError now if a name that changing buckets in a step needs has moved."""
     for row in names.TABLE:
         if row.need is names.Need.REBUCKET and row.is_expected:
             if isinstance(row, names.ModuleName):
@@ -271,7 +271,7 @@ def replace_reducer(
     """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
 
     It has the same options and comm hooks. Like any Reducer it rebuilds its buckets after its first
-    iteration, by the limits `caps_bytes`, one for each bucket.
+    iteration, with the limits `caps_bytes`, one for each bucket.
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
@@ -294,10 +294,10 @@ def replace_reducer(
 
 
 def _drop_reducer(ddp: DistributedDataParallel) -> None:
-    """Free the buckets of `ddp` before there are others.
+    """Free the buckets of `ddp` before new ones are made.
 
     `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
-    would keep the Reducer, and its logger that keeps it too.
+    would keep the Reducer alive, and so would its logger, which they have too.
     """
     names.REMOVE_AUTOGRAD_HOOKS.of(ddp)()
     attributes = (names.REDUCER.name, names.LOGGER.name)
@@ -309,7 +309,7 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
 def make_reducer(
     ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
 ) -> None:
-    """Give `ddp` a Reducer of these, as DDP's constructor makes it; some may be frozen now."""
+    """Give `ddp` a Reducer for these, as DDP's constructor does; some may be frozen by now."""
     is_sparse = [parameter.is_sparse for parameter in parameters]
     named = {parameter.index: parameter.name for parameter in parameters}
     with requiring_grad(tensors):
@@ -321,7 +321,7 @@ def make_reducer(
 
 
 def prepare_reducer(ddp: DistributedDataParallel) -> None:
-    """Tell a Reducer that was made inside of DDP's forward that this forward has begun."""
+    """Tell a Reducer that was made inside DDP's forward that this forward has begun."""
     names.PREPARE_FOR_FORWARD.of(names.REDUCER.of(ddp))()
 
 
@@ -335,8 +335,8 @@ def watch_ddp_forward(
     """Call `before` and `after` around each DDP forward, with the DDP module.
 
     `after` also gets the backend of the innermost `torch.compile` around the forward, or None. DDP
-    has no hook there, so the context that it opens around its forward is replaced by one that opens
-    it too; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
+    has no hook there, so the context that it opens around its forward is replaced by one that also
+    opens it; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
     """
     original = names.INSIDE_DDP_FORWARD.of(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
@@ -353,10 +353,10 @@ def watch_ddp_forward(
         begin(self)
         with original(self):
             yield
-        end(self, current_callback())  # asked here: `disable` takes it away
+        end(self, current_callback())  # asked here: `disable` removes it
 
-    # Dynamo is to skip this frame, as it does the original's, but not the module's below. It skips
-    # generators that are marked, and contextlib; classes of ours it would compile at each call.
+    # Dynamo is to skip this frame, as it skips the original's, but not the module's below. It skips
+    # marked generators and contextlib; it would compile classes of ours at each call.
     context = contextlib.contextmanager(disable(inside_ddp_forward, recursive=False))
     watched: Any = functools.wraps(original)(context)
     watched.ddpopt_replaces = original
@@ -364,7 +364,7 @@ def watch_ddp_forward(
 
 
 def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the DDP forward that is running was given."""
+    """Return the arguments of the DDP forward that is running."""
     code = names.RUN_DDP_FORWARD.of(DistributedDataParallel).__code__
     for frame in frames():
         found = frame.f_locals if frame.f_code is code else {}

@@ -1,4 +1,4 @@
-"""Dynamo: who compiles a graph, when it is compiled anew, and what `torch.compile` made."""
+"""Dynamo: who compiles a graph, when it is recompiled, and what `torch.compile` made."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CompilerFn = Callable[..., Callable[..., Any]]
 
 
 def take_over(is_ours: Callable[[Any], bool]) -> None:
-    """Have Dynamo give whole graphs, unsplit, to those backends for which `is_ours` is true.
+    """Make Dynamo give whole graphs, unsplit, to those backends for which `is_ours` is true.
 
-    While a DDP forward is active, Dynamo looks `DDPOptimizer` up in its module for each frame,
-    constructs it around the backend and uses its `compile_fn`. There is no other place to step
-    in, so the class is replaced by a subclass; for other backends that is the original.
+    While a DDP forward is active, Dynamo looks up `DDPOptimizer` in its module for each frame,
+    constructs it around the backend and uses its `compile_fn`. There is no other place to
+    intervene, so the class is replaced by a subclass that for other backends is the original.
     Idempotent.
     """
     original = names.DDP_OPTIMIZER.get()
@@ -37,7 +37,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
         backend = kwargs.get("backend_compile_fn", args[1] if len(args) > 1 else None)
         if cls is replacement and backend is not None and is_ours(innermost_backend(backend)):
-            return types.SimpleNamespace(compile_fn=backend)  # it passes the graph on as it is
+            return types.SimpleNamespace(compile_fn=backend)  # passes on the graph unchanged
         return object.__new__(cls)
 
     copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
@@ -47,7 +47,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
 
 
 def innermost_backend(backend: Any) -> Any:
-    """Unwrap what `torch.compile`, Dynamo and `functools.partial` put around a backend."""
+    """Unwrap a backend from what `torch.compile`, Dynamo and `functools.partial` put around it."""
     while True:
         if isinstance(backend, functools.partial):
             backend = backend.func
@@ -65,17 +65,17 @@ def lookup_backend(name: str) -> CompilerFn:
 
 
 def optimize_ddp_mode() -> str:
-    """Return Dynamo's `optimize_ddp`, spelled out: `no_optimization` is False."""
+    """Return Dynamo's `optimize_ddp`, spelled out: False is `no_optimization`."""
     return names.GET_OPTIMIZE_DDP_MODE.get()()
 
 
 def is_compiled_autograd_on() -> bool:
-    """Whether compiled autograd will take backward over."""
+    """Whether compiled autograd will take over backward."""
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
 def suppresses_errors() -> bool:
-    """Whether Dynamo is to run eagerly what a backend fails to compile."""
+    """Whether Dynamo runs eagerly what a backend fails to compile."""
     try:
         return names.SUPPRESS_ERRORS.get()
     except TorchDriftError:
@@ -83,11 +83,11 @@ def suppresses_errors() -> bool:
 
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
-    """Return the exceptions by which a compiler talks to Dynamo; they must pass unchanged."""
+    """Return the exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
     try:
         return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
-    except TorchDriftError as error:  # the caller handles another, which this must not hide
+    except TorchDriftError as error:  # the caller is handling another, which this must not hide
         do_without(str(error), names.Need.ERRORS)
         return ()
 
@@ -95,7 +95,7 @@ def control_flow_exceptions() -> tuple[type[BaseException], ...]:
 def dynamo_settings(
     *, optimize_ddp: bool, recompile_limit: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Set Dynamo's `optimize_ddp`, and how often it may compile one function, in a block."""
+    """Set, in a block, Dynamo's `optimize_ddp` and how often it may compile one function."""
     return names.settings(
         {names.OPTIMIZE_DDP: optimize_ddp, names.RECOMPILE_LIMIT: recompile_limit}
     )
@@ -104,12 +104,12 @@ def dynamo_settings(
 def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
     """Return a context in which compiled functions run uncompiled while FX traces.
 
-    Otherwise they raise, in other threads too: FX's flag that it is tracing is one for all.
+    Otherwise they raise, in other threads too: all threads share FX's flag that it is tracing.
     """
     try:
         names.ERROR_ON_FX_TRACE.get()
     except TorchDriftError:
-        return contextlib.nullcontext()  # what is not compiled is traced as well as ever
+        return contextlib.nullcontext()  # uncompiled code is traced as usual
     return names.settings({names.ERROR_ON_FX_TRACE: False})
 
 
@@ -121,7 +121,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
     """As `torch.compiler.assume_constant_result`, which marks the function itself.
 
-    Dynamo calls it when it compiles a call of it.
+    Dynamo calls the function when it compiles a call of it.
     """
     return torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
 
@@ -135,9 +135,9 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
 
 
 def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> None:
-    """Have Dynamo run the graph that it is compiling only while `check` is true.
+    """Make Dynamo run the graph that it is compiling only while `check` is true.
 
-    When it is false Dynamo compiles anew, as when a tensor's shape has changed. `code` gets what
+    If it is false Dynamo recompiles, as it does when a tensor's shape has changed. `code` gets what
     `forget_code` takes.
     """
     tracing = names.TRACING_CONTEXT.get().try_get()
@@ -149,7 +149,7 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
             root = names.GUARD_ROOT.of(names.BUILT_GUARDS.of(builder))
             root.add_lambda_guard(lambda _: check(), [description], None)
             code.append(names.CHECK_FN_MANAGER.of(builder))
-        except TorchDriftError as error:  # Dynamo calls this, when the graph is compiled already
+        except TorchDriftError as error:  # Dynamo calls this after the graph was compiled
             do_without(str(error), names.Need.GUARD)
 
     guard = names.GUARD.get()(names.GLOBAL_STATE_SOURCE.get()(), create)
@@ -157,10 +157,10 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
 
 
 def forget_code(code: Sequence[Any]) -> None:
-    """Have Dynamo give up code that it will never run again, so that its limits do not count it.
+    """Make Dynamo give up code that it will never run again, so that its limits do not count it.
 
-    Dynamo does so itself when an object dies that code was compiled for. It keeps such code in its
-    list, and would count it for the present object; so the code is noted as another object's.
+    Dynamo does so itself when an object dies for which code was compiled. It keeps such code in its
+    list, and would count it for the current object; so the code is noted as another object's.
     """
     try:
         for manager in code:
@@ -172,15 +172,15 @@ def forget_code(code: Sequence[Any]) -> None:
 
 
 def checkpointed_region() -> object | None:
-    """Return what is the same in a checkpoint's forward and in its recomputation, None outside.
+    """Return an object shared by a checkpoint's forward and its recomputation, None outside.
 
-    This works for `torch.utils.checkpoint` without reentrance; other implementations leave no
-    trace. A release that hides it from us costs nothing but the case of several compiled versions
-    of one region.
+    This works for non-reentrant `torch.utils.checkpoint`; other implementations leave no trace. If
+    a release hides it from us, that affects only the case of several compiled versions of one
+    region.
     """
     try:
         hooks = names.SAVED_TENSOR_HOOKS.get()(True)
-        if hooks is None:  # as at nearly all calls; guards ask at each
+        if hooks is None:  # as in nearly all calls; guards ask in each
             return None
         frame_class = names.CHECKPOINT_FRAME.get()
     except TorchDriftError as error:
@@ -215,10 +215,10 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def compiled_parts(model: torch.nn.Module) -> list[Any]:
-    """Return what compiles each part of a model that `torch.compile` was called for, once each.
+    """Return what compiles each part of a model for which `torch.compile` was called, once each.
 
-    Parts are modules that it wrapped, and functions that are attributes of modules, where
-    `Module.compile` keeps one too.
+    Parts are modules that it wrapped, and functions that are attributes of modules, including the
+    one that `Module.compile` keeps.
     """
     optimized = names.OPTIMIZED_MODULE.get()
     contexts = []
@@ -231,14 +231,14 @@ def compiled_parts(model: torch.nn.Module) -> list[Any]:
 
 
 def compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return a module's own attributes that are what `torch.compile` made of functions."""
+    """Return a module's own attributes that are functions which `torch.compile` returned."""
     own = vars(module).items()
     is_compiled = names.GET_COMPILER_CONFIG.is_in
     return {n: value for n, value in own if inspect.isfunction(value) and is_compiled(value)}
 
 
 def context_of(function: Callable[..., Any]) -> Any:
-    """Return what compiles a function that `torch.compile` made: it keeps it in a closure."""
+    """Return what compiles a function that `torch.compile` made, which has it in its closure."""
     getter = names.GET_COMPILER_CONFIG.of(function)
     try:
         return inspect.getclosurevars(getter).nonlocals["self"]
@@ -252,14 +252,14 @@ def backend_of(context: Any) -> Any:
 
 
 def compile_options(context: Any) -> dict[str, Any]:
-    """Return the `mode` and `options` that `torch.compile` was given for one of them."""
+    """Return the `mode` and `options` that `torch.compile` got for one of `compiled_parts`."""
     return dict(names.BACKEND_OPTIONS.find(compiler_of(context), {}))
 
 
 def context_apart(context: Any) -> Any:
-    """Return what compiles as `context` does, with code that nothing else shares."""
+    """Return what compiles as `context` does, but shares its code with nothing else."""
     return names.OPTIMIZE.get()(
-        backend=functools.partial(compiler_of(context)),  # they are told apart by identity
+        backend=functools.partial(compiler_of(context)),  # backends are distinguished by identity
         nopython=names.FULLGRAPH.of(context),
         dynamic=names.DYNAMIC.of(context),
     )
@@ -284,7 +284,7 @@ def calling_model(ddp: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def frames() -> Iterator[types.FrameType]:
-    """Return the frames of this thread, from this one outwards."""
+    """Yield the frames of this thread, from this one outwards."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame

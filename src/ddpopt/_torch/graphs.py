@@ -1,4 +1,4 @@
-"""FX graphs: what Dynamo and AOTAutograd noted in them, operators, storages and symbols."""
+"""FX graphs: what Dynamo and AOTAutograd note in them, operators, storages and symbols."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ddpopt._torch import names
 
 
 def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
-    """Give `target`, whose placeholders are a copy of some of `source`'s, Dynamo's metadata.
+    """Give `target`, whose placeholders are copies of some of `source`'s, Dynamo's metadata.
 
-    AOTAutograd recognises a graph of Dynamo's by it, deduplicates inputs by their source and
-    finds out which inputs are parameters. Placeholders that are new get the source None.
+    From it AOTAutograd recognises a graph of Dynamo's, deduplicates inputs by their source and
+    finds out which inputs are parameters. New placeholders get the source None.
     """
     target.meta = dict(source.meta)
     for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
@@ -28,12 +28,12 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
 
 
 def mark_as_new(placeholder: fx.Node) -> None:
-    """Tell AOTAutograd that Dynamo knows no source of a placeholder."""
+    """Tell AOTAutograd that Dynamo knows no source for a placeholder."""
     names.DYNAMO_SOURCE.mark(placeholder, None)
 
 
 def depth_below_frame(placeholder: fx.Node) -> int:
-    """Return how many modules lie between what a frame was given and a parameter.
+    """Return how many modules lie between the object that a frame was given and a parameter.
 
     1 for `self.linear.weight`, 0 for `self.weight`.
     """
@@ -42,7 +42,7 @@ def depth_below_frame(placeholder: fx.Node) -> int:
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
-    """Whether another graph follows this one in its frame; True where Dynamo does not tell."""
+    """Whether another graph follows this one in its frame; True if Dynamo does not tell."""
     return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
 
 
@@ -50,7 +50,7 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
 def without_memory(kind: type[TensorT], like: torch.Tensor) -> TensorT:
-    """Return a tensor of this subclass that has a shape, a dtype and a device, and no values."""
+    """Return a tensor of this subclass that has `like`'s shape, dtype and device, but no values."""
     make: Any = names.MAKE_WRAPPER.of(torch.Tensor)
     return make(kind, like.shape, dtype=like.dtype, device=like.device)
 
@@ -61,8 +61,8 @@ RUNNING_AVERAGES = ("running_mean", "running_var")
 def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
     """Return the places (None: keyword only) and names of the arguments that an operator writes to.
 
-    `target` is the operator, or it is that of ATen of this `name`. All overloads count where it is
-    not said which is called. Running averages count too, whose schemas leave that out.
+    `target` is the operator, or else it is ATen's operator `name`. All overloads count if it is not
+    known which is called. Running averages count too, although schemas do not declare them.
     """
     if isinstance(target, names.OVERLOAD.get()):
         overloads = [target]
@@ -72,7 +72,7 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
         is_packet = isinstance(packet, kind)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
     for overload in overloads:
-        schema = names.SCHEMA.of(overload)  # looked up each time, and some cannot be hashed
+        schema = names.SCHEMA.of(overload)  # looked up each time; some cannot be hashed
         if overload not in _writes:
             _writes[overload] = _find_writes(schema)
     return {place for overload in overloads for place in _writes[overload]}
@@ -96,7 +96,7 @@ def is_higher_order(target: object) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Identify a tensor's memory, so that aliases compare equal; None where it has no storage."""
+    """Identify a tensor's memory, so that aliases compare equal; None if it has no storage."""
     try:
         return names.STORAGE_DATA.of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
@@ -104,17 +104,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def is_of_functorch(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what vmap, grad or jvp work on: it does not say what requires grad."""
+    """Whether vmap, grad or jvp work on a tensor: it does not say then whether it requires grad."""
     return names.IS_OF_FUNCTORCH.get()(tensor)
 
 
 def is_subclass(value: object) -> bool:
-    """Whether AOTAutograd takes a tensor apart into others, as it does a DTensor."""
+    """Whether AOTAutograd takes a tensor apart into others, as it does with a DTensor."""
     return names.IS_SUBCLASS.get()(value)
 
 
 def fake_mode_of(inputs: object) -> Any:
-    """Return the fake mode that Dynamo traced with, or a new one outside of Dynamo."""
+    """Return the fake mode with which Dynamo traced, or a new one outside Dynamo."""
     return names.DETECT_FAKE_MODE.get()(inputs) or names.FAKE_TENSOR_MODE.get()()
 
 
@@ -139,7 +139,7 @@ def free_symbols(value: object) -> frozenset[Any]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return a size as it was in the first call; 1 where it depends on data."""
+    """Return a size as it was in the first call; 1 if it depends on data."""
     if isinstance(size, int):
         return size
     node = names.SYM_NODE.of(size)
@@ -147,7 +147,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def constant_of(value: object) -> int | None:
-    """Return the number that a symbolic integer is known to equal, None where it may vary."""
+    """Return the number that a symbolic integer is known to equal, None if it may vary."""
     is_symbolic = isinstance(value, torch.SymInt)
     return names.MAYBE_AS_INT.of(names.SYM_NODE.of(value))() if is_symbolic else None
 
@@ -156,8 +156,8 @@ def constant_of(value: object) -> int | None:
 def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
     """Hide the symbols of float arguments that do not occur in `graph` from AOTAutograd.
 
-    It makes constants of all float symbols that it finds no use for, and has Dynamo start anew:
-    right for a whole graph; for a section it would recompile at each new value.
+    It turns all float symbols that it finds unused into constants, and makes Dynamo start over.
+    That is right for a whole graph; a section would be recompiled at each new value.
     """
     shape_env = names.SHAPE_ENV.of(fake_mode)
     if shape_env is None:

@@ -1,4 +1,4 @@
-"""C++ kernels of several graphs compiled side by side: Inductor would wait after each graph."""
+"""Compile C++ kernels of several graphs side by side: Inductor would wait after each graph."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ddpopt._torch.runtime import do_without
 from ddpopt.errors import TorchDriftError
 
 Wait = Callable[[], None]
-# What this thread is to wait for later, None where it waits at once
+# What this thread is to wait for later, None if it waits at once
 _waits: contextvars.ContextVar[list[Wait] | None]
 _waits = contextvars.ContextVar("ddpopt_waits", default=None)
 
 
 @contextlib.contextmanager
 def coming_later(inputs: Iterable[Any]) -> Iterator[None]:
-    """Allow `collecting` in this block, where that is possible for graphs with such inputs.
+    """Allow `collecting` in this block, if that is possible for graphs with such inputs.
 
-    It is not on other devices, where Inductor collects what was compiled as soon as a graph is, nor
-    where it runs each graph once to measure it.
+    It is possible neither on devices other than the CPU, where Inductor collects results right
+    after each graph, nor if Inductor runs each graph once to measure it.
     """
     with contextlib.ExitStack() as stack:
         is_on_cpu = {v.device.type for v in inputs if isinstance(v, torch.Tensor)} <= {"cpu"}
@@ -57,9 +57,9 @@ def _replaced_wait() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Wait]]:
-    """Yield what waits for the kernels of a graph compiled in this block, by Inductor's threads.
+    """Yield what waits for the kernels of a graph that Inductor's threads compile in this block.
 
-    Nobody may call the graph before. There is nothing to wait for outside `coming_later`.
+    The graph must not be called earlier. There is nothing to wait for outside `coming_later`.
     """
     waits: list[Wait] = []
     token = _waits.set(waits)
@@ -70,7 +70,7 @@ def collecting() -> Iterator[list[Wait]]:
 
 
 def finish(waits: Iterable[Wait], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled graph once its kernels are there."""
+    """Return a compiled graph once its kernels are compiled."""
     for wait in waits:
         wait()
     return compiled

@@ -1,9 +1,9 @@
-"""Every private name of torch that ddpopt touches, a row each; the other modules here use the rows.
+"""Every private name of torch that ddpopt touches, one per row; other modules here use the rows.
 
 Private is what torch does not document: what has an underscore in its name or in its module's, and
-attributes of DDP and Dynamo that users are not told of. A row is looked up when it is used, to be
-written as to be read: a release that moved it raises `TorchDriftError` there, the backend reports
-that as `Fallback.TORCH_DRIFT`, and training goes on unsplit. See tests/system/test_drift.py.
+undocumented attributes of DDP and Dynamo. A row is looked up when it is used, for writing as well
+as reading: with a release that moved it this raises `TorchDriftError`, the backend reports that as
+`Fallback.TORCH_DRIFT`, and training goes on unsplit. See tests/system/test_drift.py.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ LAST: Release = (2, 15)
 
 
 def tested_range() -> str:
-    """Return the releases as people write them, as in `2.11 to 2.15`."""
+    """Return the releases as people write them, such as `2.11 to 2.15`."""
     return " to ".join(f"{major}.{minor}" for major, minor in (FIRST, LAST))
 
 
 def installed_release() -> Release:
-    """Return the installed release of torch, (0, 0) where its version says none."""
+    """Return the installed release of torch, (0, 0) if its version does not say."""
     found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 class Need(enum.Enum):
-    """What a name is for, and so what is lost without it."""
+    """What a name is for, and thus what is lost without it."""
 
     SPLIT = "splitting graphs under DDP"
     WHOLE = "getting whole graphs from Dynamo"
@@ -62,7 +62,7 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """A name, its owner (a module, or what people call the kind of object), and its releases."""
+    """A name, its owner (a module, or the usual name of a kind of object), and its releases."""
 
     owner: str
     name: str
@@ -75,54 +75,54 @@ class PrivateName:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the installed release should have it; the unknown ones after the last should."""
+        """Whether the installed release should have it; unknown ones after the last should too."""
         release = installed_release()
         return self.since <= release and (self.until == LAST or release <= self.until)
 
     def drift(self) -> TorchDriftError:
-        """Return what is raised where a release that should have this name has not."""
+        """Return the error for a release that should have this name but does not."""
         return TorchDriftError(
             f"torch {torch.__version__} has no {self}, which ddpopt needs; "
             f"ddpopt was tested with torch {tested_range()}"
         )
 
     def of(self, owner: Any) -> Any:
-        """Return it, or raise TorchDriftError."""
+        """Return the name's value in `owner`, or raise TorchDriftError."""
         try:
             return _read(self, owner)
         except AttributeError as error:
             raise self.drift() from error
 
     def find(self, owner: Any, default: Any = None) -> Any:
-        """Return it; the default where `owner` is another kind of object, or has not got it."""
+        """Return the value; the default if `owner` is another kind of object, or lacks the name."""
         try:
             return _read(self, owner)
         except AttributeError:
             return default
 
     def is_in(self, owner: Any) -> bool:
-        """Whether `owner` has it."""
+        """Whether `owner` has the name."""
         return self.find(owner, _read) is not _read
 
     def set(self, owner: Any, value: Any) -> None:
-        """Give an attribute that is there another value, or raise TorchDriftError."""
+        """Give an existing attribute another value, or raise TorchDriftError."""
         try:
             _write(self, owner, value)
         except AttributeError as error:
             raise self.drift() from error
 
     def mark(self, own: Any, value: Any) -> None:
-        """Give an object of ours what torch looks for on such objects, there or not."""
+        """Set on an object of ours what torch looks for on such objects, existing or not."""
         setattr(own, self.name, value)
 
 
 class ModuleName(PrivateName):
-    """An attribute of a module of torch's, which is imported where it is not yet."""
+    """An attribute of one of torch's modules, which is imported if it is not yet."""
 
     __slots__ = ()
 
     def get(self) -> Any:
-        """Return it, or raise TorchDriftError."""
+        """Return its value, or raise TorchDriftError."""
         return self.of(self._module())
 
     def replace(self, value: Any) -> None:
@@ -157,7 +157,7 @@ def settings(values: Mapping[ModuleName, Any]) -> Iterator[None]:
         yield
 
 
-# All look-ups and writes go through these two, where tests hide names.
+# All lookups and writes go through these two, so that tests can hide names.
 
 
 def _read(row: PrivateName, owner: Any) -> Any:
@@ -165,7 +165,7 @@ def _read(row: PrivateName, owner: Any) -> Any:
 
 
 def _write(row: PrivateName, owner: Any, value: Any) -> None:
-    getattr(owner, row.name)  # raises where it is missing, since writing would create it
+    getattr(owner, row.name)  # raises if it is missing, since writing would create it
     setattr(owner, row.name, value)
 
 
@@ -346,7 +346,7 @@ GRADIENT_OUTPUT = ModuleName(_AOT, "GradAOTOutput", Need.BACKWARD)
 PLAIN_INPUT = ModuleName(_AOT, "PlainAOTInput", Need.BACKWARD)
 TANGENT_INPUT = ModuleName(_AOT, "TangentAOTInput", Need.BACKWARD)
 BOXED_CALL = PrivateName("boxed function", "_boxed_call", Need.BACKWARD)
-# Earlier releases were not looked at; they compile anew.
+# Earlier releases were not examined; with them everything is compiled anew.
 OUTPUT_CODE = ModuleName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))
 CACHE_KEY = PrivateName("OutputCode", "_fx_graph_cache_key", Need.CACHE, since=(2, 13))
 OUTPUT_LOADABLE = ModuleName(

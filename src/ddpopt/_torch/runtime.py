@@ -1,4 +1,4 @@
-"""What runs beside a model: autograd and its profiler, process groups and stores, logs."""
+"""What runs alongside a model: autograd and its profiler, process groups and stores, logs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def autograd_node() -> Any:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call when the backward that is running has ended, DDP's own work in it included.
+    """Call a function when the running backward has ended, DDP's own work in it included.
 
-    Autograd calls what was queued in that order, and DDP queues its end with the last gradient;
-    so this queues itself once more.
+    Autograd runs callbacks in the order in which they were queued, and DDP queues its end with the
+    last gradient; so this one queues itself once more.
     """
     queue = queue_callback()
     queue(lambda: queue(call))
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:
-    """Return what has autograd call a function at the end of the backward that is running."""
+    """Return what makes autograd call a function at the end of the running backward."""
     return names.QUEUE_CALLBACK.of(names.EXECUTION_ENGINE.of(torch.autograd.Variable))
 
 
@@ -46,7 +46,7 @@ def step_without_hooks(
 ) -> Callable[[], object] | None:
     """Return an optimizer's update without its hooks, to be called in this pre-hook of it.
 
-    None where hooks that come after this one would find that done, or torch has another way.
+    None if later hooks would find the update done already, or if torch does it in another way.
     """
     step: Any = type(optimizer).step
     hooks = names.STEP_PRE_HOOKS.find(optimizer, {})
@@ -71,9 +71,9 @@ def is_profiling() -> bool:
 
 
 def shows_ranges() -> bool:
-    """Whether torch's profiler is on; no where its name has moved: no step is to fail for that.
+    """Whether torch's profiler is on; no if its name has moved: no step should fail for that.
 
-    Each section that runs asks, so what was looked up is kept.
+    Each section that runs asks, so the lookup's result is kept.
     """
     try:
         return _profiler_enabled()()
@@ -88,10 +88,10 @@ def _profiler_enabled() -> Callable[[], bool]:
 
 @contextlib.contextmanager
 def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
-    """Have torch's profiler note named ranges, collectives and kernels, but no operators.
+    """Make torch's profiler record named ranges, collectives and kernels, but no operators.
 
     Yields a list that holds its events when the block has ended. `torch.profiler.profile` cannot
-    leave operators out, which cost some percent of a step.
+    leave out operators, which cost a few percent of a step.
     """
     device = "cuda" if has_cuda else None
     profiler: Any = torch.autograd.profiler.profile(use_device=device, record_shapes=True)
@@ -110,8 +110,8 @@ def naming_groups(name: str) -> contextlib.AbstractContextManager[None]:
     """Give process groups that are made in a block this name.
 
     torch names a group that only its members make by the number of groups that the rank is in.
-    That differs between ranks, which then wait for each other until their timeout; and it comes
-    again when groups are destroyed: then ranks look for connections that are gone.
+    That differs between ranks, which then wait for each other until their timeout; and it recurs
+    when groups are destroyed: then ranks look for connections that are gone.
     """
     return names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
 
@@ -127,31 +127,31 @@ def num_collectives(group: dist.ProcessGroup) -> int:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store by which the ranks of a group found each other."""
+    """Return the store through which the ranks of a group found each other."""
     return names.GROUP_STORE.get()(group)
 
 
 def place_of_store(store: Any) -> tuple[str, int] | None:
-    """Return the host and port at which a store is reached, None if not by the network."""
-    public: Any = dist  # which has them, but does not say so to type checkers
+    """Return the host and port at which a store is reached, None if not over the network."""
+    public: Any = dist  # it has them, but does not say so to type checkers
     while isinstance(store, public.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, public.TCPStore) else None
 
 
-# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is heard
+# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is shown
 # under dynamo, distributed and ddp alike.
 LOG_NAME = f"{names.DDP_OPTIMIZER.owner}.ddpopt"
 
 
 @functools.cache
 def do_without(missing: str, need: names.Need) -> None:
-    """Warn, once a process, of a missing name without which only one thing is lost."""
+    """Warn, once per process, of a missing name without which only one thing is lost."""
     logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, need.value)
 
 
 def graph_logger() -> logging.Logger:
-    """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one where it moved."""
+    """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one if it has moved."""
     try:
         return names.ARTIFACT_LOGGER.get()(LOG_NAME, "ddp_graphs")
     except TorchDriftError as error:
@@ -160,7 +160,7 @@ def graph_logger() -> logging.Logger:
 
 
 def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
-    """Write a payload to torch's structured trace, which tlparse reads; nothing when it is off."""
+    """Write a payload to torch's structured trace, which tlparse reads; do nothing if it is off."""
     try:
         trace = names.TRACE_STRUCTURED.get()
     except TorchDriftError as error:

@@ -1,6 +1,6 @@
-"""`attach`, and `HierarchicalAlgorithm`: settings are checked, and equal on all ranks.
+"""`attach` and `HierarchicalAlgorithm`: checks that settings are valid and equal on all ranks.
 
-What an algorithm does in a step is for its handle, in `_runtime/handle.py`.
+What an algorithm does in a step is up to its handle, in `_runtime/handle.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalAlgorithm(Algorithm[HandleT]):
-    """As `Algorithm`, by nodes if asked; flags must be bool, and counts at least 1.
+    """As `Algorithm`, optionally hierarchical; flags must be bool, and counts at least 1.
 
     Attributes:
         hierarchical: See [Note: hierarchical] in `algorithms/_runtime/groups.py`.
-        local_world_size: Ranks on each node; None is LOCAL_WORLD_SIZE, which torchrun sets.
+        local_world_size: Ranks on each node; None means LOCAL_WORLD_SIZE, which torchrun sets.
     """
 
     hierarchical: bool = True
@@ -50,7 +50,7 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
         """Return how many ranks average before their node communicates; 1 if not hierarchical.
 
         Raises:
-            OptionError: it is not known, or does not divide `num_ranks`.
+            OptionError: the number is not known, or does not divide `num_ranks`.
         """
         if not self.hierarchical:
             return 1
@@ -85,25 +85,25 @@ def attach(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm[HandleT],
 ) -> HandleT:
-    """Have `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
+    """Let `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
 
-    Weights and optimizer states are made equal to rank 0's first. Attach between two steps, after
+    First, weights and optimizer states are made equal to rank 0's. Attach between two steps, after
     loading what all ranks share and before loading what each rank keeps for itself.
 
     Args:
         ddp_model: A DistributedDataParallel module without a comm hook, compiled or not.
-        optimizer: The optimizer of its parameters, or all of them.
-        algorithm: One of this package's.
+        optimizer: The optimizer of its parameters, or all of their optimizers.
+        algorithm: One of this package's algorithms.
 
     Raises:
         TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
         NotImplementedError: a parameter has sparse gradients.
         OptionError: the algorithm's values, the optimizer or DDP's options do not fit.
-        AttachError: there is no process group, DDP has a comm hook or an algorithm, or ranks
-            differ.
+        AttachError: there is no process group, DDP already has a comm hook or an algorithm, or
+            ranks differ.
         PeerError: a rank did not make this call.
 
-    If `ddp_model` is a DDP module, all of these are raised on all ranks, whichever they concern.
+    If `ddp_model` is a DDP module, each of these is raised on all ranks, whichever it concerns.
     """
     ddp = state.ddp_of(ddp_model)
     if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
@@ -176,7 +176,7 @@ def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the tensors that an optimizer keeps of its parameters, in their order, with a name."""
+    """Yield the tensors that an optimizer keeps for its parameters, in their order, with names."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -191,7 +191,7 @@ def _start_equal(training: Training) -> None:
     for optimizer in training.optimizers:
         tensors += [tensor for tensor, _ in _state_of(optimizer)]
     for tensor in tensors:
-        # Adam counts steps on the CPU, and NCCL sends GPU tensors.
+        # Adam counts steps on the CPU, but NCCL sends GPU tensors only.
         sent = tensor.detach().to(training.device).contiguous()
         dist.broadcast(sent, group=training.group, group_src=0)
         tensor.copy_(sent)

@@ -1,4 +1,4 @@
-"""`AsyncModelAverage`: a thread averages the ranks' weights, while each rank trains at its speed.
+"""`AsyncModelAverage`: a thread averages weights, while each rank trains at its own speed.
 
 Source: asynchronous model average as in Bagua (Gan et al., arXiv 2107.01499).
 """
@@ -25,11 +25,11 @@ from ddpopt.ranks.faults import communicating
 class AsyncModelAverageHandle(Handle):
     """As `Handle`, with `abort` and `resume`.
 
-    Rounds are made from the first step after the warm-up on, and counted as `num_communications`.
-    Stop them (`paused`, `abort`) to evaluate, and to load or save weights. A round that failed is
-    raised as PeerError by the next step's forward and by the methods that stop the rounds.
-    Ranks need not make equally many steps, but each has to make at least two: in its second
-    forward, DDP itself waits for all ranks, once.
+    Rounds run from the first step after the warm-up, and are counted as `num_communications`.
+    Stop them (`paused`, `abort`) to evaluate, and to load or save weights. If a round fails, the
+    next step's forward and the methods that stop the rounds raise PeerError. Ranks need not make
+    the same number of steps, but each has to make at least two: in its second forward, DDP itself
+    waits for all ranks, once.
     """
 
     algorithm: AsyncModelAverage
@@ -38,10 +38,10 @@ class AsyncModelAverageHandle(Handle):
         super().__init__(training, algorithm)
         self._loop = AveragingLoop(self, algorithm.sync_interval_ms / 1000)
         self._is_aborted = False
-        self._has_turn = False  # training has it, whatever its thread
+        self._has_turn = False  # whether training has it, in any thread
 
     def abort(self) -> None:
-        """Make no more rounds: no weight changes by communication after this. Collective.
+        """Stop the rounds: afterwards communication changes no weights. Collective.
 
         Ranks may call this after different numbers of steps: the early ones keep making rounds
         until all have called it. Afterwards each rank trains by itself.
@@ -54,7 +54,7 @@ class AsyncModelAverageHandle(Handle):
         self.begin_pause()
 
     def resume(self) -> None:
-        """Make rounds again after `abort`, from the next step on that is not paused. Collective."""
+        """Resume rounds after `abort`, with the next step that is not paused. Collective."""
         self.check_attached()
         self._is_aborted = False
         if not self._num_pauses:
@@ -72,7 +72,7 @@ class AsyncModelAverageHandle(Handle):
             return
         if average:
             try:
-                self.abort()  # or rounds would begin again after the last average
+                self.abort()  # otherwise rounds would begin again after the last average
             except Exception:
                 super().detach(average=False)
                 raise
@@ -87,7 +87,7 @@ class AsyncModelAverageHandle(Handle):
         return super().reduce(bucket)
 
     def on_forward(self) -> None:
-        """As `Handle.on_forward`; the weights are had from here on, see [Note: turns]."""
+        """As `Handle.on_forward`; take the weights from here on, see [Note: turns]."""
         if torch.is_grad_enabled() and not self._num_pauses:
             if _torch.is_in_join(self.training.ddp):
                 raise AttachError(
@@ -99,30 +99,30 @@ class AsyncModelAverageHandle(Handle):
         super().on_forward()
 
     def begin_step(self) -> None:
-        """Begin with the rounds after the warm-up."""
+        """Begin the rounds once the warm-up is over."""
         if self.num_steps > self.algorithm.warmup_steps:
             with self._communicating():
                 self._loop.run()
         self.before_update()  # settling a step whose update was skipped gave the weights away
 
     def before_update(self) -> None:
-        """Have the weights, also if no forward came before."""
+        """Take the weights, even if no forward came before."""
         self._has_turn = self._has_turn or self._loop.turns.take()
 
     def after_update(self) -> None:
-        """Let a round change the weights."""
+        """Give the weights away, so that a round may change them."""
         if self._has_turn:
             self._has_turn = False
             self._loop.turns.give()
 
     def begin_pause(self) -> None:
         """Stop the rounds."""
-        self.after_update()  # a forward without an update has the weights; a round may want them
+        self.after_update()  # a forward without an update holds the weights; a round may want them
         with self._communicating():
             self._loop.stop()
 
     def end_pause(self) -> None:
-        """Let rounds go on, unless aborted."""
+        """Allow rounds again, unless they were aborted."""
         if not self._is_aborted:
             self._loop.allow()
 
@@ -145,13 +145,13 @@ class AsyncModelAverageHandle(Handle):
 class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
-    Round after round the thread copies its rank's weights x_i to t_i, sums the copies of all n
-    ranks, and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training
-    changed meanwhile. No rank waits for another one's step.
+    In each round the thread copies its rank's weights x_i to t_i, sums the copies of all n ranks,
+    and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training changed
+    meanwhile. No rank waits for another one's step.
 
     Attributes:
-        sync_interval_ms: Milliseconds from the end of a round to the next one's start.
-        warmup_steps: Steps at the start in which gradients are averaged instead, as DDP does.
+        sync_interval_ms: Milliseconds from the end of a round to the start of the next.
+        warmup_steps: Initial steps in which gradients are averaged instead, as DDP does.
     """
 
     handle_type = AsyncModelAverageHandle

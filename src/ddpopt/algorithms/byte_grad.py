@@ -1,4 +1,4 @@
-"""`ByteGrad`: gradients are reduced behind backward as DDP does, in one byte an element.
+"""`ByteGrad`: reduces gradients behind backward, as DDP does, with one byte per element.
 
 `QAdam` reduces momenta the same way.
 Source: ByteGrad as in Bagua (Gan et al., arXiv 2107.01499).
@@ -41,11 +41,11 @@ class ByteGradHandle(BackgroundHandle):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteGrad(HierarchicalAlgorithm[ByteGradHandle]):
-    """Gradients are averaged over all ranks as 8-bit codes, bucket by bucket behind backward.
+    """Averages gradients over all ranks as 8-bit codes, bucket by bucket behind backward.
 
     Each rank receives one chunk of a bucket from all others as codes, averages it in float32, and
-    sends the codes of the mean to all others. So a gradient is rounded twice, and all ranks end
-    with bitwise equal ones. What rounding loses is not carried over to later steps.
+    sends the codes of the mean to all others. So a gradient is rounded twice, and all ranks end up
+    with bitwise equal gradients. Rounding errors are not carried over to later steps.
 
     Attributes:
         average: Divide by the number of ranks, as DDP does.
@@ -75,8 +75,8 @@ def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
 def _average(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace `values` by their mean, of which each rank computes a chunk; by NaN if one is bad.
 
-    NaN and what is too large stay so through decompression, mean and compression: all ranks see
-    it in the ranges of the mean.
+    NaN and values that are too large survive decompression, mean and compression: all ranks see
+    them in the ranges of the mean.
     """
     num_chunks, num_values = group.size(), values.numel()
     if num_chunks == 1:

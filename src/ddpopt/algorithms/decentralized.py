@@ -1,4 +1,4 @@
-"""`Decentralized`: ranks average their weights, while forward and backward run.
+"""`Decentralized`: ranks average their weights while forward and backward run.
 
 Source: decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
 """
@@ -28,14 +28,14 @@ class DecentralizedHandle(BackgroundHandle):
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def begin_step(self) -> None:
-        """Send a copy of the weights on its way."""
+        """Start averaging a copy of the weights."""
         if (self.num_steps - 1) % self.algorithm.communication_interval == 0:
             flat, num_exchanges = self.weights.copy(), self.num_communications
             self._averaged = self.worker.submit(lambda: self._average(flat, num_exchanges))
             self.num_communications += 1
 
     def before_update(self) -> None:
-        """Take the averaged weights, if any were sent in this step."""
+        """Take over the averaged weights, if any were sent in this step."""
         if self._averaged is not None:
             averaged, self._averaged = self._averaged, None
             with communicating(f"averaging weights in step {self.num_steps}"):
@@ -59,11 +59,11 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     """Ranks average their weights with all others, or with one other rank in turn.
 
     In step t a copy of rank i's weights x_i is averaged while it computes its gradient at x_i.
-    Before the update the average takes the weights' place: x_i <- mean_j(x_j) for `"all"`,
-    (x_i + x_peer) / 2 for `"shift_one"`. Then its own optimizer makes its step with its gradient.
+    Before the update the average replaces the weights: x_i <- mean_j(x_j) for `"all"`,
+    (x_i + x_peer) / 2 for `"shift_one"`. Then its own optimizer takes a step with its gradient.
 
     Attributes:
-        peer_selection: `"all"`, or `"shift_one"`: another peer each time, at a fraction of the
+        peer_selection: `"all"`, or `"shift_one"`: a different peer each time, at a fraction of the
             traffic, for an even number of ranks (of nodes, if hierarchical).
         hierarchical: Average within each node first, then between nodes.
         communication_interval: Steps from one average to the next; the first step has one.
@@ -78,7 +78,7 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
         check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank."""
+        """Raise the reason if this cannot be attached to `training` on this rank."""
         size = self.ranks_per_node(training.group.size())
         num_peers = training.group.size() // size
         if self.peer_selection == "shift_one" and num_peers % 2:
@@ -93,8 +93,8 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     """Return the rank that `rank` averages with after `num_exchanges` earlier exchanges.
 
-    The lower half of the ranks rotates against the upper half: each rank meets all of the other
-    half in `num_ranks / 2` exchanges, and is its peer's peer. `num_ranks` is even.
+    The lower half of the ranks rotates against the upper half: each rank meets every rank of the
+    other half in `num_ranks / 2` exchanges, and is its peer's peer. `num_ranks` is even.
     Source: Bagua's `shift_one` (arXiv 2107.01499).
     """
     half = num_ranks // 2

@@ -1,4 +1,4 @@
-"""`GradientAllReduce`: what DDP does by itself, to compare the other algorithms with."""
+"""`GradientAllReduce`: what DDP does by itself, as a baseline for the other algorithms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpopt.algorithms.api import HierarchicalAlgorithm
 
 
 class GradientAllReduceHandle(BackgroundHandle):
-    """As `BackgroundHandle`; its thread has work unless DDP's own allreduce does it all."""
+    """As `BackgroundHandle`; its thread is idle if DDP's own allreduce does all the work."""
 
     algorithm: GradientAllReduce
 
@@ -32,7 +32,7 @@ class GradientAllReduceHandle(BackgroundHandle):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAllReduce(HierarchicalAlgorithm[GradientAllReduceHandle]):
-    """Gradients are summed over all ranks, bucket by bucket behind backward, as DDP does.
+    """Sums gradients over all ranks, bucket by bucket behind backward, as DDP does.
 
     Attributes:
         average: Divide by the number of ranks, as DDP does.

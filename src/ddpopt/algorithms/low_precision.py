@@ -1,4 +1,4 @@
-"""`LowPrecisionDecentralized`: ranks in a ring exchange their weights' changes in 8 bits.
+"""`LowPrecisionDecentralized`: ranks in a ring exchange changes of their weights in 8 bits.
 
 Source: low-precision decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
 """
@@ -22,11 +22,11 @@ from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agreement import Fact
 from ddpopt.ranks.faults import communicating
 
-BUCKET_BYTES = 10 * 2**20  # what shares one range of codes
+BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 
 
 class Replicas(NamedTuple):
-    """Weights as they were last sent, of a rank and its neighbours: flat, one tensor a bucket."""
+    """Last sent weights of a rank and its neighbours: flat, one tensor per bucket."""
 
     own: list[torch.Tensor]
     left: list[torch.Tensor]
@@ -34,7 +34,7 @@ class Replicas(NamedTuple):
 
 
 class LowPrecisionDecentralizedHandle(Handle):
-    """As `Handle`, and `resync`.
+    """As `Handle`, with `resync`.
 
     Attributes:
         replicas: W, L and R; None on ranks that are not their node's leader.
@@ -50,7 +50,7 @@ class LowPrecisionDecentralizedHandle(Handle):
             self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
 
     def end_step(self) -> None:
-        """Mix the weights with the neighbours', if it is this step's turn."""
+        """Mix the weights with the neighbours', if an exchange is due in this step."""
         if (self.num_steps - 1) % self.algorithm.communication_interval:
             return
         flat = self.weights.copy()
@@ -74,10 +74,10 @@ class LowPrecisionDecentralizedHandle(Handle):
         self.num_communications += 1
 
     def resync(self) -> None:
-        """Tell the neighbours the weights as they are, uncompressed. Collective.
+        """Send the neighbours the current weights, uncompressed. Collective.
 
-        After weights were changed by anything but the optimizer, such as `load_state_dict` of the
-        model without that of this handle.
+        Call it after anything but the optimizer has changed weights, such as `load_state_dict` of
+        the model without that of this handle.
         """
         self.settle()
         if self.groups.leaders is None:
@@ -93,7 +93,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         self.resync()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Handle.state_dict`, with the replicas, and whose they are."""
+        """As `Handle.state_dict`, with the replicas and the rank's place in the ring."""
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
         return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
@@ -106,7 +106,7 @@ class LowPrecisionDecentralizedHandle(Handle):
                 values.copy_(copied)
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        """As `Handle.check_state`; replicas have to be this rank's."""
+        """As `Handle.check_state`; the replicas have to be this rank's."""
         facts, place = super().check_state(state), self.groups.place
         if tuple(state.get("place", ())) != place:
             raise OptionError(
@@ -139,7 +139,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         return received[0], received[-1].clone() if len(received) == 1 else received[-1]
 
     def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """Return the arguments of `_raise_problem`, right when the work beside them is done."""
+        """Return the arguments of `_raise_problem`, valid once the returned work is done."""
         training = self.training
         is_same = _torch.trainable_parameters(training.ddp).keys() == training.parameters.keys()
         is_finite = torch.tensor(True, device=training.device)
@@ -151,7 +151,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         return ranks, work
 
     def _raise_problem(self, non_finite: int, changed: int) -> None:
-        """Raise on all ranks what is wrong on one of them; the arguments are a rank + 1, or 0."""
+        """Raise on all ranks what is wrong on one; each argument is a rank + 1, or 0 for none."""
         if changed:
             raise AttachError(
                 f"on rank {changed - 1} other parameters are trainable than were when the "
@@ -167,13 +167,13 @@ class LowPrecisionDecentralizedHandle(Handle):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedHandle]):
-    """Each rank mixes its weights with its two neighbours', sent in one byte a weight.
+    """Each rank mixes its weights with its two neighbours', sent with one byte per weight.
 
     Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
-    W. After the optimizer has made W into x, it sends both neighbours the codes of
+    W. After the optimizer has turned W into x, the rank sends both neighbours the codes of
     z = x + L/3 + R/3 - 5/3 W. All add what the codes stand for: the rank itself to W, which becomes
     its weights, and its neighbours to their replicas, which stay bitwise equal to the W that they
-    copy. With two ranks, both replicas copy the other one.
+    copy. With two ranks, both replicas copy the other one's.
 
     Attributes:
         hierarchical: Average within each node first, then mix between nodes.
@@ -184,7 +184,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
     communication_interval: int = 1
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank."""
+        """Raise the reason if this cannot be attached to `training` on this rank."""
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():
@@ -201,7 +201,7 @@ def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch
     """Return the codes of z for each bucket: [1, num_elements]; see LowPrecisionDecentralized."""
     codes = []
     for x, own, left, right in zip(flat, *replicas, strict=True):
-        # In at least float32: z is a small difference of large numbers.
+        # At least in float32: z is a small difference of large numbers.
         z = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(own, alpha=5 / 3)
         codes.append(compress(z.view(1, -1)))
@@ -209,7 +209,7 @@ def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch
 
 
 def _shapes(replicas: Any) -> Any:
-    """Return the types and shapes of replicas, or of what a state has in their place."""
+    """Return the types and shapes of replicas, or of what a state has instead of them."""
     try:
         return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
     except (TypeError, AttributeError):
@@ -217,5 +217,5 @@ def _shapes(replicas: Any) -> Any:
 
 
 def ring_neighbours(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the ranks to the left and to the right; of two ranks, both are the other one."""
+    """Return the ranks to the left and to the right; with two ranks, both are the other one."""
     return (rank - 1) % num_ranks, (rank + 1) % num_ranks

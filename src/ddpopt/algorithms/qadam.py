@@ -1,7 +1,7 @@
-"""`QAdam`: Adam whose momenta are averaged in one byte an element, after a warm-up.
+"""`QAdam`: Adam whose momenta are averaged with one byte per element, after a warm-up.
 
 Source: QAdam as in Bagua (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang et al., arXiv
-2102.02888). docs/algorithms.md says what is done otherwise than in Bagua.
+2102.02888). docs/algorithms.md lists the differences from Bagua.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ddpopt.errors import OptionError
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
-    """Adam with a variance that stays as it is after a warm-up; `QAdam` needs it.
+    """Adam with a variance that is frozen after a warm-up; `QAdam` needs it.
 
-    For the first `warmup_steps` updates of a parameter it is `torch.optim.Adam`. Then, with m the
-    momentum, v the variance and W `warmup_steps`, in update t:
+    For the first `warmup_steps` updates of a parameter it is `torch.optim.Adam`. After that, with
+    momentum m, variance v and W = `warmup_steps`, update t is
     m <- b1 m + (1 - b1) (g + weight_decay p) and
     p <- p - lr m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^W) + eps),
     where the factor of lr is clamped to the bound that Adam's paper gives for it (Kingma & Ba,
@@ -32,19 +32,19 @@ class QAdamOptimizer(torch.optim.Optimizer):
     With `QAdam` attached, `p.grad` is m, averaged over all ranks, from backward to `zero_grad`.
 
     Args:
-        params: Parameters or groups of them; this and all but `warmup_steps` as for Adam.
+        params: Parameters or groups of them; all arguments but `warmup_steps` are as for Adam.
         lr: Learning rate.
-        warmup_steps: Updates, at least 1, until the variance is known well enough.
+        warmup_steps: Number of updates, at least 1, until the variance is known well enough.
         betas: How much of momentum and variance is kept from update to update.
         eps: Added to the denominator.
         weight_decay: L2 penalty: this times the parameter is added to its gradient.
 
     Raises:
-        OptionError: a value is out of its range.
-        TypeError: `warmup_steps` is no int.
+        OptionError: a value is out of range.
+        TypeError: `warmup_steps` is not an int.
     """
 
-    # Asks GradScaler to leave the scale to this optimizer, so that `step` sees that it is used.
+    # Makes GradScaler leave the scale to this optimizer, so that `step` notices its use.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -62,7 +62,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 raise OptionError(f"{name} is {value}; the least is 0")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
-        self._with_momentum: set[torch.Tensor] = set()  # those whose `grad` is their momentum
+        self._with_momentum: set[torch.Tensor] = set()  # parameters whose `grad` is their momentum
         rates = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas}
         super().__init__(params, {**rates, "eps": eps, "weight_decay": weight_decay})
 
@@ -141,7 +141,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         correction1 = 1 - beta1 ** state["step"].item()
         correction2 = 1 - beta2 ** group["warmup_steps"]
         denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
-        # Where gradients were 0 throughout the warm-up, it is only eps.
+        # If gradients were 0 throughout the warm-up, the denominator is only eps.
         bound = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
         update = (momentum / denominator).div_(correction1).clamp_(-bound, bound)
         parameter.sub_(update, alpha=group["lr"])
@@ -200,7 +200,7 @@ class QAdamHandle(BackgroundHandle):
         return self.run_behind_backward(bucket, average_momenta)
 
     def begin_step(self) -> None:
-        """Look up which optimizer has which parameter."""
+        """Look up the optimizer of each parameter."""
         self._owners = {
             parameter: (optimizer, group)
             for optimizer in self.training.optimizers
@@ -212,11 +212,11 @@ class QAdamHandle(BackgroundHandle):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAdam(HierarchicalAlgorithm[QAdamHandle]):
-    """Gradients are averaged until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
+    """Averages gradients until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
-    In the warm-up gradients are averaged as DDP does. Then each rank computes its next momentum
-    from its own gradient, behind backward, and momenta are averaged as `ByteGrad` averages
-    gradients. They change more slowly, so that less is lost by rounding.
+    During the warm-up gradients are averaged as DDP does. After that each rank computes its next
+    momentum from its own gradient, behind backward, and momenta are averaged as `ByteGrad` averages
+    gradients. Momenta change more slowly, so less is lost to rounding.
 
     Attributes:
         hierarchical: After the warm-up, average within each node first, uncompressed.
@@ -225,7 +225,7 @@ class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     handle_type = QAdamHandle
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank."""
+        """Raise the reason if this cannot be attached to `training` on this rank."""
         for optimizer in training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
                 raise OptionError(

@@ -1,6 +1,6 @@
-"""`ShardedUpdate`: gradients are summed to shards, each rank updates its own, and all get the rest.
+"""`ShardedUpdate`: sums gradients to shards; each rank updates its own, and all get the rest.
 
-Sources: stage 1 of ZeRO (Rajbhandari et al., arXiv 1910.02054) divides the optimizer's state and
+Sources: stage 1 of ZeRO (Rajbhandari et al., arXiv 1910.02054) shards the optimizer's state and
 its work; DeAR (Zhang et al., arXiv 2302.12445) hides the two halves of an allreduce behind backward
 and behind the next forward.
 """
@@ -57,7 +57,7 @@ ELEMENTWISE = (
 
 
 class _Sent(NamedTuple):
-    """What ranks tell each other beside parameters: 1 for each rank whose update raised."""
+    """What ranks tell each other besides parameters: 1 for each rank whose update raised."""
 
     has_failed: torch.Tensor
     work: Any
@@ -67,10 +67,10 @@ class _Sent(NamedTuple):
 class ShardedUpdateHandle(Handle):
     """As `Handle`, with gradients and optimizer states in shards; see [Note: shards and pieces].
 
-    From backward on, `.grad` of parameters raises when it is used: read `full_gradients()`, clip
-    with `clip_grad_norm_`. Between an update and the end of the next forward parameters may be on
-    their way. DDP's forwards, its modules' and `state_dict` wait for them; before anything else
-    that reads them (averages of weights, a copy, a compiled module called without DDP) call `wait`.
+    From backward on, using the `.grad` of parameters raises: read `full_gradients()`, and clip
+    with `clip_grad_norm_`. From an update to the end of the next forward, parameters may still be
+    in transit. Forwards of DDP and of its modules wait for them, and so does `state_dict`; before
+    anything else reads them (weight averaging, a copy, a compiled module without DDP) call `wait`.
     """
 
     algorithm: ShardedUpdate
@@ -90,11 +90,11 @@ class ShardedUpdateHandle(Handle):
         self._states = ShardedStates(self.shards, training.optimizers)
         self._failure: Exception | None = None
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
-        self._buckets_so_far: list[tuple[int, ...]] = []  # of the one that runs
+        self._buckets_so_far: list[tuple[int, ...]] = []  # of the running one
         self._updating: set[optim.Optimizer] = set()
-        self._is_changed = False  # shards were updated, and not all sent
-        self._unsent: list[Shard] = []  # those, in the order in which forward reads
-        self._has_failed = False  # an update of which a part was sent
+        self._is_changed = False  # shards were updated, but not all have been sent
+        self._unsent: list[Shard] = []  # those not sent, in the order in which forward reads
+        self._has_failed = False  # an update that was partly sent failed
         self._sent: _Sent | None = None
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
@@ -118,14 +118,14 @@ class ShardedUpdateHandle(Handle):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of all parameters, and before the update. Collective.
+        """As `torch.nn.utils.clip_grad_norm_` for all parameters, before the update. Collective.
 
         Returns:
-            The norm of all gradients, before they were clipped, equal on all ranks.
+            The norm of all gradients before clipping, equal on all ranks.
 
         Raises:
             OptionError: `norm_type` is not above 0.
-            RuntimeError: the norm is not finite, and `error_if_nonfinite` asks for this.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         """
         if not norm_type > 0:
             raise OptionError(f"norm_type is {norm_type}; give a number above 0")
@@ -134,24 +134,24 @@ class ShardedUpdateHandle(Handle):
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Return the averaged gradients of whole parameters, by name in DDP's module. Collective.
 
-        Parameters without a gradient are left out. They are copies.
+        The gradients are copies. Parameters without a gradient are left out.
         """
         names = [described.name for described in self.training.parameters.values()]
         return {names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
-        """As `wait`: weights are equal."""
+        """As `wait`: weights are equal on all ranks."""
         self.settle()
         self.wait()
 
     def begin_pause(self) -> None:
-        """Have all parameters."""
+        """Wait for all parameters."""
         self.wait()
 
     def detach(self, *, average: bool = True) -> None:
-        """As `Handle.detach`; optimizers have their whole states again, parameters gradients.
+        """As `Handle.detach`; optimizers get whole states back, and parameters gradients.
 
-        With `average=False` optimizers lose their states, of which other ranks have the most.
+        With `average=False` optimizers lose their states, most of which are on other ranks.
         """
         if not self._is_attached:
             return
@@ -175,9 +175,9 @@ class ShardedUpdateHandle(Handle):
         self.shards.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps so far, and the optimizers' whole states, as without this. Collective.
+        """Return the steps so far, and the optimizers' states as with plain DDP. Collective.
 
-        `["optimizers"]` has for each optimizer what its `state_dict` returns with plain DDP.
+        `["optimizers"]` has, for each optimizer, what its `state_dict` returns with plain DDP.
         """
         self.settle()
         self.wait()
@@ -189,7 +189,7 @@ class ShardedUpdateHandle(Handle):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, or from that of the one optimizer with plain DDP. Collective.
+        """Load a `state_dict`, or that of the only optimizer with plain DDP. Collective.
 
         Raises:
             OptionError, TypeError: it does not fit the optimizers.
@@ -207,11 +207,11 @@ class ShardedUpdateHandle(Handle):
     # ---- a step ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Note its number."""
+        """Note the step's number."""
         self._gradients.step = self.num_steps
 
     def on_forward(self) -> None:
-        """As `Handle.on_forward`; wait for what no reader is known to wait for."""
+        """As `Handle.on_forward`; wait for parameters that no reader is known to wait for."""
         super().on_forward()
         self._gradients.end_lift()
         self._buckets_so_far.clear()
@@ -219,13 +219,13 @@ class ShardedUpdateHandle(Handle):
             self._gradients.hide()
         self._is_training = torch.is_grad_enabled() and self.training.ddp.training
         for shard in reversed(self.shards):
-            # Readers that waited in the last forward do so in this one.
+            # Readers that waited in the last forward will wait in this one.
             if not (self._is_training and shard.is_awaited):
                 shard.wait()
             shard.awaited.clear()
 
     def on_forward_end(self) -> None:
-        """Have all parameters; note where readers waited for them."""
+        """Wait for all parameters, and note which ones readers waited for."""
         self._gradients.show()
         for shard in self.shards:
             if self._is_training:
@@ -233,11 +233,11 @@ class ShardedUpdateHandle(Handle):
         self._receive()
 
     def on_gradient(self, index: int) -> None:
-        """Note a gradient of this rank's own, which autograd is about to accumulate."""
+        """Note a local gradient that autograd is about to accumulate."""
         self._gradients.note(index)
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Begin to sum a bucket to shards. DDP need not wait for it."""
+        """Start summing a bucket to shards. DDP need not wait for it."""
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
         members = [self._index.get(parameter) for parameter in bucket.parameters()]
@@ -247,14 +247,14 @@ class ShardedUpdateHandle(Handle):
                 sizes = [parameter.numel() for parameter in bucket.parameters()]
                 self._gradients.begin_sum(bucket.index(), values, members, sizes)
                 _forget_local_gradients(bucket, self._index)
-        except Exception as error:  # DDP would show it without type
+        except Exception as error:  # DDP would show it without its type
             self._failure = error
         done: GradientFuture = torch.futures.Future()
         done.set_result(values)
         return done
 
     def end_backward(self) -> None:
-        """Put what raises in the place of gradients."""
+        """Replace gradients by placeholders that raise when used."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -262,7 +262,7 @@ class ShardedUpdateHandle(Handle):
         self._gradients.end_backward()
 
     def before_update(self) -> None:
-        """Have all parameters, and this rank's gradients."""
+        """Wait for all parameters, and for this rank's gradients."""
         self._receive()
         self._gradients.finish()
 
@@ -271,8 +271,8 @@ class ShardedUpdateHandle(Handle):
     ) -> None:
         """As `Handle.on_update`; give the optimizer this rank's gradients.
 
-        The last of a step updates by bucket, and so has no gradients left when its own update runs.
-        One that is compiled does not: by bucket it would not be.
+        A step's last one updates bucket by bucket, and so has no gradients left when its own update
+        runs. A compiled one does not: updates by bucket would not be compiled.
         """
         super().on_update(optimizer, args, kwargs, is_compiled)
         self._has_failed |= optimizer in self._updating and len(self._unsent) < len(self.shards.all)
@@ -281,7 +281,7 @@ class ShardedUpdateHandle(Handle):
             self._is_changed, self._unsent = True, [*reversed(self.shards)]
         self._gradients.give(self._states.indices_of(optimizer))
         is_last = self._updated | {optimizer} == set(self.training.optimizers)
-        # Optimizers of users may count steps in groups.
+        # Users' own optimizers may count steps in groups.
         if is_last and not is_compiled and type(optimizer) in ELEMENTWISE:
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
             if step is not None:
@@ -308,7 +308,7 @@ class ShardedUpdateHandle(Handle):
         super().on_updated(optimizer)
 
     def after_update(self) -> None:
-        """Send what was updated; divide buckets anew where DDP's are others now."""
+        """Send what was updated; divide buckets anew if DDP has other ones now."""
         if self._is_changed:
             self._send()
         if not self.algorithm.overlap_forward:
@@ -321,7 +321,7 @@ class ShardedUpdateHandle(Handle):
     # ---- parameters --------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Begin to give all ranks what they have not got yet of the updated parameters."""
+        """Start sending all ranks the updated parameters that they have not been sent yet."""
         while self._unsent:
             self._send_next()
         flags = torch.zeros(self._flags.size(), dtype=torch.int64)
@@ -333,14 +333,14 @@ class ShardedUpdateHandle(Handle):
             self._sent = _Sent(flags, work, self.num_steps)
 
     def _send_next(self) -> None:
-        """Begin to give all ranks one bucket."""
+        """Start sending one bucket to all ranks."""
         shard = self._unsent.pop(0)
-        torch.autograd.graph.increment_version(shard.parameters)  # as updates in place do
+        torch.autograd.graph.increment_version(shard.parameters)  # as in-place updates do
         with communicating(f"sending parameters in step {self.num_steps}"):
             shard.send(f"receiving parameters of step {self.num_steps}")
 
     def _receive(self) -> None:
-        """Have all parameters; raise if an update failed."""
+        """Wait for all parameters; raise if an update failed."""
         for shard in reversed(self.shards):
             shard.wait()
         sent, self._sent = self._sent, None
@@ -367,7 +367,7 @@ class ShardedUpdateHandle(Handle):
         return [[parameter.index for parameter in bucket.parameters] for bucket in buckets]
 
     def _divide_anew(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Divide other buckets than before. Collective."""
+        """Divide these buckets in place of the previous ones. Collective."""
         self._receive()
         self._gradients.finish()
         are_there = [piece.grad is not None for piece in self.shards.pieces()]
@@ -378,7 +378,7 @@ class ShardedUpdateHandle(Handle):
     # ---- hooks -------------------------------------------------------------------------------
 
     def _hooks(self) -> Iterator[Any]:
-        """Register all hooks that `Handle` has not."""
+        """Register all hooks that `Handle` does not have."""
         ddp, me = self.training.ddp, weakref.ref(self)
 
         def call(method: Callable[..., None], *arguments: Any) -> None:
@@ -404,7 +404,7 @@ class ShardedUpdateHandle(Handle):
             if own and self.algorithm.overlap_forward:
                 yield module.register_forward_pre_hook(_waiting_for(own))
             whole = _torch.uncompiled(lambda *_: call(ShardedUpdateHandle.wait))
-            hooked: Any = module  # whose methods for hooks have no types
+            hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
 
@@ -412,8 +412,8 @@ class ShardedUpdateHandle(Handle):
 def _forget_local_gradients(bucket: Bucket, members: Container[torch.Tensor]) -> None:
     """Make the gradients of members views of the bucket, as with `gradient_as_bucket_view`.
 
-    That frees their memory, which the rest of backward can use. It also spares DDP a copy: when
-    backward ends it copies the bucket into gradients that are not the bucket's own.
+    This frees their memory for the rest of backward. It also spares DDP a copy: when backward ends,
+    it copies the bucket into gradients that are not views of the bucket.
     """
     values, start = bucket.buffer(), 0
     for parameter in bucket.parameters():
@@ -424,7 +424,7 @@ def _forget_local_gradients(bucket: Bucket, members: Container[torch.Tensor]) ->
 
 
 def _following(ddp: DistributedDataParallel) -> Callable[[str, int, int, Works], Works]:
-    """Return what tells a recording of this module of its exchanges."""
+    """Return a function that reports exchanges to a recording of this module."""
     find = weakref.ref(ddp)
 
     def tell(what: str, bucket: int, num_bytes: int, works: Works) -> Works:
@@ -442,7 +442,7 @@ def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
 
     def wait(*_: object) -> None:
         if torch.compiler.is_compiling():
-            _wait_for_all()  # now: a backend that is not ours compiles code without waits
+            _wait_for_all()  # now: other backends than ours compile code without waits
         else:
             _waits.wait_for(parameters)
 
@@ -451,16 +451,16 @@ def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
-    """Gradients are summed to shards behind backward; updated shards are sent behind forward.
+    """Sums gradients to shards behind backward, and sends updated shards behind forward.
 
-    The result is that of plain DDP with the same optimizer, to the bit on two ranks where
-    parameters have 32 or 64 bits. A rank keeps its part of the optimizer's state, and does its part
-    of the update. An optimizer has to update each element of a parameter by itself.
+    The result is that of plain DDP with the same optimizer, bit for bit on two ranks if parameters
+    have 32 or 64 bits. Each rank keeps its part of the optimizer's state, and does its part of the
+    update. The optimizer has to update each element of a parameter independently.
 
     Attributes:
         overlap_forward: Send parameters behind the next forward; False waits in `optimizer.step`,
-            so that all that reads parameters may do so at any time.
-        elementwise: Further optimizers, by class, that update each element by itself.
+            so that parameters may be read at any time.
+        elementwise: Additional optimizers, by class, that update each element independently.
     """
 
     handle_type = ShardedUpdateHandle
@@ -474,7 +474,7 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
             raise TypeError(f"elementwise is {kinds!r}; give a tuple of optimizers' classes")
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there on this rank."""
+        """Raise the reason if this cannot be attached to `training` on this rank."""
         for optimizer in training.optimizers:
             if type(optimizer) not in (*ELEMENTWISE, *self.elementwise):
                 name = type(optimizer).__name__

@@ -1,1 +1,1 @@
-"""Which buckets are best."""
+"""Finds the best buckets."""

@@ -1,4 +1,4 @@
-"""Say that other buckets would be worth it, from times that DDP takes of its first steps anyway."""
+"""Say if other buckets would pay off, from times that DDP takes in its first steps anyway."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ddpopt.split import state
 
 _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
 _LEAST_GAIN = 0.1  # of an iteration
-_STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays
+_STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
 _HALVINGS = 40
 
 _watched: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def watch(ddp: DistributedDataParallel) -> None:
-    """Estimate once, on rank 0, what better buckets would save; say it if it is a tenth or more."""
+    """Estimate once, on rank 0, what better buckets would save; report a tenth or more."""
     group = ddp.process_group
     if ddp in _watched or dist.get_rank(group) > 0 or dist.get_world_size(group) < 2:
         return
@@ -55,7 +55,7 @@ class _Adviser(StepClock):
             if step.number >= _STEPS[-1]:
                 ignore(ddp, Turn.ADVICE)
                 self._advise(ddp)
-        except (DDPOptError, RuntimeError) as error:  # it would only have been a hint
+        except (DDPOptError, RuntimeError) as error:  # all that is lost is a hint
             ignore(ddp, Turn.ADVICE)
             _logs.info("what better buckets would save is not known: %s", error)
 
@@ -88,9 +88,9 @@ def estimate_gain(
 ) -> float:
     """Return the part of an iteration that the best buckets would save, by the cost model.
 
-    Gradients are taken to arrive at a steady rate, up to the first launch and from there to the
-    end of backward, and an allreduce to take so long for each byte that the model waits as long as
-    DDP does.
+    Gradients are assumed to arrive at a steady rate up to the first launch, and at another from
+    there to the end of backward. The time per byte of an allreduce is chosen so that the model
+    waits as long as DDP does.
     """
     by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
     arrived = [by_index[index] for bucket in buckets for index in bucket]

@@ -19,7 +19,7 @@ from ddpopt.bucketing.plan import BucketPlan, plan_buckets
 from ddpopt.errors import PlanError
 
 _NUM_STEPS = 5
-# What a further section of backward costs: benchmarks/cost/overhead.py measured 40 us.
+# What an additional section of backward costs: benchmarks/cost/overhead.py measured 40 us.
 _CUT_S = 50e-6
 
 
@@ -34,21 +34,21 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     loss: LossFn | None = None,
     communication: str = ALLREDUCE,
 ) -> BucketPlan:
-    """Return the best buckets for a model, a batch and a network; apply them by `ddp_kwargs()`.
+    """Return the best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
 
-    The part of backward that each gradient has to wait for is estimated (see `estimate`); the times
-    of forward and backward are measured, after which gradients, buffers and the random number state
-    are as before. On several ranks make the plan on one and broadcast `to_json()`: times differ.
+    The part of backward that each gradient has to wait for is estimated (see `estimate`); forward
+    and backward are timed, which leaves gradients, buffers and the random number state unchanged.
+    With several ranks, make the plan on one and broadcast `to_json()`: times differ between ranks.
 
     Args:
-        model: What DDP is to wrap, compiled or not, on its device, in the mode to be trained in.
+        model: What DDP is to wrap, compiled or not, on its device, in the mode used in training.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         network: What `calibrate` measured, or the links of a cluster.
-        world_size: Number of ranks; None is that of the default process group.
-        backend: What compiles the model for the measurement; None measures it without.
-        device: Its rates, if nothing is to be run: then times are estimated too, as they are for
+        world_size: Number of ranks; None means that of the default process group.
+        backend: Compiles the model for the measurement; None measures it uncompiled.
+        device: Rates of the device, to run nothing: then times are estimated too, as they are for
             models on the meta device.
-        loss: Makes a scalar of the model's output; default as in `estimate`.
+        loss: Computes a scalar from the model's output; the default is as in `estimate`.
         communication: "sharded" plans for `ddpopt.algorithms.ShardedUpdate`: for the whole
             iteration, since half of the communication runs behind forward.
 

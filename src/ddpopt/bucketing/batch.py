@@ -1,4 +1,4 @@
-"""What a model is called with, and the loss of what it returns, whether a user gives it or not."""
+"""A model's inputs, and the loss of its output, whether or not the user gives one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_batch(batch: Any) -> Batch:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """Return the output for arguments as `as_batch` takes them."""
+    """Return the model's output for arguments as `as_batch` takes them."""
     args, kwargs = as_batch(batch)
     return model(*args, **kwargs)
 
@@ -46,10 +46,10 @@ def find_loss(
     """Return the loss of a model's output: a scalar with a gradient.
 
     Without `loss_fn` it is the output's own `loss` (an attribute or a key), or else the sum of what
-    `of` makes of each floating point tensor in the output that has a gradient.
+    `of` returns for each floating point tensor in the output that has a gradient.
 
     Raises:
-        error: there is no such tensor, or `loss_fn` makes no such scalar.
+        error: there is no such tensor, or `loss_fn` returns no such scalar.
     """
     loss: Any
     if loss_fn is not None:
@@ -97,5 +97,5 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             left[:0] = vars(item).values()
 
 
-# Their attributes are code, or state that is no output.
+# Their attributes are code, or state that is not output.
 _WITHOUT_VALUES = (torch.nn.Module, type, types.FunctionType, types.ModuleType)

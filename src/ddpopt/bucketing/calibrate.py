@@ -1,4 +1,4 @@
-"""Measure what an allreduce costs on a process group, and how far it slows computation down."""
+"""Measure what an allreduce costs on a process group, and how much it slows down computation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ddpopt.errors import PlanError
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take
 _LARGEST_BYTES = (_MIB, 32 * _MIB)  # at least and at most
-_LEAST_STARTUP_S = {"cpu": 1e-4, "other": 1e-5}  # of a launch; a fit may come out below
+_LEAST_STARTUP_S = {"cpu": 1e-4, "other": 1e-5}  # of a launch; a fit may give less
 _NUM_SIZES = 5
 _NUM_ROUNDS = 3
-_NUM_LAUNCHES = 16  # of small allreduces, one after the other
+_NUM_LAUNCHES = 16  # of small allreduces, one after another
 _SMALL_BYTES = 1024
-_SIDE = 256  # of the matrices that are multiplied meanwhile
+_SIDE = 256  # of the matrices that are multiplied at the same time
 
 
 def calibrate(
@@ -31,10 +31,10 @@ def calibrate(
 ) -> AllreduceCost:
     """Measure the cost of an allreduce on `group`, the default group if None.
 
-    A collective call: every rank of the group must make it, at a time when nothing else
-    communicates, and all get the same result, of the slowest rank's times. It takes one to two
-    seconds, up to four on slow networks. `device` is that of the gradients: by default the GPU
-    where the group's backend needs one.
+    A collective call: every rank of the group must make it, while nothing else communicates, and
+    all get the same result, computed from the slowest rank's times. It takes one to two seconds,
+    up to four on slow networks. `device` is that of the gradients, by default the GPU if the
+    group's backend needs one.
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
@@ -50,7 +50,7 @@ def calibrate(
     probe_s = statistics.median(bench.seconds(_MIB) for _ in range(_NUM_ROUNDS))
     largest = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
     largest = min(max(largest, _LARGEST_BYTES[0]), _LARGEST_BYTES[1])
-    # All of a bucket's size: tiny ones mostly measure how the system schedules threads.
+    # All are as large as buckets: tiny ones mostly measure how the system schedules threads.
     sizes = [largest // 2**k for k in range(_NUM_SIZES)]
     times = [statistics.median(bench.seconds(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
     lost, taken_s = zip(*(bench.beside(largest) for _ in range(_NUM_ROUNDS)), strict=True)
@@ -68,7 +68,7 @@ def calibrate(
 
 
 class _Bench:
-    """Allreduces of a group; what it returns is equal on all ranks."""
+    """Allreduces on a group; its results are equal on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -86,7 +86,7 @@ class _Bench:
     def beside(self, num_bytes: int) -> tuple[float, float]:
         """Compute while an allreduce runs.
 
-        Return the part of its speed that computation loses, and how long the allreduce takes.
+        Return the fraction of its speed that computation loses, and how long the allreduce takes.
         """
         values = torch.ones(num_bytes // 4, device=self.device)
         self._meet()
@@ -110,7 +110,7 @@ class _Bench:
         return self._slowest(beside_s - alone_s) / _NUM_LAUNCHES
 
     def _beside_all(self, values: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
-        """Launch an allreduce of each value and multiply; return when both were done."""
+        """Launch an allreduce of each value and multiply; return when each of the two was done."""
         start_s = self._meet()
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
         left = iter(range(count))
@@ -122,7 +122,7 @@ class _Bench:
         return multiplied_s, now(self.device) - start_s
 
     def _multiply(self, is_on: Callable[[], bool]) -> tuple[int, float]:
-        """Multiply while `is_on`, once at least; return how often, and how long it took."""
+        """Multiply while `is_on`, at least once; return how often, and how long it took."""
         start_s = stop_s = time.perf_counter()
         count = 0
         while is_on() or not count:

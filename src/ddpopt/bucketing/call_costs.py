@@ -9,7 +9,7 @@ are free. Compilers fuse pointwise operations: a value that one makes and only o
 neither written nor read, and its maker is launched with the reader. This is simpler than what a
 compiler does, which also fuses values with several readers, and reductions.
 
-A value's memory belongs to the call that made it. Views and operations in place hand on the memory
+A value's memory belongs to the call that made it. Views and in-place operations pass on the memory
 of their first input, so reading them reads that.
 """
 
@@ -44,8 +44,8 @@ def call_costs(graph: fx.Graph, device: Device) -> dict[str, CallCost]:
     """Return what each aten operation costs, by its node's name, in the order of the graph.
 
     Raises:
-        PlanError: a value has no `meta["val"]`, as make_fx and AOTAutograd make it, or a symbolic
-            shape.
+        PlanError: a value has no `meta["val"]`, which make_fx and AOTAutograd set, or has a
+            symbolic shape.
     """
     values = _Values(graph)
     # By the operation's name: other overloads, and the same operation elsewhere, cost the same.
@@ -65,12 +65,12 @@ def call_costs(graph: fx.Graph, device: Device) -> dict[str, CallCost]:
 
 
 class _Values:
-    """The values of a graph: whose memory they are in, their sizes in bytes, who reads them."""
+    """The values of a graph: whose memory they are in, their sizes in bytes, and their readers."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.owner: dict[fx.Node, fx.Node] = {}
         self.size: dict[fx.Node, int] = {}
-        self._readers: dict[fx.Node, set[fx.Node]] = {}  # of memory, other than views
+        self._readers: dict[fx.Node, set[fx.Node]] = {}  # of its memory, without views
         for node in graph.nodes:
             if node.op != "output":
                 self.owner[node] = owner = self._find_owner(node)
@@ -84,13 +84,13 @@ class _Values:
         if not node.all_input_nodes:
             return node
         first = node.all_input_nodes[0]
-        if name_of(node) == "getitem":  # an element of a tuple owns its memory, of a view's not
+        if name_of(node) == "getitem":  # an element of a tuple owns its memory, but not of a view's
             return node if self.owner[first] is first else self.owner[first]
         is_in_place = _base_name(node).endswith("_") and not _base_name(node).endswith("__")
         return self.owner[first] if _is_view(node) or is_in_place else node
 
     def is_fused(self, node: fx.Node) -> bool:
-        """Whether a node's value only exists inside of its reader's loop."""
+        """Whether a node's value exists only inside its reader's loop."""
         readers = self._readers.get(node, ())
         return (
             self.owner[node] is node
@@ -130,7 +130,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    # None has no "val": what a call without a result returns, or a gradient that nobody needs.
+    # None has no "val": the result of a call without one, or a gradient that nobody needs.
     is_none = not node.users or name_of(node) == "getitem"
     if "val" not in node.meta and node.op != "get_attr" and not is_none:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What an iteration costs: computation with the times of its gradients, and an allreduce.
+"""What an iteration costs: its computation, with the times of gradients, and its allreduces.
 
 Pure numbers: times in seconds, sizes in bytes.
 """
@@ -18,7 +18,7 @@ from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 ALLREDUCE, SHARDED = COMMUNICATIONS = ("allreduce", "sharded")  # [Note: sharded iterations]
-_BEYOND = 1e18  # no number is so large: what is computed from them has to stay finite
+_BEYOND = 1e18  # numbers are smaller, so that what is computed from them stays finite
 _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
 
@@ -41,7 +41,7 @@ class Gradient:
 
 
 class Allreduce(NamedTuple):
-    """Gradients that are reduced together, once the gradient at the place `last` is ready."""
+    """Gradients that are reduced together, once the gradient at index `last` is ready."""
 
     gradients: list[Gradient]
     last: int
@@ -54,12 +54,12 @@ class Allreduce(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The computation of one iteration, as it is without any communication.
+    """The computation of one iteration, without any communication.
 
-    `gradients` are in the order in which they become ready. `cut_s` is what each further section
-    of backward costs, where `ready_s` does not contain it; `after_s` what backward does after the
-    last allreduce (DDP copies reduced gradients back); `between_s` what lies between backward and
-    the next forward (the optimizer). `source` says where the times are from.
+    `gradients` are in the order in which they become ready. `cut_s` is what each additional section
+    of backward costs, unless `ready_s` contains it; `after_s` is the time that backward takes after
+    the last allreduce (DDP copies reduced gradients back), `between_s` the time between backward
+    and the next forward (the optimizer). `source` says where the times are from.
 
     Raises:
         PlanError: a time is negative or not finite, or gradients are not in order.
@@ -94,7 +94,7 @@ class Profile:
     def allreduces(self, sizes: Sequence[int]) -> list[Allreduce]:
         """Return the allreduces of buckets, of which the k-th holds the next `sizes[k]` gradients.
 
-        There is one for each group of a bucket, in the order in which groups appear.
+        There is one for each group in a bucket, in the order in which groups appear.
         """
         found: list[Allreduce] = []
         for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
@@ -105,7 +105,7 @@ class Profile:
         return found
 
     def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
-        """Return the profile with these times of its gradients, and further changes."""
+        """Return the profile with these times for its gradients, and any other changes."""
         pairs = zip(self.gradients, ready_s, strict=True)
         gradients = tuple(dataclasses.replace(gradient, ready_s=t) for gradient, t in pairs)
         return dataclasses.replace(self, gradients=gradients, **changes)
@@ -120,9 +120,9 @@ class Profile:
 class AllreduceCost:
     """An allreduce of n bytes takes `startup_s + n * s_per_byte`.
 
-    While bytes move, computation loses the part `interference` of its speed; while computation
-    runs, bytes take `contention` times as long; and each allreduce, of whatever size, keeps
-    computation up by `launch_s`.
+    While bytes move, computation loses the fraction `interference` of its speed; while computation
+    runs, bytes take `contention` times as long; and each allreduce, of whatever size, delays
+    computation by `launch_s`.
 
     Raises:
         PlanError: a number is negative or not finite, `interference` is not below 1, or
@@ -142,12 +142,12 @@ class AllreduceCost:
 
     @property
     def s_per_mib(self) -> float:
-        """The rate as people read it."""
+        """The rate in the unit that people read."""
         return self.s_per_byte * 2**20
 
     @property
     def half(self) -> AllreduceCost:
-        """The cost of a reduce-scatter, or of an all-gather: each sends half of the bytes."""
+        """The cost of a reduce-scatter or of an all-gather: each sends half of the bytes."""
         return dataclasses.replace(
             self, startup_s=self.startup_s / 2, s_per_byte=self.s_per_byte / 2
         )
@@ -162,11 +162,11 @@ class Network:
     """The links of a cluster, from which the cost of an allreduce follows for any world size.
 
     `latency_s` is that of a message between nodes, `bytes_per_s` the rate of a node's link in each
-    direction; `node_latency_s` and `node_bytes_per_s` are those between the ranks of one node.
+    direction; `node_latency_s` and `node_bytes_per_s` are the same between the ranks of one node.
     `interference`, `contention` and `launch_s` are as in `AllreduceCost`.
 
     Raises:
-        PlanError: a number is out of range, or `algorithm` is none of `ALGORITHMS`.
+        PlanError: a number is out of range, or `algorithm` is not one of `ALGORITHMS`.
     """
 
     latency_s: float
@@ -192,7 +192,7 @@ class Network:
 
     @classmethod
     def of_ring(cls, cost: AllreduceCost, world_size: int) -> Network:
-        """Return the network on which a ring of `world_size` ranks, one a node, has this cost.
+        """Return the network on which a ring of `world_size` ranks, one per node, has this cost.
 
         Raises:
             PlanError: there are fewer than 2 ranks, or the cost has no rate.
@@ -234,7 +234,7 @@ class Network:
             latency = within * self.node_latency_s + between * self.latency_s
             per_byte = within / inside / self.node_bytes_per_s + between / nodes / self.bytes_per_s
         elif self.algorithm == "ring":
-            between = math.ceil(steps / inside)  # of the messages in a row
+            between = math.ceil(steps / inside)  # of the successive messages
             latency = between * self.latency_s + (steps - between) * self.node_latency_s
             per_byte = steps / world_size / slowest
         else:
@@ -251,7 +251,7 @@ class Network:
 
 
 def _steps_of_ring(num_ranks: int) -> int:
-    """Return how many messages follow one another; each carries 1 / `num_ranks` of all bytes."""
+    """Return the number of successive messages; each carries 1 / `num_ranks` of all bytes."""
     return 2 * (num_ranks - 1)
 
 
@@ -281,8 +281,8 @@ def _check_printable(owner: Any, name: str) -> None:
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:
     """Fit the cost of an allreduce to measured times by the method of Theil and Sen.
 
-    The rate is the median of the slopes between all pairs of sizes, the start-up the median of
-    what is left; a few disturbed measurements change neither. Both are at least 0.
+    The rate is the median of the slopes between all pairs of sizes, the start-up time the median
+    of what is left; a few disturbed measurements change neither. Both are at least 0.
 
     Raises:
         PlanError: there are fewer than two different sizes.

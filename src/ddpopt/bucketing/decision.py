@@ -1,4 +1,4 @@
-"""Decide from what all ranks measured whether other buckets are better, and say what from."""
+"""Decide from what all ranks measured whether other buckets are better, and give the reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAY = "buckets stay as they are"
 
 
 class Decision(NamedTuple):
-    """What is decided and why, the best plan as JSON, and what part of an iteration it saves."""
+    """What is decided and why, the best plan as JSON, and the part of an iteration it saves."""
 
     text: str
     plan: str = ""
@@ -35,7 +35,7 @@ class Decision(NamedTuple):
 
 
 def communication_of(ddp: DistributedDataParallel) -> str:
-    """Return what communicates for a module: one of `COMMUNICATIONS`."""
+    """Return how a module communicates: one of `COMMUNICATIONS`."""
     return SHARDED if _waits.is_sharded(ddp) else ALLREDUCE
 
 
@@ -104,10 +104,10 @@ def _profile(
 ) -> Profile:
     """Return the computation of the slowest rank without communication.
 
-    What the model does not explain of the measured backward is taken to come after all allreduces.
-    A Reducer that looks for unused parameters has its buckets in another order than that of
-    arrival, in which they are planned; it is taken to have as many gradients in each of them.
-    Of sharded updates measured times contain no waiting, and sums take half of an allreduce.
+    The part of the measured backward that the model does not explain is assumed to follow all
+    allreduces. A Reducer that looks for unused parameters does not have its buckets in the order of
+    arrival, in which they are planned; it is assumed to have as many gradients in each of them.
+    With sharded updates measured times contain no waiting, and sums take half of an allreduce.
     """
     is_sharded = communication_of(ddp) == SHARDED
     each = cost.half if is_sharded else cost
@@ -119,7 +119,7 @@ def _profile(
         arrived, slowest = [arrived[k] for k in order], [slowest[k] for k in order]
     ready_s = list(itertools.accumulate(slowest, max))
     forward_s = max(measured.forward_s for measured in gathered)
-    if is_sharded:  # while bytes move beside it, as long as there are any
+    if is_sharded:  # slowed down for as long as bytes move beside it
         moving_s = each.s_per_byte * sum(p.num_bytes for p in arrived) * cost.contention
         forward_s -= cost.interference * min(forward_s, moving_s)
     disturbed = Profile(
@@ -141,14 +141,14 @@ def _profile(
 
 
 class Verdict(NamedTuple):
-    """What came of a change, and whether it is taken back."""
+    """What a change achieved, and whether to undo it."""
 
     text: str
     is_worse: bool = False
 
 
 def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain: float) -> Verdict:
-    """Compare the slowest rank's iterations; the same on all ranks, from what all measured."""
+    """Compare the slowest rank's iterations; all ranks get the same, from what all measured."""
     for rank, measured in enumerate(after):
         if measured.problem:
             return Verdict(f"what came of it is not known: on rank {rank}, {measured.problem}")

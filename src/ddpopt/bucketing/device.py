@@ -1,4 +1,4 @@
-"""What a device can do in a second, given or measured, and from it how long an operation takes."""
+"""What a device can do per second, given or measured, and how long an operation takes on it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TINY_CALLS = 200
 class Device:
     """The rates of a device: FLOPs of large matrix products, bytes of large copies, small calls.
 
-    `flops_per_s` is by dtype; a dtype that is not there is taken to be as slow as the slowest.
-    `launch_s` is what each call costs besides.
+    `flops_per_s` is by dtype; a missing dtype is assumed to be as slow as the slowest. `launch_s`
+    is the additional cost of each call.
 
     Raises:
-        PlanError: a rate is not above 0 and finite, or there is none of FLOPs.
+        PlanError: a rate is not positive and finite, or there is no rate of FLOPs.
     """
 
     flops_per_s: Mapping[torch.dtype, float]
@@ -43,7 +43,7 @@ class Device:
             raise PlanError(f"Device.launch_s is {self.launch_s!r}; it must be 0 or more, finite")
 
     def seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | None = None) -> float:
-        """Return how long a call takes, without its launch: what arithmetic takes, or memory.
+        """Return how long a call takes without its launch: the longer of arithmetic and memory.
 
         This is the roofline model (Williams, Waterman and Patterson, 2009).
         """
@@ -57,7 +57,7 @@ def measure_device(
 ) -> Device:
     """Measure the rates of a device, with as many threads as torch uses now.
 
-    Takes about 0.1 s for each dtype and 0.2 s for the rest. Each rate is that of the median run.
+    It takes about 0.1 s for each dtype and 0.2 s for the rest. Each rate is that of the median run.
 
     Raises:
         PlanError: `dtypes` is empty.
@@ -98,14 +98,14 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, once a device has done all that it was given."""
+    """Return the time in seconds once a device has done all of its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def now_on_stream(device: torch.device) -> float:
-    """As `now`, but other streams of the device, as those that communicate, may be at work."""
+    """As `now`, but for the current stream: others, such as those that communicate, may be busy."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
     return time.perf_counter()

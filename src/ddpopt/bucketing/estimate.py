@@ -1,7 +1,7 @@
 """The profile of one iteration from the model's graph alone: nothing is run on real data.
 
 Forward and backward are traced into one graph with fake tensors; `call_costs.py` knows what its
-calls cost. What was measured comes from elsewhere; `scale` brings the two together.
+calls cost. Measurements come from elsewhere; `scale` brings the two together.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ def estimate(
     device: Device | None = None,
     loss: LossFn | None = None,
 ) -> Profile:
-    """Return the profile of one iteration as a device of these rates would run it.
+    """Return the profile of one iteration as a device with these rates would run it.
 
     Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
-    ends where the loss is made. A parameter that is not used is ready at the end of backward.
-    Autocast and the model's mode (train or eval) count as they are. Neither the model nor the
+    ends where the loss is computed. An unused parameter is ready at the end of backward. The
+    current autocast and the model's current mode (train or eval) apply. Neither the model nor the
     random number state changes.
 
     Args:
-        model: Compiled or not; its names are those of the profile, so give what DDP is to wrap, or
-            wraps. On the meta device it is traced as if it were on the accelerator, or on the CPU
-            where there is none, and takes no memory.
+        model: Compiled or not; the profile takes its names, so pass what DDP is to wrap, or wraps.
+            On the meta device it is traced as if it were on the accelerator, or on the CPU if there
+            is none, and takes no memory.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes matter.
-        device: Its rates; None measures those of the device that the model is on, in under 1 s.
-        loss: Makes a scalar of the model's output. Default: the output's `loss` (an attribute or a
-            key), or else the sum of its floating point tensors.
+        device: Rates of the device; None measures those of the model's device, in under 1 s.
+        loss: Computes a scalar from the model's output. Default: the output's `loss` (an attribute
+            or a key), or else the sum of its floating point tensors.
 
     Raises:
         PlanError: the model has no parameter that requires grad, it cannot be traced, the loss is
-            no scalar that depends on a parameter, or a gradient is sparse.
+            not a scalar that depends on a parameter, or a gradient is sparse.
     """
     graph, trained = _trace(model, example_inputs, loss)
     returned: Any = graph.output_node().args[0]
@@ -69,8 +69,8 @@ def estimate(
         first = next(iter(trained.values()))
         device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
     costs = call_costs(graph, device)
-    # By place in the graph: 0 is there at once, as an input that is handed through; the last one is
-    # the end of backward. A gradient may stand before the loss, if it does not depend on its value.
+    # By place in the graph: 0 is ready at once, such as an input that is passed through; the last
+    # is the end of backward. A gradient may precede the loss if it does not depend on its value.
     ends_s = [0.0, *itertools.accumulate(cost.seconds for cost in costs.values())]
     ends_s.append(ends_s[-1])
     places = {name: place for place, name in enumerate(costs, 1)}
@@ -118,8 +118,8 @@ def _trace(
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """Trace forward and backward into one graph of aten operations.
 
-    It returns the loss and the gradients of the parameters, which are given as fake tensors on the
-    device that was traced for; None in place of the gradient of one that is not used.
+    The graph returns the loss and the gradients of the parameters, None for an unused one. The
+    parameters are returned as fake tensors on the device that was traced for.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -164,7 +164,7 @@ class _Step(nn.Module):
         self._loss = loss
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
-        """Return the loss, and its gradients by what is wanted."""
+        """Return the loss, and its gradients with respect to `wanted`."""
         value = find_loss(call_model(self.model, batch), self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
@@ -172,8 +172,8 @@ class _Step(nn.Module):
 def _to_fake(values: Any, device: torch.device | str) -> Any:
     """Return fake tensors on `device` in place of all tensors.
 
-    On the meta device itself operations would be traced that no device runs so: attention, for
-    one, comes apart there.
+    Tracing on the meta device itself would give operations that no device runs: attention, for
+    one, is decomposed there.
     """
     mode = _torch.fake_mode_of(())
 

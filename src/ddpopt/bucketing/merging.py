@@ -9,25 +9,25 @@ be reduced in k buckets or fewer. The last of these buckets starts behind some j
 
     F(k, i) = min over j < i of  max(F(k - 1, j), t(i)) + a + b * (S(i) - S(j))
 
-Since F(k, j) grows with j, those j with F <= t(i) are a prefix, of which the last one is best, and
-for the others F(k - 1, j) - b * S(j) has to be smallest, which is the minimum of a sliding window.
+Since F(k, j) grows with j, those j with F <= t(i) are a prefix, of which the last one is best; for
+the others F(k - 1, j) - b * S(j) has to be smallest, which is the minimum over a sliding window.
 So a layer k takes n log n steps, which run as tensor operations. A cut costs computation too, and
-so does a launch: what is minimised is F(k, n) + (cut + launch) * (k - 1), which takes each to delay
-the end by its full cost. Layers end when no prefix gains by one more bucket, or cuts and launches
-alone cost more than there is to win.
+so does a launch: what is minimised is F(k, n) + (cut + launch) * (k - 1), as if each delayed the
+end by its full cost. Layers end when no prefix gains from one more bucket, or when cuts and
+launches alone cost more than can be gained.
 
 [Note: merging for a whole iteration]
 With sharded updates (see [Note: sharded iterations]) both halves of communication count. Let g be
-how long the transfers from a bucket's own to the last one's take, all in a row. The last sum ends
-at the maximum over all buckets of t + g, with t of the bucket's last gradient. Gathers run in the
-opposite order, so g is also when a bucket's gather ends, counted from the update, of u seconds, on
-(its first part, before which no gather can begin, is neglected). Forward is late by the maximum of
-g - u - f * (1 - t / B), for a forward of f and a backward of B seconds, or not at all. So the same
-problem is solved for two sets of ready times, t and f / B * t; and, since a plan for which neither
-maximum can be smaller without the other getting larger also has the smallest max(first, second + d)
-for some d, for the sets max(t, f / B * t + d), with d from -u to B - f. Of these plans the one with
-the shortest iteration is taken, which is at most half a step of d longer than the best. A further
-bucket costs one cut and two launches, of which each of the two maxima is charged half.
+how long the transfers from a bucket's own to the last one's take, back to back. The last sum ends
+at the maximum of t + g over all buckets, where t belongs to the bucket's last gradient. Gathers run
+in the opposite order, so g is also when a bucket's gather ends, counted from the start of the
+update, which takes u seconds (its first part, before which no gather can begin, is neglected).
+Forward, of f seconds, is late by the maximum of g - u - f * (1 - t / B), for a backward of B
+seconds, or not at all. So the same problem is solved for two sets of ready times, t and f / B * t;
+and, since a plan for which neither maximum can be reduced without increasing the other also has the
+smallest max(first, second + d) for some d, for the sets max(t, f / B * t + d), with d from -u to
+B - f. The plan with the shortest iteration is taken; it is at most half a step of d longer than the
+best. One more bucket costs one cut and two launches; half of that is charged to each maximum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 from ddpopt.bucketing.timeline import predict, ready_times
 from ddpopt.reducer import cap_of
 
-_ROUNDS = 4  # of planning with the ready times that the last plan leads to
+_ROUNDS = 4  # of planning with the ready times that result from the last plan
 BALANCES = 32  # steps of d in [Note: merging for a whole iteration]
 _AS_GOOD = 1.005  # times the best predicted backward, or iteration
 _REAL_GAIN = 1e-9  # seconds; less is rounding
@@ -53,10 +53,10 @@ def best_buckets(
 ) -> tuple[int, ...]:
     """Return how many gradients each bucket holds, in the order of the profile.
 
-    They are optimal (see [Note: merging]) where computation and allreduces do not slow each other
-    down. Where they do, candidates are the optimal buckets for the times at which gradients are
-    ready under the plan before, and those of uniform caps. Of all that are predicted to be about as
-    good as the best, that whose largest bucket is smallest depends least on predictions, and was
+    They are optimal (see [Note: merging]) if computation and allreduces do not slow each other
+    down. If they do, candidates are the optimal buckets for the times at which gradients are ready
+    under the previous plan, and those of uniform caps. Of all that are predicted to be about as
+    good as the best, the one whose largest bucket is smallest depends least on predictions, and was
     the fastest when measured. With `communication="sharded"` the whole iteration counts, and
     candidates are those of [Note: merging for a whole iteration].
     """
@@ -89,7 +89,7 @@ def best_buckets(
 def _settled(
     profile: Profile, cost: AllreduceCost, slowed: AllreduceCost, known: Collection[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Return plans of which each is the best for the ready times under the one before."""
+    """Return plans, each of them the best for the ready times under the previous one."""
     found: list[tuple[int, ...]] = []
     ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]
     for _ in range(_ROUNDS):
@@ -123,7 +123,7 @@ def merge(
 ) -> tuple[int, ...]:
     """Return the buckets that minimise the objective of [Note: merging].
 
-    To end before `least_s` wins nothing.
+    Ending before `least_s` gains nothing.
     """
     num_bytes = [0, *(gradient.num_bytes for gradient in profile.gradients)]
     problem = _Problem(
@@ -131,7 +131,7 @@ def merge(
         sent=torch.tensor(num_bytes, dtype=torch.float64).cumsum(0) * cost.s_per_byte,
         startup_s=cost.startup_s,
     )
-    # No bucket: nothing can be reduced in it, which is done at 0.
+    # Without buckets only nothing can be reduced, which is done at 0.
     layers = [torch.full_like(problem.sent, torch.inf).index_fill(0, torch.tensor(0), 0.0)]
     values: list[float] = []
     cut_s = profile.cut_s + cost.launch_s
@@ -179,9 +179,9 @@ class _Problem(NamedTuple):
 
 
 def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Return the minimum of `values[first[i]..last[i]]` for each i, infinity of an empty range.
+    """Return the minimum of `values[first[i]..last[i]]` for each i, infinity for an empty range.
 
-    It takes minima over all ranges whose length is a power of 2; two of those cover any range.
+    It computes minima over all ranges whose length is a power of 2; two of those cover any range.
     """
     table = [values]
     while 2 ** len(table) <= len(values):
@@ -204,7 +204,7 @@ def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
 
 
 def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the buckets that DDP's Reducer forms with these caps, of gradients of one group.
+    """Return the buckets that DDP's Reducer forms with these caps, for gradients of one group.
 
     The k-th cap is for the k-th bucket, the last one for all further ones.
     """

@@ -1,7 +1,7 @@
-"""BucketPlan: which gradients share a bucket, with what it was planned from. Plain data.
+"""BucketPlan: which gradients share a bucket, and what that was planned from. Plain data.
 
-It is made before DDP exists or for a DDP module that runs, saved as JSON, and applied by DDP's
-own arguments or by `rebucket`. A file of it may come from anywhere: see `_files.py`.
+It is made before DDP exists or for a running DDP module, saved as JSON, and applied through DDP's
+own arguments or by `rebucket`. Its file may come from anywhere: see `_files.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBucket:
-    """The gradients of one allreduce, by their parameters' names, in the order of arrival."""
+    """The gradients of one allreduce, by parameter name, in the order of arrival."""
 
     parameters: tuple[str, ...]
     num_bytes: int
@@ -41,12 +41,12 @@ class PlannedBucket:
 class BucketPlan:
     """Buckets for one model, and the costs for which they are best.
 
-    `sizes[k]` gradients of the profile, in its order, complete together; where they are of several
-    groups, they make a bucket for each. `communication` says what they are best for: "allreduce",
-    or "sharded" where `ddpopt.algorithms.ShardedUpdate` communicates.
+    The next `sizes[k]` gradients of the profile, in its order, complete together; if they are of
+    several groups, each group gets a bucket. `communication` says what the plan is best for:
+    "allreduce", or "sharded" if `ddpopt.algorithms.ShardedUpdate` communicates.
 
     Raises:
-        PlanError: `sizes` does not add up to the number of gradients, two of these have one name,
+        PlanError: `sizes` does not add up to the number of gradients, two of these share a name,
             `world_size` is below 1, or `communication` is something else.
     """
 
@@ -92,15 +92,15 @@ class BucketPlan:
         return predict(self.profile, self.sizes, self.cost, self.communication)
 
     def timeline_of_caps(self, caps_bytes: Sequence[int] = DDP_DEFAULT_CAPS) -> Timeline:
-        """Return the predicted times with the buckets that DDP forms by caps in bytes."""
+        """Return the predicted times with the buckets that DDP forms with these caps in bytes."""
         sizes = buckets_of_caps(self.profile, caps_bytes)
         return predict(self.profile, sizes, self.cost, self.communication)
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        """Return arguments for DistributedDataParallel by which it forms these buckets.
+        """Return arguments for DistributedDataParallel with which it forms these buckets.
 
-        `bucket_cap_mb_list`, or the best `bucket_cap_mb` where gradients are of several dtypes or
-        devices: the list would count for each of them by itself.
+        `bucket_cap_mb_list`, or the best `bucket_cap_mb` if gradients are of several dtypes or
+        devices: the list would apply to each of them separately.
         """
         if len({gradient.group for gradient in self.profile.gradients}) == 1:
             return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}
@@ -116,7 +116,7 @@ class BucketPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""
         content = {"version": _VERSION, **dataclasses.asdict(self), "hash": self.hash}
-        if self.communication == ALLREDUCE:  # releases that know of nothing else can read it
+        if self.communication == ALLREDUCE:  # so that releases that know nothing else can read it
             del content["communication"]
         return json.dumps(content, indent=1)
 
@@ -125,26 +125,26 @@ class BucketPlan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: the text is no plan, is of another version, was changed by hand, or is
+            PlanError: the text is not a plan, is of another version, was changed by hand, or is
                 larger than 32 MiB.
         """
         return cls._read(text, "the text")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file as JSON; one of yours is replaced, a link is not followed.
+        """Write the plan to a file as JSON; replace one of yours, but follow no symbolic link.
 
         Raises:
-            OSError: it cannot be written, or something else has that name.
+            OSError: the file cannot be written, or something else has that name.
         """
         _files.write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> BucketPlan:
-        """Read a plan that was saved. It may come from anybody: it is data, and is checked.
+        """Read a saved plan. The file may come from anybody: it is only data, and is checked.
 
         Raises:
-            PlanError: the file holds no plan, see `from_json`, or is no regular file.
-            OSError: it cannot be read.
+            PlanError: the file holds no plan (see `from_json`), or is not a regular file.
+            OSError: the file cannot be read.
         """
         return cls._read(Path(path), printable(str(path)))
 
@@ -198,7 +198,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What a file says beside the plan; in other versions the rest may look different."""
+    """What a file says besides the plan; in other versions the rest may look different."""
 
     version: int
     hash: str = ""

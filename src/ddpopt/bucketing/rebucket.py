@@ -1,4 +1,4 @@
-"""`rebucket`: give a DDP module that exists the buckets of a plan."""
+"""`rebucket`: give an existing DDP module the buckets of a plan."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
     """Rebuild the Reducer of a DDP model with exactly the buckets of `plan`, or of a saved one.
 
-    Comm hooks and all options stay; a hook of yours that keeps something by bucket must forget it.
+    Comm hooks and all options are kept; a hook of yours that keeps state by bucket must drop it.
     This is a collective call: every rank of DDP's process group must make it with an equal plan,
-    between a step and the next forward. A backward of a forward from before the call raises. Graphs
-    that are compiled with `backend="ddpopt"` are compiled again in the next forward.
+    between a step and the next forward. A backward whose forward ran before the call raises. Graphs
+    compiled with `backend="ddpopt"` are compiled again in the next forward.
 
     Raises:
         PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
-            a backward is running, or DDP is in a mode whose Reducer cannot be replaced.
+            a backward is running, or DDP is in a mode in which its Reducer cannot be replaced.
         PeerError: a rank did not make this call.
         TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
-        OSError: the file of a plan cannot be read.
+        OSError: the plan's file cannot be read.
     """
     ddp = state.ddp_of(model)
     if isinstance(plan, str | os.PathLike):
@@ -86,7 +86,7 @@ def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
 
 
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
-    """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they do not."""
+    """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they match."""
     own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
     planned = {gradient.name: gradient.num_bytes for gradient in plan.profile.gradients}
     remedy = "plan for this very model"
@@ -130,14 +130,14 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 def take_back(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
-    """Give `ddp` the buckets that it had before a plan was applied, by index, and their limits."""
+    """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
     _torch.replace_reducer(ddp, buckets, caps_bytes)
     state.of(ddp).give_buckets(buckets, is_planned=False)
-    _applied.pop(ddp, None)  # a reset of Dynamo may have come between
+    _applied.pop(ddp, None)  # Dynamo may have been reset meanwhile
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
-    """Return the buckets of a plan that fits by parameter index."""
+    """Return the buckets of a plan that fits, by parameter index."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     return [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
 
@@ -152,7 +152,7 @@ _guards = weakref.WeakKeyDictionary()
 
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:
-    """Have backward raise until the next forward: a new Reducer does not know of those before."""
+    """Make backward raise until the next forward: a new Reducer does not know earlier ones."""
 
     def refuse(_gradient: torch.Tensor) -> None:
         raise PlanError(
@@ -167,7 +167,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
             parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # as torch has it
             for parameter in reduced
         ]
-    # Where nothing was compiled yet, nobody else tells that a forward has begun.
+    # If nothing has been compiled yet, nobody else notices that a forward has begun.
     begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
     _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
     observe(ddp, Turn.REBUCKET, _Permission())

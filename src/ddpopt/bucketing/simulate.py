@@ -1,4 +1,4 @@
-"""A plan on clusters of other sizes: one iteration, and efficiencies over a grid of clusters.
+"""Simulate a plan on other clusters: one iteration, or efficiencies over a grid of clusters.
 
 Pure and deterministic, stragglers included. Plans are made in plan.py.
 """
@@ -23,7 +23,7 @@ from ddpopt.errors import PlanError
 
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10
-# As tc(8) of Linux names them: powers of 1000, in bits.
+# Named as in Linux's tc(8): powers of 1000, in bits.
 _BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SAME = 1e-4  # of efficiency: plans closer than this are equally good
 
@@ -32,8 +32,8 @@ _SAME = 1e-4  # of efficiency: plans closer than this are equally good
 class Stragglers:
     """Ranks that compute more slowly than the profile says, at random.
 
-    Each rank takes 1 + X times as long for an iteration's computation, with X independent and
-    exponential of mean `mean_delay`; docs/simulation.md has the reasons and the sources.
+    Each rank takes 1 + X times as long for an iteration's computation, where X is independent and
+    exponential with mean `mean_delay`; docs/simulation.md has the reasons and the sources.
 
     Raises:
         PlanError: `mean_delay` is negative or not finite.
@@ -49,8 +49,8 @@ class Stragglers:
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long the slowest of `world_size` ranks takes.
 
-        One draw whatever `world_size`, by the inverse of the maximum's distribution function,
-        (1 - exp(-x / mean))^N. With one seed it grows with `world_size`.
+        It draws once for any `world_size`, by the inverse of the maximum's distribution function,
+        (1 - exp(-x / mean))^N. For a fixed seed it grows with `world_size`.
         """
         uniform = max(random.Random(self.seed).random(), 2.0**-53)  # 0 has no logarithm
         return 1 - self.mean_delay * math.log(-math.expm1(math.log(uniform) / world_size))
@@ -58,11 +58,11 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One iteration of a plan on `world_size` ranks, as predicted.
+    """The predicted iteration of a plan on `world_size` ranks.
 
     `cost` is what an allreduce costs there. `timeline` is that of the slowest rank, whose
-    computation takes `slowdown` times as long as the profile says; with `communication` "sharded"
-    see [Note: sharded iterations]. `basis` says what the numbers are from.
+    computation takes `slowdown` times as long as the profile says; if `communication` is "sharded",
+    see [Note: sharded iterations]. `basis` says where the numbers come from.
     """
 
     world_size: int
@@ -74,12 +74,12 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """Weak scaling: one undisturbed rank's iteration by itself, over this iteration."""
+        """Weak scaling: the iteration of one undisturbed rank alone, divided by this iteration."""
         iteration_s = self.timeline.iteration_s
         return self.timeline.alone_s / self.slowdown / iteration_s if iteration_s else 1.0
 
     def to_json(self) -> str:
-        """Return all numbers as JSON text, with those that follow from others; in seconds."""
+        """Return all numbers, derived ones included, as JSON text; times are in seconds."""
         content = dataclasses.asdict(self) | {
             "timeline": self.timeline.to_dict(),
             "efficiency": self.efficiency,
@@ -114,7 +114,7 @@ class Simulation:
     def _bar(self, bucket: BucketTimes) -> str:
         whole_s = self.timeline.backward_s or 1.0
         times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
-        # The part first: the width over a tiny time would be infinite.
+        # Divide first: the width divided by a tiny time would be infinite.
         ready, launched, finished = (math.floor(_BAR_WIDTH * (time / whole_s)) for time in times)
         return " " * ready + "-" * (launched - ready) + "=" * max(1, finished - launched)
 
@@ -134,18 +134,18 @@ def simulate(
     stragglers: Stragglers | None = None,
     communication: str | None = None,
 ) -> Simulation:
-    """Return one iteration of `plan` on a cluster of `world_size` ranks.
+    """Predict one iteration of `plan` on a cluster of `world_size` ranks.
 
-    `communication` is "allreduce", or "sharded" as with `ddpopt.algorithms.ShardedUpdate`; None is
-    what the plan was made for.
+    `communication` is "allreduce", or "sharded" as with `ddpopt.algorithms.ShardedUpdate`; None
+    means what the plan was made for.
 
-    Without a network it is the one that the plan's cost implies for a ring with one rank a node;
-    an `AllreduceCost` is used as it is, whatever `world_size`. A bucket is ready when its last
-    gradient is ready on the slowest of the ranks.
+    Without `network` it is the network that the plan's cost implies for a ring with one rank per
+    node; an `AllreduceCost` is used as it is, for any `world_size`. A bucket is ready when its last
+    gradient is ready on the slowest rank.
 
     Raises:
-        PlanError: `world_size` is no whole number above 0, no network follows from the plan, or
-            `communication` is something else.
+        PlanError: `world_size` is not a positive whole number, no network follows from the plan,
+            or `communication` is something else.
     """
     communication = plan.communication if communication is None else communication
     check_communication(communication)
@@ -180,7 +180,7 @@ def _cost(
 class Cell:
     """Efficiencies on one cluster: of the saved plan, DDP's default buckets, a plan made for it.
 
-    `num_buckets` are those of the plan made for it.
+    `num_buckets` is that of the plan made for it.
     """
 
     world_size: int
@@ -192,7 +192,7 @@ class Cell:
 
     @property
     def best(self) -> str:
-        """The best of the three; where they are equally good, the one that asks for least."""
+        """The best of the three; among equally good ones, the one that takes the least effort."""
         efficiency = {"saved": self.saved, "default": self.default, "replanned": self.replanned}
         enough = max(efficiency.values()) - _SAME
         return next(name for name, value in efficiency.items() if value >= enough)
@@ -205,7 +205,7 @@ def sweep(
     network: Network,
     stragglers: Stragglers | None = None,
 ) -> list[Cell]:
-    """Return a cell for each world size and each bandwidth of `network`'s nodes in bytes/s.
+    """Return a cell for each world size and each bandwidth of `network`'s nodes, in bytes/s.
 
     Plans are made without regard to stragglers.
 
@@ -242,13 +242,13 @@ def render(cells: Sequence[Cell]) -> str:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return bytes per second of a rate such as `10gbit`, written as for `tc`.
+    """Return a rate such as `10gbit`, written as for `tc`, in bytes per second.
 
-    Units are bit, kbit, mbit, gbit and tbit. A bare number, and tc's units in bytes (`bps`, which
-    elsewhere are bits), are refused.
+    Units are bit, kbit, mbit, gbit and tbit. A bare number is refused, and so are tc's units in
+    bytes (`bps`, which means bits elsewhere).
 
     Raises:
-        PlanError: the text is no such rate, or it is 0.
+        PlanError: the text is no such rate, or the rate is 0.
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]+)", text.strip(), re.IGNORECASE)
     scale = _BITS_PER_S.get(found[2].lower()) if found else None

@@ -1,4 +1,4 @@
-"""Note when gradients of a training step arrive, by hooks on autograd's nodes."""
+"""Note when a training step's gradients arrive, with hooks on autograd's nodes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, _waits
 from ddpopt.split import state
 
-_LEAST_COMPLETE = 2  # of the measured steps: with one forward and one backward
+_LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
 
 _Moment = Any  # in seconds, or an event on a device's stream
 
 
 @dataclass(slots=True)
 class _Step:
-    """What was noted of one step."""
+    """What was noted about one step."""
 
     began: _Moment
-    waited_s: float  # until then, and in it when it has ended
+    waited_s: float  # until the step began; during it, once it has ended
     forward_ended: _Moment = None
     backward_ended: _Moment = None
     num_forwards: int = 1
@@ -40,8 +40,8 @@ class _Step:
 class Measured:
     """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
 
-    `ready_s` is in the order of `buckets`, which are by parameter index. `waited_s` is how long
-    sharded updates waited, which no other time contains. `problem` says why there are none.
+    `ready_s` is in the order of `buckets`, which hold parameter indices. `waited_s` is how long
+    sharded updates waited, which no other time contains. `problem` says why there are no times.
     """
 
     problem: str = ""
@@ -54,21 +54,21 @@ class Measured:
 
     @property
     def iteration_s(self) -> float:
-        """From a forward to the next."""
+        """From one forward to the next."""
         return self.forward_s + self.backward_s + self.between_s + self.waited_s
 
 
 class Stopwatch:
-    """Notes when gradients arrive, by hooks on autograd's nodes that accumulate them.
+    """Notes when gradients arrive, with hooks on autograd's nodes that accumulate them.
 
-    The first `num_untimed` steps count for nothing. `key` is set by the first backward: this
-    stopwatch has it on all ranks, and no other one.
+    The first `num_untimed` steps do not count. `key` is set by the first backward: it is the same
+    on all ranks, and belongs to no other stopwatch.
     """
 
     def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
         self.key = ""
         self._num_untimed = num_untimed
-        self._ddp = weakref.ref(ddp)  # who holds this must not hold its module
+        self._ddp = weakref.ref(ddp)  # holding this must not keep its module alive
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
         self._device = device_of(ddp)
@@ -85,9 +85,9 @@ class Stopwatch:
         return sum(bool(step.backward_ended) for step in self._steps)
 
     def begin_step(self) -> None:
-        """A forward begins, and with it the end of the step before.
+        """Note that a forward begins, and with it that the previous step ends.
 
-        One whose parameters are all frozen, such as a GAN's discriminator's, is no part of a step.
+        A forward with all parameters frozen, such as of a GAN's discriminator, is in no step.
         """
         if not any(parameter.requires_grad for parameter in self._parameters):
             return
@@ -101,7 +101,7 @@ class Stopwatch:
         self._steps.append(_Step(began=now, waited_s=waited_s))
 
     def end_forward(self) -> None:
-        """A forward has ended; if it is none of a step that is measured, nothing is noted."""
+        """Note that a forward has ended, unless it belongs to no measured step."""
         if self._steps and not self._steps[-1].forward_ended:
             self._steps[-1].forward_ended = self._now()
 
@@ -119,7 +119,7 @@ class Stopwatch:
         if not buckets:
             return Measured(problem="DDP did not tell its buckets")
         arrival = list(itertools.chain.from_iterable(buckets))
-        # A Reducer that looks for unused parameters counts them as ready before all others.
+        # A Reducer that looks for unused parameters treats them as ready before all others.
         needed = set(arrival) if _torch.follows_arrival_order(ddp) else set()
         complete = [
             step
@@ -163,7 +163,7 @@ class Stopwatch:
         if not self.key and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-            # How many collectives came before tells in which backward a search is asked for.
+            # The number of earlier collectives tells in which backward a search was requested.
             self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
 
     def _waited_s(self) -> float:
@@ -171,7 +171,7 @@ class Stopwatch:
         return 0.0 if ddp is None else _waits.waited_s(ddp)
 
     def _now(self) -> _Moment:
-        """Return the time by a clock that stands still while sharded updates wait on the CPU."""
+        """Return the time on a clock that stops while sharded updates wait on the CPU."""
         if self._device.type == "cpu":
             return time.perf_counter() - self._waited_s()
         event = torch.Event(self._device, enable_timing=True)

@@ -1,17 +1,17 @@
-"""One iteration on a time line: when each bucket is ready, and when its allreduce runs.
+"""The timeline of one iteration: when each bucket is ready, and when its allreduce runs.
 
 The model: backward computes; a bucket is ready when its last gradient is; allreduces run one
-after another, in the buckets' order, while computation goes on. Each may slow the other down.
+after another, in the buckets' order, while computation goes on. Each may slow down the other.
 
 [Note: sharded iterations]
-With `communication="sharded"` (see `ddpopt.algorithms.ShardedUpdate`) each allreduce is divided
-into its halves. Sums to shards run behind backward, as allreduces do, and the update waits for all
-of them. It takes what lies between backward and forward, each bucket as much of it as it has of the
-bytes, the last bucket first; each is gathered as soon as it is updated, behind the rest of the
-update and the next forward, which waits for a bucket where it first reads one of its parameters.
-When that is is not measured. Forward is taken to be backward the other way round: a gradient that
-is ready when the part p of backward is over is that of a parameter that forward reads when the part
-1 - p of it is over.
+With `communication="sharded"` (see `ddpopt.algorithms.ShardedUpdate`) each allreduce is split into
+its two halves. Sums to shards run behind backward, as allreduces do, and the update waits for all
+of them. It takes the time between backward and forward, divided among buckets in proportion to
+their bytes, the last bucket first. Each bucket is gathered as soon as it is updated, behind the
+rest of the update and the next forward, which waits for a bucket where it first reads one of its
+parameters. When that happens is not measured. Forward is assumed to mirror backward: if a gradient
+is ready when the fraction p of backward is over, forward reads its parameter when the fraction
+1 - p of forward is over.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 class BucketTimes:
     """The times of one bucket, in seconds after backward began.
 
-    Of one that is gathered, after forward began, before which it may be launched: it is ready when
-    forward first reads it.
+    A gather's times count from the start of forward, before which it may be launched; it is ready
+    when forward first reads it.
     """
 
     num_bytes: int
@@ -46,9 +46,9 @@ class Timeline:
     """The predicted times of one iteration.
 
     Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
-    with what comes after the last allreduce) count from the start of backward. `alone_s` is the
-    iteration without communication, `communication_s` the sum of all allreduces. Where updates are
-    sharded, `gathers` are those of the same buckets, and `forward_s` contains waiting for them.
+    with what follows the last allreduce) count from the start of backward. `alone_s` is the
+    iteration without communication, `communication_s` the sum of all allreduces. With sharded
+    updates, `gathers` has those of the same buckets, and `forward_s` includes the waiting for them.
     """
 
     forward_s: float
@@ -77,16 +77,16 @@ class Timeline:
 
     @property
     def bound_s(self) -> float:
-        """What no plan can beat: the larger of computation and communication."""
+        """A bound that no plan can beat: the longer of computation and communication."""
         return max(self.alone_s, self.communication_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all times by their names, those that follow from others too."""
+        """Return all times by name, derived ones included."""
         followed = ("iteration_s", "exposed_s", "bound_s")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in followed}
 
     def bucket_table(self, title: str, texts: Iterable[str]) -> list[str]:
-        """Return a table of the buckets, with a last column of this title and these texts."""
+        """Return a table of the buckets, with a last column that has this title and these texts."""
         rows = [
             (
                 f"{index}",
@@ -119,8 +119,8 @@ def predict(
 ) -> Timeline:
     """Return the timeline of an iteration with these buckets.
 
-    `bucket_sizes` tells how many gradients, in the profile's order, each bucket holds; where
-    gradients of several groups meet in one, each group is an allreduce of its own. With
+    `bucket_sizes` says how many gradients, in the profile's order, each bucket holds; if a bucket
+    has gradients of several groups, each group is an allreduce of its own. For
     `communication="sharded"` see [Note: sharded iterations].
     """
     is_sharded = communication == SHARDED
@@ -143,17 +143,17 @@ def predict(
 
 
 def ready_times(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
-    """Return when each gradient is ready while allreduces of these buckets run beside."""
+    """Return when each gradient is ready while allreduces of these buckets run alongside."""
     return _run_backward(profile, bucket_sizes, cost)[0][:-1]
 
 
 def _run_backward(
     profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
 ) -> tuple[list[float], list[BucketTimes]]:
-    """Return when each gradient is ready and, last, when computation ends; and the buckets."""
+    """Return when each gradient is ready and, at the end, when computation ends; and buckets."""
     queue = profile.allreduces(bucket_sizes)
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
-    # Each gradient, and the end of backward, as the computation that is done by then.
+    # Each gradient, and the end of backward, is a goal: the computation done by then.
     cut_s = profile.cut_s + cost.launch_s
     goals = [_Goal(g.ready_s + k * cut_s) for g, k in zip(profile.gradients, cuts, strict=True)]
     goals.append(_Goal(profile.backward_s + cuts[-1] * cut_s))
@@ -188,14 +188,14 @@ def _run_forward(
 
 
 class _Goal(NamedTuple):
-    """A place of computation: what is computed by then, and transfers that what follows needs."""
+    """A point in computation: what is done by then, and the transfers that what follows needs."""
 
     done_s: float
     num_needed: int = 0
 
 
 class _Transfer(NamedTuple):
-    """It may begin when so many goals have been reached."""
+    """A transfer, which may begin once `num_goals` goals have been reached."""
 
     num_bytes: int
     num_goals: int
@@ -204,12 +204,12 @@ class _Transfer(NamedTuple):
 def _run(
     goals: Sequence[_Goal], transfers: Sequence[_Transfer], cost: AllreduceCost
 ) -> tuple[list[float], list[tuple[float, float]]]:
-    """Follow computation and communication side by side, from event to event.
+    """Simulate computation and communication side by side, from event to event.
 
     Return when each goal is reached, and when each transfer begins and ends.
     """
     now_s = done_s = launched_s = 0.0
-    phases: list[float] = []  # what is left of a transfer: its bytes, its start-up
+    phases: list[float] = []  # what is left of a transfer, in seconds: its bytes, its start-up
     reached: list[float] = []
     spans: list[tuple[float, float]] = []
     while len(reached) < len(goals) or len(spans) < len(transfers):
@@ -244,8 +244,8 @@ def _run(
 def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
     """Return measured times of gradients as they would be if no allreduce had run meanwhile.
 
-    `profile` has the measured times, and `bucket_sizes` are the buckets of the measured run. The
-    inverse of `ready_times`.
+    `profile` has the measured times, and `bucket_sizes` the buckets of the measured run. This is
+    the inverse of `ready_times`.
     """
     ready_s = [gradient.ready_s for gradient in profile.gradients]
     queue = profile.allreduces(bucket_sizes)
@@ -258,7 +258,7 @@ def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
         beside_s = min(left_s, max(0.0, ready_s[-1] - moving_s) / cost.contention)
         busy.append((moving_s, moving_s + beside_s * cost.contention + left_s - beside_s))
     result: list[float] = []
-    lost_s = 0.0  # by the allreduces that were over
+    lost_s = 0.0  # to the allreduces that have ended
     passed = 0
     for at_s in ready_s:
         while passed < len(busy) and busy[passed][1] <= at_s:
@@ -267,6 +267,6 @@ def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
         running_s = max(0.0, at_s - busy[passed][0]) if passed < len(busy) else 0.0
         launched = bisect.bisect_left(ends, len(result))
         alone_s = at_s - lost_s - running_s * cost.interference - launched * cost.launch_s
-        # Of gradients that arrived together, some may have been ready before a launch.
+        # Some of the gradients that arrived together may have been ready before a launch.
         result.append(max([alone_s, *result[-1:], 0.0]))
     return result

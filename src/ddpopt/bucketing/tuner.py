@@ -3,22 +3,22 @@
 [Note: tuning]
 With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs that are cut more
 finely, and each rank notes when its gradients arrive. Steps are counted by backwards that reduce
-gradients: these are the same on all ranks, whatever forwards one of them runs besides. Before the
-forward that follows one and the same backward, ranks meet by the process group's store, with a time
-limit: a rank that does not come, or cannot go on, makes all ranks stay. From there on they are at
-the same place, and use collectives: measure the network, gather the times, rank 0 plans and
-broadcasts, each says whether the plan fits it, and all apply it, or none does. A few iterations
-later they meet once more, and take the change back if iterations did not get shorter.
+gradients: these are the same on all ranks, whatever other forwards one of them runs. Before the
+forward that follows one and the same backward, ranks meet through the process group's store, with a
+time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. From there on
+they are at the same place and use collectives: they measure the network and gather the times, rank
+0 plans and broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A
+few iterations later they meet once more, and undo the change if iterations did not get shorter.
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
-Where updates are sharded (`_waits.py`) they are while it is measured, and plans are for them: the
-iteration without its waiting is measured, and what waits is predicted. A search that runs when they
-begin to be sharded begins anew.
+If updates are sharded (`_waits.py`), they stay so during measurement, and plans are for them: the
+iteration is measured without its waiting, and the waiting is predicted. A search that is running
+when updates begin to be sharded starts over.
 
-No rank waits where the answer is known already. Each announces itself one step ahead, and one that
-cannot go on says so at once. What ranks meet for is named after the backward in which they began
-to count, so ranks that began in different ones do not wait either.
+No rank waits if the answer is already known. Each announces itself one step ahead, and one that
+cannot go on says so at once. A meeting is named after the backward in which ranks began to count,
+so ranks that began in different ones do not wait either.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from ddpopt.ranks.agreement import gather, hand_out
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
 
-_MEETING_S = 30.0  # that ranks wait for each other, at most
+_MEETING_S = 30.0  # at most, for ranks to wait for each other
 _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
 
 
 class _Stage(NamedTuple):
-    """What ranks meet for, and how many backwards come before; the first are not timed."""
+    """What ranks meet for, and how many backwards come before it; the first are not timed."""
 
     title: str
     num_untimed: int
@@ -62,15 +62,15 @@ _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
-# Those of modules for which code was compiled with these buckets since.
+# Those of modules for which code has been compiled with these buckets since the last reset.
 _in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
 
 def start(ddp: DistributedDataParallel, buckets: str, *, is_trial: bool) -> None:
     """Find better buckets for `ddp`, or take those of a file, unless that was done before.
 
-    `buckets` is "auto" or the path of a plan. `is_trial` says that the forward is cut, where
-    sections cost time if they are not needed; sections of a backward hardly cost any.
+    `buckets` is "auto" or the path of a plan. `is_trial` says that the forward is cut, in which
+    needless sections cost time; sections of a backward hardly cost any.
 
     Raises:
         PlanError: there is no plan in the file, or it does not fit the model.
@@ -84,7 +84,7 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_trial: bool) -> None
 
 
 def restart(ddp: DistributedDataParallel) -> None:
-    """Look for better buckets once more, on all ranks in the same step."""
+    """Search for better buckets once more, on all ranks in the same step."""
     if ddp in _tuners:
         _tuners[ddp].stop()
     _begin(ddp, "auto", rebucket.plan_of(ddp))
@@ -93,7 +93,7 @@ def restart(ddp: DistributedDataParallel) -> None:
 
 
 def begin_anew(ddp: DistributedDataParallel) -> None:
-    """Look from the start where a search runs: steps take other times from here on. Collective."""
+    """Start a running search over: steps take different times from here on. Collective."""
     tuner = of(ddp)
     if tuner is not None and tuner.source == "auto" and not tuner.is_done:
         restart(ddp)
@@ -105,25 +105,25 @@ def _begin(ddp: DistributedDataParallel, source: str, first: BucketPlan | None =
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
-    """Return what looks for better buckets of `ddp`, or has found them; None if nothing does."""
+    """Return the tuner that searches, or has searched, buckets for `ddp`; None without one."""
     return _in_use.get(ddp)
 
 
 def is_searching(ddp: DistributedDataParallel) -> bool:
-    """Whether the buckets of `ddp` may still be changed."""
+    """Whether the buckets of `ddp` may still change."""
     tuner = of(ddp)
     return tuner is not None and not tuner.is_done
 
 
 def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
-    """Spare a copy of `ddp` the search where it is over."""
+    """Spare a copy of `ddp` the search if it is over."""
     tuner = of(ddp)
     if tuner is not None and tuner.is_done:
         _in_use[copy] = tuner
 
 
 def take_over(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
-    """Have `ddp` do what compiling its copy has begun."""
+    """Make `ddp` continue what compiling its copy has begun."""
     begun = of(copy)
     if begun is not None and of(ddp) is None:
         start(ddp, begun.source, is_trial=state.of(copy).is_trial)
@@ -151,7 +151,7 @@ class _Tuner(Observer):
         if self._stage is _GIVEN:
             self.best = _load(ddp, source)
         group = ddp.process_group
-        try:  # whether it is clear from the start that nothing can be changed or won
+        try:  # find out whether anything can be changed or gained at all
             _torch.check_names_for_tuning(ddp)
             timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
             self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
@@ -167,12 +167,12 @@ class _Tuner(Observer):
 
     @property
     def is_done(self) -> bool:
-        """Whether buckets are what they are going to be."""
+        """Whether the buckets are final."""
         return self._stage is None
 
     @property
     def outcome(self) -> str:
-        """What came of it so far, and how far it is."""
+        """The result so far, and the progress."""
         progress = ""
         if self._stage is not None:
             done = self._stopwatch.num_backwards if self._stopwatch else 0
@@ -180,14 +180,14 @@ class _Tuner(Observer):
         return "\n".join(filter(None, [self._outcome, progress]))
 
     def prepare_cuts(self, ddp: DistributedDataParallel, *, is_trial: bool) -> None:
-        """Have graphs cut for any buckets while they are looked for, or for those to come."""
+        """Make graphs be cut for any buckets during a search, or for the given ones to come."""
         if self._stage is _SEARCH:
             state.of(ddp).begin_search(is_trial=is_trial)
         elif self._stage is _GIVEN and self.best is not None:
             state.of(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
     def stop(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         if self._stopwatch is not None:
             self._stopwatch.remove()
 
@@ -218,7 +218,7 @@ class _Tuner(Observer):
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         """Note the time."""
         if self._stage is not None:
-            # This may have been made in the forward that ends here.
+            # This tuner may have been made in the forward that ends here.
             (self._stopwatch or self._begin_step(ddp, self._stage)).end_forward()
 
     def _begin_step(self, ddp: DistributedDataParallel, stage: _Stage) -> Stopwatch:
@@ -248,20 +248,20 @@ class _Tuner(Observer):
         assert self.best is not None
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
-        _torch.prepare_reducer(ddp)  # what is compiled was cut for these
+        _torch.prepare_reducer(ddp)  # compiled code was already cut for these buckets
         self._tell(ddp, f"buckets are those of {printable(self.source)}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         group = ddp.process_group
-        _waits.wait_for_all()  # or what is still sent would be measured with it
+        _waits.wait_for_all()  # or transfers still under way would be measured too
         cost = calibrate(group, device_of(ddp))
         gathered = gather(ddp, measured, _SEARCH.title)
         decided = Decision("")
         if dist.get_rank(group) == 0:
             try:
                 decided = decide(ddp, gathered, cost)
-            except Exception as error:  # the others wait for a word
+            except Exception as error:  # the others are waiting for an answer
                 decided = Decision(f"{STAY}: planning raised {error!r}")
         decided = hand_out(ddp, decided, _SEARCH.title)
         self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
@@ -281,7 +281,7 @@ class _Tuner(Observer):
         self._stage = _COMPARISON
 
     def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
-        """Take the change back if iterations did not get shorter."""
+        """Undo the change if iterations did not get shorter."""
         own, self._own = self._own, _Own((), ())
         verdict = judge(own.measured, gather(ddp, measured, _COMPARISON.title), self._gain)
         self._tell(ddp, verdict.text)
@@ -290,7 +290,7 @@ class _Tuner(Observer):
             _begin_with_new_reducer(ddp)
 
     def _tell(self, ddp: DistributedDataParallel, news: str) -> None:
-        """Note what all ranks know alike, which rank 0 logs."""
+        """Note what all ranks know, and log it on rank 0."""
         self._note(news)
         if dist.get_rank(ddp.process_group) == 0:
             _logs.info("%s", news)
@@ -300,14 +300,14 @@ class _Tuner(Observer):
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
         self._stage = None
-        if stage is _COMPARISON:  # buckets have changed, and remain so
+        if stage is _COMPARISON:  # the buckets have changed, and stay that way
             self._note(news := f"what came of it is not known: {problem}")
             _logs.info("%s", news)
         else:
             self._refuse(ddp, problem)
 
     def _refuse(self, ddp: DistributedDataParallel, reason: str) -> None:
-        """Stay although something else was asked for, and warn; of a copy its original warns."""
+        """Keep the buckets although others were requested, and warn (but not for a copy)."""
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
         log("buckets=%r changes nothing: %s", printable(self.source), self._outcome)
@@ -336,7 +336,7 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
 
 
 def _find_lasting_obstacle(ddp: DistributedDataParallel, source: str) -> str:
-    """Say why the buckets of `ddp` cannot be changed unasked; "" if they can."""
+    """Say why the buckets of `ddp` cannot be changed automatically; "" if they can."""
     if source == "auto" and _torch.hook_states(ddp) and not _waits.is_sharded(ddp):
         return (
             "its comm hook keeps a state, which may be by bucket; call ddpopt.rebucket if it is not"
@@ -359,7 +359,7 @@ def _find_obstacle(
 
 
 def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
-    """Go on with the forward that was about to begin; sections of forward are cut anew."""
+    """Continue with the forward that was about to begin; sections of forward are cut anew."""
     _torch.prepare_reducer(ddp)
     if state.of(ddp).has_forward_sections:
         state.of(ddp).take_new_limits()

@@ -1,6 +1,6 @@
-"""Steps on a copy of a compiled DDP model: the same code, another Reducer, nothing of the model's.
+"""Steps on a copy of a compiled DDP model: the same code, another Reducer, none of its tensors.
 
-It copies (`_torch` does what takes torch's private names), calls and restores; `verify.py` and
+It copies (`_torch` does what needs torch's private names), calls and restores; `verify.py` and
 `warmup.py` know what the steps are for.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """What a step left: copies of its loss and buffers, gradients, and the outputs' dtypes."""
+    """What a step produced: copies of its loss, gradients and buffers, and the outputs' dtypes."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 class DryRun:
     """A model, a batch and a loss, to be tried in stages that end on all ranks or on none.
 
-    `stage` gives what is done in a `with` block a name; errors and warnings begin with `name`.
+    `stage` names what is done in a `with` block; errors and warnings begin with `name`.
 
     Raises:
-        OptionError: `silence_s` is no number of seconds above 0.
+        OptionError: `silence_s` is not a positive number of seconds.
         TypeError: there is no DistributedDataParallel in the model.
     """
 
@@ -66,12 +66,12 @@ class DryRun:
     def step_locally(self, *, is_apart: bool = False) -> tuple[Rehearsal, bool]:
         """Run a step of a copy that communicates nothing: copying, forward and backward as stages.
 
-        A forward may communicate by itself, so none begins while another rank may find that it
-        cannot. Return the copy, and whether the step drew random numbers.
+        A forward may communicate by itself, so none begins while another rank may still find that
+        it cannot begin. Return the copy, and whether the step drew random numbers.
 
         Raises:
             OptionError: as `rehearse`; or the batch cannot be copied; or the copy used the model's
-                own parameters, which are as they were.
+                own parameters, which stay unchanged.
         """
         with self.stage("copying"):
             rehearsal, batch = rehearse(self.model, is_apart=is_apart), _copy_batch(self.batch)
@@ -92,10 +92,10 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """A copy: `model` is to be called, `ddp` is the DDP module in it.
+    """A copy: call `model`; `ddp` is the DDP module in it.
 
-    `initial_buffers` are those that each step starts with. One that `is_apart` runs code that was
-    compiled for it alone.
+    Each step starts with `initial_buffers`. A copy that `is_apart` runs code that was compiled for
+    it alone.
     """
 
     model: torch.nn.Module
@@ -112,16 +112,16 @@ class Rehearsal:
         return find_loss(output, loss_fn, of=_distance, error=OptionError), dtypes
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Draw, in this block, the random numbers that its code was compiled for."""
+        """Draw random numbers in this block in the way that its code was compiled for."""
         return _torch.drawing_as_eager() if self.is_apart else contextlib.nullcontext()
 
     def reset(self) -> None:
-        """Drop gradients, and give buffers the values that they had in the original."""
+        """Drop gradients, and reset buffers to their values in the original."""
         for parameter in self.ddp.parameters():
             parameter.grad = None
         for name, buffer in self.ddp.named_buffers():
             initial = self.initial_buffers.get(name)
-            if initial is not None and initial.shape == buffer.shape:  # or forward made it anew
+            if initial is not None and initial.shape == buffer.shape:  # else forward made it anew
                 buffer.detach().copy_(initial)
 
     def step(self, batch: Batch, loss_fn: LossFn | None) -> Outcome:
@@ -154,7 +154,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
         made = _torch.copy_compiled(model, _deep_copy, is_apart=is_apart)
     except DDPOptError:
         raise
-    except Exception as error:  # modules copy themselves as they like
+    except Exception as error:  # modules may define how they are copied
         raise OptionError(
             f"the module in DistributedDataParallel cannot be copied ({error}); it has to be a "
             "module that copy.deepcopy takes"
@@ -171,7 +171,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
 def _copy_batch(batch: Batch) -> Batch:
     try:
         return _deep_copy(batch)
-    except Exception as error:  # what it holds copies itself as it likes
+    except Exception as error:  # what it holds may define how it is copied
         raise OptionError(
             f"the batch cannot be copied ({error}); give what copy.deepcopy takes: lists in place "
             "of generators, no files or locks"
@@ -179,9 +179,9 @@ def _copy_batch(batch: Batch) -> Batch:
 
 
 class _CopyingResults(torch.overrides.TorchFunctionMode):
-    """Lets `copy.deepcopy` take tensors that autograd computed, which it refuses as such.
+    """Lets `copy.deepcopy` copy tensors that autograd computed, which it otherwise refuses.
 
-    The copy is the result of a leaf with equal values, so that it may be written to as well.
+    The copy is computed from a leaf with equal values, so that it may be written to as well.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,7 +198,7 @@ def _deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
 
 
 def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
-    """Raise where a forward of the instance's own would run the original module."""
+    """Raise if a forward that was set on the instance would run the original module."""
     cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
     held: list[Any] = []
     for cell in cells:
@@ -224,9 +224,9 @@ def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataPa
 
 @contextlib.contextmanager
 def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[None]:
-    """Let no backward in this block reach `ddp`'s gradients and Reducer; put its buffers back.
+    """Keep backwards in this block from `ddp`'s gradients and Reducer; restore its buffers.
 
-    A copy uses the original where a function that both call holds a parameter or a module of it.
+    A copy uses the original if a function that both call holds one of its parameters or modules.
     """
 
     def refuse(name: str, _gradients: object) -> None:
@@ -254,14 +254,14 @@ def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[No
 def is_compiled_by_us(model: torch.nn.Module) -> bool:
     """Whether the model, a module in it or an attribute of one is compiled with our backend.
 
-    Other functions that it calls may be, which only shows when they run.
+    Other functions that it calls may be too, but that only shows when they run.
     """
     ours = _torch.lookup_backend("ddpopt")
     return any(_torch.backend_of(part) is ours for part in _torch.compiled_parts(model))
 
 
 def _distance(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a scalar for which each element has a target of its own.
+    """Return a scalar loss in which each element has a target of its own.
 
     So gradients of normalized outputs do not vanish, as they would for a sum.
     """
@@ -275,8 +275,8 @@ def _distance(tensor: torch.Tensor) -> torch.Tensor:
 def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Restore torch's, Python's and numpy's random number state at the end of the block.
 
-    Yields a function that sets it to what it was, so that each step draws the same numbers. The
-    accelerators that hold the model's parameters are included.
+    Yields a function that resets it to its initial value, so that each step draws the same numbers.
+    The accelerators that hold the model's parameters are included.
     """
     numpy: Any = sys.modules.get("numpy")
     on_devices = _states_on_devices(model)

@@ -1,4 +1,4 @@
-"""How far two steps are from each other, and how far they may be."""
+"""How far apart two steps are, and how far apart they may be."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
-    """Return the tolerance for each of what `precision_of` returns, from fine to coarse."""
+    """Return the tolerance for each name that `precision_of` returns, from fine to coarse."""
     limits = {}
     for dtype, limit in {**TOLERANCES, **tolerances}.items():
         limits[name_of(dtype)] = limit
@@ -53,7 +53,7 @@ def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
 
 
 def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
-    """Return the name of the coarsest dtype in which a step computes, as far as it can be seen.
+    """Return the name of the coarsest dtype in which a step computes, as far as can be seen.
 
     `float32 (TF32)` where a device may compute float32 with fewer bits.
     """
@@ -70,7 +70,7 @@ def precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
 
 
 def compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> Errors:
-    """Return the largest errors of the first steps, if the others are right."""
+    """Return the largest errors of the compiled steps, taking the eager ones as correct."""
     return largest([_compare(*pair) for pair in zip(compiled, eager, strict=True)])
 
 
@@ -84,7 +84,7 @@ def _compare(ours: Outcome, theirs: Outcome) -> Errors:
 
 
 def largest(found: Sequence[Errors]) -> Errors:
-    """Return the largest error of each name; it is infinite where one lacks that name."""
+    """Return the largest error for each name; it is infinite if one of them lacks that name."""
 
     def of_each(named: Sequence[dict[str, float]]) -> dict[str, float]:
         names = dict.fromkeys(name for errors in named for name in errors)
@@ -99,7 +99,7 @@ def relative_error(
 ) -> float:
     """Return the largest difference over the largest magnitude of `expected`, or over `floor`.
 
-    Infinite where one is missing, or shape, dtype, layout or non-finite elements differ.
+    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ.
     """
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
@@ -111,7 +111,7 @@ def relative_error(
     if not (actual.is_floating_point() or actual.is_complex()):
         return 0.0 if torch.equal(actual, expected) else math.inf
     are_finite = expected.isfinite()
-    # Zeros where both are finite; infinities and NaNs have to be equal ones.
+    # Finite elements become zeros; infinities and NaNs have to be equal.
     rest = [torch.where(t.isfinite(), 0.0, t) for t in (actual, expected)]
     if not torch.allclose(rest[0], rest[1], rtol=0, atol=0, equal_nan=True):
         return math.inf

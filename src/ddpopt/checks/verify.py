@@ -1,4 +1,4 @@
-"""`verify`: one step compiled and split against one step eagerly, on copies."""
+"""`verify`: compare a compiled and split step with an eager one, on copies."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """How far a compiled step is from eager; equal on all ranks.
+    """How far a compiled step is from eager; the same on all ranks.
 
     Errors are the largest over ranks and over two steps, and relative: the largest difference of
-    an element over the largest element. Gradients that are small beside the model's largest one
-    count relative to a thousandth of that. An error is infinite where only one of the two has a
-    gradient, or where shape, dtype or non-finite elements differ. Where an error is above the
-    tolerance, eager ran once more; from a model that is not `is_repeatable`, which differs from
-    itself by as much, nothing follows.
+    an element, divided by the largest element. For gradients that are small compared to the
+    model's largest one, the divisor is a thousandth of that. An error is infinite if only one of
+    the two has a gradient, or if shape, dtype or non-finite elements differ. If an error is above
+    the tolerance, eager ran once more; nothing follows for a model that is not `is_repeatable`:
+    it differs from itself by as much.
     """
 
     gradients: Mapping[str, float]
@@ -63,14 +63,14 @@ class Verification:
 
     @property
     def errors(self) -> dict[str, float]:
-        """All errors by name: gradients, buffers, and the loss, as `gradient of fc.weight`."""
+        """All errors by name, such as `gradient of fc.weight`: gradients, buffers and the loss."""
         named = {f"gradient of {name}": error for name, error in self.gradients.items()}
         named |= {f"buffer {name}": error for name, error in self.buffers.items()}
         return {**named, "loss": self.loss}
 
     @property
     def worst(self) -> str:
-        """What has the largest error, as in `errors`."""
+        """The name of the largest error, as in `errors`."""
         return max(self.errors, key=self.errors.__getitem__)
 
     @property
@@ -107,25 +107,25 @@ def verify(
     tolerances: Mapping[torch.dtype, float] | None = None,
     silence_s: float = SILENCE_S,
 ) -> Verification:
-    """Compare two steps of a compiled DDP model with eager ones, on copies, with the same numbers.
+    """Compare two steps of a compiled DDP model with eager ones, on copies with equal randomness.
 
-    What is compared are the gradients that DDP averaged, as an optimizer would get them, buffers
-    and the loss. The model, its gradients, DDP's Reducer and random number states stay as they are.
-    Call it on all ranks, as training is done: in the same mode (`train()` or `eval()`), under the
-    same autocast. It takes the memory of two more models and up to five sets of gradients.
+    It compares the gradients that DDP averaged, as an optimizer would get them, the buffers and the
+    loss. The model, its gradients, DDP's Reducer and random number states are left unchanged. Call
+    it on all ranks, as training is done: in the same mode (`train()` or `eval()`), with the same
+    autocast. It needs memory for two more models and up to five sets of gradients.
 
     Args:
         ddp_model: As for `warmup`.
         batch: As for `warmup`.
         loss_fn: As for `warmup`.
-        tolerances: Largest relative error that passes, by dtype, over `TOLERANCES`. The coarsest
-            dtype of parameters, outputs and autocast counts.
-        silence_s: After how many seconds without a sign of life a rank counts as lost.
+        tolerances: Largest relative error that passes, by dtype; overrides `TOLERANCES`. What
+            counts is the coarsest dtype of parameters, outputs and autocast.
+        silence_s: Seconds without a sign of life after which a rank counts as lost.
 
     Raises:
-        PeerError: another rank raised, ended, hangs, or did not make this call.
+        PeerError: another rank raised, exited, hangs, or did not make this call.
         OptionError: nothing is compiled with `backend="ddpopt"`, model or batch cannot be copied,
-            all parameters are frozen, or the loss is no scalar.
+            all parameters are frozen, or the loss is not a scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
     run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
@@ -183,13 +183,13 @@ def _draws_otherwise(model: torch.nn.Module, has_drawn: bool) -> bool:
 
 
 class _BrokenOffError(PeerError):
-    """A rank was lost while ranks communicated; what is left of that may answer another call."""
+    """A rank was lost while ranks communicated; leftovers of that may answer another call."""
 
 
 def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
-    """Return what `compute` returns, which communicates; an error of one rank is one of all.
+    """Return what `compute`, which communicates, returns; an error on one rank is one on all.
 
-    A rank with an error waits for the others before it goes on: they may wait for it in an
+    A rank with an error waits for the others before it goes on: they may be waiting for it in an
     allreduce, which its next one, of another step, would answer.
     """
     result: T | Exception
@@ -208,7 +208,7 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
 
 
 class _Report(NamedTuple):
-    """One rank's errors, and how they are to be judged: tolerances by dtype, fine to coarse."""
+    """One rank's errors, and how to judge them: tolerances by dtype, from fine to coarse."""
 
     errors: Errors
     precision: str
@@ -217,7 +217,7 @@ class _Report(NamedTuple):
 
 
 def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
-    """Return the same result on all ranks, by the tolerances of the first."""
+    """Return the same result on all ranks, judged by the first one's tolerances."""
     reports = gather(ddp, own, "comparing a step with an eager one")
     errors = largest([report.errors for report in reports])
     worst = [report.errors.worst for report in reports]
@@ -244,14 +244,14 @@ def observe(ddp: DistributedDataParallel) -> Observer | None:
 
 
 class _FirstStep(Observer):
-    """Verifies a model, or says why it does not, and is ignored from then on."""
+    """Verifies a model, or says why it cannot, and is ignored from then on."""
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         if not _trains(ddp):
             return
         try:
             calling = _torch.calling_model(ddp)
-            model = ddp if calling is None else calling  # what torch.compile makes has a length
+            model = ddp if calling is None else calling  # not `or`: a compiled model has a length
             is_ours = is_compiled_by_us(model)
         except TorchDriftError as error:
             _decline(ddp, str(error), "use such a release")
@@ -260,10 +260,10 @@ class _FirstStep(Observer):
             _verify_once(ddp, model)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Verify what did not show before that it is compiled by us."""
+        """Verify a model that did not show before its forward that it is compiled by us."""
         if not _trains(ddp):
             return
-        if is_ours:  # around the DDP module, and nothing that could be called
+        if is_ours:  # compiled around the DDP module, with nothing that could be called
             reason = "it is compiled with a function around it"
             _decline(ddp, reason, "compile DDP itself, torch.compile(ddp, backend='ddpopt')")
         elif state.of(ddp).plans:
@@ -275,7 +275,7 @@ def _trains(ddp: DistributedDataParallel) -> bool:
 
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Raise where compiled code is wrong; anything else that goes wrong must not end training."""
+    """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
     ignore(ddp, Turn.VERIFY)
     try:
         outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))

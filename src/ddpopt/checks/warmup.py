@@ -30,42 +30,42 @@ def warmup(
     *,
     silence_s: float = SILENCE_S,
 ) -> None:
-    """Compile forward and backward of a compiled DDP model, and wait until all ranks have.
+    """Compile a DDP model's forward and backward, and wait until all ranks have done so.
 
-    A step is run on a copy, which communicates nothing: parameters, gradients, buffers, random
-    number state and DDP's Reducer stay as they are. Training then runs the code that was compiled
-    here. Every rank has to make this call; ranks wait for each other as long as any of them
-    compiles, whatever the process group's timeout. It takes memory for a second set of parameters,
+    It runs a step on a copy, without communication: parameters, gradients, buffers, random number
+    state and DDP's Reducer are left unchanged. Training then runs the code that was compiled here.
+    Every rank has to make this call; ranks wait for each other for as long as any of them compiles,
+    regardless of the process group's timeout. It needs memory for a second set of parameters,
     gradients and buckets.
 
     Args:
-        ddp_model: A DistributedDataParallel module in whose forward something is compiled with
+        ddp_model: A DistributedDataParallel module whose forward runs something compiled with
             `backend="ddpopt"`, by `torch.compile` or in place by `compile()`: the DDP module, its
-            module, parts of that, functions. Or what `torch.compile` made of a DDP module.
-        batch: A tensor, a tuple of positional arguments, or a mapping of keyword arguments, of the
-            shapes to be trained with; warm up with each shape that is to be compiled.
-        loss_fn: Makes a scalar of the model's output. Default: the output's `loss` (an attribute or
-            a key), or else one that depends on all its floating point tensors.
-        silence_s: After how many seconds without a sign of life a rank counts as lost.
+            module, parts of that, functions. Or what `torch.compile` returned for a DDP module.
+        batch: A tensor, a tuple of positional arguments, or a mapping of keyword arguments, with
+            the shapes used in training; warm up with each shape that is to be compiled.
+        loss_fn: Computes a scalar from the model's output. Default: the output's `loss` (an
+            attribute or a key), or else a scalar that depends on all its floating point tensors.
+        silence_s: Seconds without a sign of life after which a rank counts as lost.
 
     Raises:
-        PeerError: another rank raised, ended, hangs, or did not make this call.
+        PeerError: another rank raised, exited, hangs, or did not make this call.
         DisagreementError: ranks have different models, with `config.disagreement = "error"`.
         OptionError: nothing is compiled with `backend="ddpopt"`, model or batch cannot be copied,
-            all parameters are frozen, or the loss is no scalar.
+            all parameters are frozen, or the loss is not a scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
     compile_ahead(DryRun(ddp_model, batch, loss_fn, "warmup", silence_s))
 
 
 def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
-    """As `warmup`; return the copy, which may be compiled apart (see `Rehearsal`)."""
+    """As `warmup`, but return the copy, which may be compiled apart (see `Rehearsal`)."""
     rehearsal, _ = run.step_locally(is_apart=is_apart)
     own, copied = state.of(run.ddp), state.of(rehearsal.ddp)
     with run.stage("comparing"):
         if not copied.plans:
             raise OptionError(_not_compiled(run.model))
-        if not is_apart:  # what compiling the copy made or began is the model's
+        if not is_apart:  # the model gets what compiling the copy made or began
             own.code += copied.code
             tuner.take_over(rehearsal.ddp, run.ddp)
             plan_log.take_over(rehearsal.ddp, run.ddp)
@@ -77,9 +77,9 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
 def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[Fact]:
     """Return what has to be equal on all ranks, from the most to the least telling.
 
-    What else each rank compiled is no matter: sections, fallbacks and shapes of inputs may differ,
-    since the Reducer has the same buckets on all ranks and launches them in the same order. But
-    where a graph has collectives of its own, cuts say which of DDP's come between them.
+    What else each rank compiled does not matter: sections, fallbacks and shapes of inputs may
+    differ, since the Reducer has the same buckets on all ranks and launches them in the same order.
+    But if a graph has collectives of its own, cuts decide which of DDP's come between them.
     """
     try:
         reduced, caps = _torch.reducer_parameters(ddp), _torch.reducer_caps(ddp)

@@ -1,4 +1,4 @@
-"""The command line `ddpopt`, a module a command; `main` runs it."""
+"""The command line `ddpopt`, one module per command; `main` runs it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which options to train with, by how long a model's allreduces take beside its computation.
+"""Which options to train with, by how long a model's allreduces take compared to its computation.
 
-docs/index.md has the same three rows, with what was measured for each; the limits are read off
+docs/index.md has the same three rows, with what was measured for each; the limits are taken from
 benchmarks/RESULTS.md, from its columns "compute alone" and "communication alone".
 """
 
@@ -16,7 +16,7 @@ _BUCKET_MIB = 25  # DDP's default cap
 
 
 class Choice(NamedTuple):
-    """What to write where computation takes `least` times as long as allreduces, or longer.
+    """What to write if computation takes at least `least` times as long as allreduces.
 
     `seen` says that in words.
     """
@@ -51,7 +51,7 @@ def communication_s(cost: AllreduceCost, gradients_mib: float) -> float:
 
 
 def choices_table(taken_s: float | None) -> Table:
-    """Return the rows, in milliseconds if it is known how long a step's allreduces take."""
+    """Return the rows, in milliseconds if the time of a step's allreduces is known."""
     if taken_s is None:
         seen = [choice.seen for choice in CHOICES]
     else:
@@ -63,7 +63,7 @@ def choices_table(taken_s: float | None) -> Table:
 
 
 def choices_data(taken_s: float | None) -> list[dict[str, Any]]:
-    """Return the rows for programs."""
+    """Return the rows as data for programs."""
     rows = []
     for choice in CHOICES:
         least_ms = None if taken_s is None else choice.least * taken_s * 1e3

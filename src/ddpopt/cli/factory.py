@@ -23,22 +23,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.cli.output import InputError
 
-_FILE_MODULE = "__ddpopt_factory__"  # the name of a module that is given as a file
+_FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
 class Loaded(NamedTuple):
-    """What a factory made; `inputs` as `ddpopt.estimate` takes them."""
+    """What a factory returned; `inputs` are as for `ddpopt.estimate`."""
 
     model: nn.Module
     inputs: Any
 
 
 def find_factory(text: str) -> Callable[[], Loaded]:
-    """Import what `text` names, and return what makes a model and its inputs.
+    """Import the factory that `text` names; return a function that makes a model and its inputs.
 
     Raises:
-        InputError: there is no such module or function, or importing it raises; what is returned
-            raises it when the factory raises or returns something else.
+        InputError: there is no such module or function, or importing it raises; the returned
+            function raises it if the factory raises or returns something else.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
@@ -65,7 +65,7 @@ def _import_module(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not error.name or not f"{name}.".startswith(f"{error.name}."):
-            raise  # what it imports is missing
+            raise  # something that it imports is missing
         raise InputError(
             f"there is no module {error.name!r} in the current folder or among the installed "
             "packages; for a file write path/to/file.py:factory"
@@ -107,7 +107,7 @@ def _make(text: str, factory: Callable[[], Any]) -> Loaded:
 
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Raise what the user's code raises in this block as InputError, with the place in a line."""
+    """Raise what the user's code raises in this block as InputError, with the place in one line."""
     try:
         yield
     except InputError:

@@ -1,7 +1,7 @@
-"""`main`: read the arguments, run one command, show its report, and answer with an exit status.
+"""`main`: read the arguments, run one command, show its report, and return an exit status.
 
-0 is fine, 1 that the check or the work failed, 2 bad input, 130 Ctrl-C, 141 that nobody reads the
-output any more.
+0 means success, 1 that the check or the work failed, 2 bad input, 130 Ctrl-C, 141 that nobody reads
+the output any more.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; bad input exits with status 2 and says why.
 
-    An exception of the user's own model is not caught, because its traceback is what helps.
+    An exception in the user's own model is not caught, because its traceback is what helps.
     """
     parser = make_parser()
     args = parser.parse_args(arguments)
     screen = Screen(as_json=args.json)
     try:
-        # A model, or what compiles it, may print; only the report belongs on stdout.
+        # A model, or its compiler, may print; only the report belongs on stdout.
         with contextlib.redirect_stdout(sys.stderr):
             report = find_command(args.command)(args, screen)
         return 0 if report is None else _show(report, screen)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SectionCompileError, TorchDriftError, UnsupportedModeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _FAILED
-    except DDPOptError as error:  # of what the arguments name, about which usage says nothing
+    except DDPOptError as error:  # about what the arguments name, so usage would not help
         parser.exit(_BAD_INPUT, f"{parser.prog}: error: {error}\n")
 
 
@@ -55,7 +55,7 @@ def _show(report: Report, screen: Screen) -> int:
         screen.show(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        with contextlib.suppress(OSError):  # or Python would flush, and complain, at its exit
+        with contextlib.suppress(OSError):  # else Python would flush, and complain, at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED
     return report.status

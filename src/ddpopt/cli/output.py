@@ -1,6 +1,6 @@
-"""What a command shows: tables by rich on a terminal, plain text, JSON, or a file.
+"""What a command shows: tables drawn by rich on a terminal, plain text, JSON, or a file.
 
-rich is an extra of this package; without it, or where stdout is no terminal, text is plain.
+rich is an extra of this package; without it, or if stdout is not a terminal, text is plain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class InputError(DDPOptError, ValueError):
-    """An argument, a file or a factory is not what a command can work with; exit status 2."""
+    """A command cannot work with an argument, a file or a factory; exit status 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Screen:
                 print("\n".join(table(part.header, rows)))
 
     def track(self, items: Sequence[_T], title: str) -> Iterable[_T]:
-        """Return what yields these items, with a bar that moves on for each."""
+        """Return an iterable of these items that advances a progress bar for each."""
         if not self._has_rich:
             return items
         console = importlib.import_module("rich.console").Console(stderr=True)
@@ -78,7 +78,7 @@ class Screen:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Raise InputError where a file cannot be read or written in this block, saying `what`."""
+    """Raise InputError, which says `what`, if a file cannot be read or written in this block."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
@@ -86,7 +86,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _print_by_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    text = importlib.import_module("rich.text").Text  # so that nothing is taken for markup
+    text = importlib.import_module("rich.text").Text  # so that nothing is interpreted as markup
     shown = importlib.import_module("rich.table").Table()
     for index, title in enumerate(header):
         is_last = index == len(header) - 1

@@ -157,7 +157,7 @@ def _add_backend(command: _Parser) -> None:
 
 
 def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return `parse`, raising errors whose message argparse shows."""
+    """Return `parse`, raising errors whose messages argparse shows."""
 
     def parse_argument(text: str) -> _T:
         try:
@@ -173,7 +173,7 @@ _bandwidth = _argument(parse_bandwidth)
 
 @_argument
 def _output(text: str) -> Path:
-    """Return where a result goes, having looked whether it can be written, before long work."""
+    """Return the path of a result, checking before long work that it can be written."""
     check_can_write(text)
     return Path(text)
 

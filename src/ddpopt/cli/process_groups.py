@@ -1,4 +1,4 @@
-"""The process groups that commands run on: one of this process alone, or torchrun's."""
+"""The process groups that commands run in: one of this process alone, or torchrun's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @contextlib.contextmanager
 def one_rank_group() -> Iterator[None]:
-    """Make a gloo group of this process alone for this block; one that exists is left in place."""
+    """Make a gloo group of this process alone for this block, unless a group exists."""
     if dist.is_initialized():
         yield
         return
-    distributed: Any = dist  # whose stores have no types
+    distributed: Any = dist  # its stores have no types
     dist.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with _leaving():
         yield
@@ -30,9 +30,9 @@ def one_rank_group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
-    """Join the group of the processes that torchrun started; give its backend's name.
+    """Join the group of the processes that torchrun started; yield its backend's name.
 
-    `backend` None is nccl where there are GPUs, and gloo elsewhere. `command` is the one to start.
+    `backend` None means nccl if there are GPUs, and gloo otherwise. `command` is the one to start.
 
     Raises:
         InputError: torchrun did not start this process, or torch was built without the backend.
@@ -76,12 +76,12 @@ _outlived: list[dist.ProcessGroup | None] = []
 def _leaving() -> Iterator[None]:
     """Destroy the group after this block, whose DDP modules have to be in functions that it calls.
 
-    gloo's threads need the GIL to let go of what was reduced last, and a Reducer that is the last
-    to hold its group joins them without releasing the GIL: both would wait forever.
+    gloo's threads need the GIL to release what was reduced last, and a Reducer that is the last to
+    hold its group joins them without releasing the GIL: both would wait forever.
     """
     try:
         yield
-    except BaseException:  # its traceback may hold DDP modules for longer
+    except BaseException:  # its traceback may keep DDP modules alive longer
         _outlived.append(dist.group.WORLD)
         raise
     finally:

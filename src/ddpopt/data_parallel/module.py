@@ -1,7 +1,7 @@
 """`DataParallel`: one module on several devices of one process, its replicas compiled once.
 
 `scatter.py` divides and joins, `replicas.py` copies the module, and `calls.py` knows when replicas
-may run at the same time.
+may run concurrently.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _numbers = itertools.count()
 
 
 class DataParallel(nn.Module):
-    """As `torch.nn.DataParallel`, but its replicas are compiled, on any list of devices.
+    """Like `torch.nn.DataParallel`, but with compiled replicas, on any list of devices.
 
-    Each forward divides the batch, copies the module to the other devices, runs the copies at the
-    same time, and joins their outputs. Backward sums the gradients of all replicas on the first
-    device. Parameters that no replica uses keep `grad` None. With one device the module itself is
-    called, compiled.
+    Each forward divides the batch, copies the module to the other devices, runs the copies
+    concurrently, and joins their outputs. Backward sums the gradients of all replicas on the first
+    device. The `grad` of parameters that no replica uses stays None. With one device, the module
+    itself is called, compiled.
 
     Attributes:
-        module: The module that was given; its parameters are those that are trained.
+        module: The original module, whose parameters are trained.
         devices: The devices; the first one holds the module.
         output_device: Where outputs are joined.
-        dim: The dimension of the batch, in arguments and in outputs.
+        dim: The batch dimension of arguments and outputs.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class DataParallel(nn.Module):
         dim: int = 0,
         **compile_options: Any,
     ) -> None:
-        """Wrap a module that lies on the first device, or will before it is called.
+        """Wrap a module that is on the first device, or will be before it is called.
 
         Args:
-            module: What is to be replicated; not compiled.
-            devices: Names (`"cuda:0"`), numbers of accelerators, or devices; one may appear twice.
-            output_device: Where outputs are joined; the first device if it is left out.
+            module: The module to replicate, not compiled.
+            devices: Names (`"cuda:0"`), indices of accelerators, or devices; one may appear twice.
+            output_device: Where outputs are joined; by default the first device.
             dim: The dimension along which arguments are divided and outputs are joined.
             **compile_options: Keyword arguments of `torch.compile`.
 
         Raises:
-            TypeError: An argument, or one for `torch.compile`, is of another kind.
-            ValueError: There is no device, or an unknown one; the module or a part of it is
-                compiled or parallel already; CUDA graphs are asked for on several devices.
+            TypeError: An argument, or one for `torch.compile`, has the wrong type.
+            ValueError: There is no device, or an unknown one; the module or a part of it is already
+                compiled or parallel; CUDA graphs are requested on several devices.
         """
         super().__init__()
         _check_module(module)
@@ -100,17 +100,17 @@ class DataParallel(nn.Module):
         self._begin()
 
     def extra_repr(self) -> str:
-        """Say where replicas run, in the module's repr."""
+        """Show in the module's repr where replicas run."""
         names = [str(device) for device in self.devices]
         return f"devices={names}, output_device='{self.output_device}', dim={self.dim}"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on the whole batch, divided along `dim`, and join what replicas return.
+        """Call the module on the batch, divided along `dim`, and join what the replicas return.
 
         Raises:
-            ValueError: Batch sizes differ or are zero, outputs cannot be joined, the module is not
-                on the first device or was compiled meanwhile.
+            ValueError: Batch sizes differ or are zero, outputs cannot be joined, or the module is
+                not on the first device or has been compiled meanwhile.
             Exception: What a replica raised; a note names the replica and its device.
         """
         _check_module(self.module)
@@ -122,7 +122,7 @@ class DataParallel(nn.Module):
         return gather(self._run(shares), self.output_device, self.dim)
 
     def _run(self, shares: Sequence[Share]) -> list[Any]:
-        """Run the replicas, one after another where a call is new; see [Note: new calls]."""
+        """Run the replicas, one after another if the call is new; see [Note: new calls]."""
         used = self.devices[: len(shares)]
         modes = Modes.current(used)
         calls = (state_of(self.module), modes, used, tuple(map(signature_of, shares)))
@@ -154,7 +154,7 @@ class DataParallel(nn.Module):
 
 
 def _run_all(jobs: Sequence[Callable[[], Any]], *, in_turn: bool) -> list[Any]:
-    """Run the first job in this thread, each other one in a thread that ends with this call.
+    """Run the first job in this thread, the others in threads that end with this call.
 
     Jobs that run in turn get threads too: graphs are guarded on modes that belong to a thread.
     """
@@ -162,7 +162,7 @@ def _run_all(jobs: Sequence[Callable[[], Any]], *, in_turn: bool) -> list[Any]:
     with ThreadPoolExecutor(1 if in_turn else max(1, len(others)), "ddpopt-replica") as pool:
 
         def start(job: Callable[[], Any]) -> Future[Any]:
-            # Settings of Dynamo and Inductor are context variables.
+            # The settings of Dynamo and Inductor are context variables.
             return pool.submit(contextvars.copy_context().run, job)
 
         if in_turn:
@@ -176,9 +176,9 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
-    """Return a function whose code only this DataParallel has.
+    """Return a function whose code belongs to this DataParallel alone.
 
-    Dynamo counts compiles by code, and learns by its name which sizes change.
+    Dynamo counts compiles per code object, and learns by its name which sizes change.
     """
     name = f"call_{type(module).__name__}_{next(_numbers)}"
     return types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
@@ -218,7 +218,7 @@ def _check_placement(module: nn.Module, device: torch.device) -> None:
 
 
 def _find_device(device: torch.device | str | int) -> torch.device:
-    """Return a device as its tensors name it."""
+    """Return a device under the name that its tensors give it."""
     try:
         return torch.empty(0, device=torch.device(device)).device
     except (AssertionError, RuntimeError, TypeError) as error:

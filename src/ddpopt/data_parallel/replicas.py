@@ -1,4 +1,4 @@
-"""Replicas of a module: new in each forward, sharing what Python objects the module has."""
+"""Replicas of a module: new in each forward, sharing the module's Python objects."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Hook = Callable[..., Any]
 class Hooks:
     """The forward hooks of a module as its replicas call them: uncompiled.
 
-    Compiled, a hook that appends to a list would be recompiled in each forward, and replicas
-    that run at the same time would write over each other's entries. torch's own hooks
-    (`spectral_norm`, pruning) only compute, and stay in the graph.
+    If compiled, a hook that appends to a list would be recompiled in each forward, and replicas
+    that run concurrently would overwrite each other's entries. torch's own hooks (`spectral_norm`,
+    pruning) only compute, and stay in the graph.
     """
 
     def __init__(self) -> None:
-        # By id; a hook is kept beside what calls it, so that no other hook gets its id. What calls
-        # it stays the same, because graphs are guarded on it.
+        # By id; each hook is kept alive beside its caller, so that no other hook gets its id. The
+        # caller stays the same, because graphs are guarded on it.
         self._known: dict[int, tuple[Hook, Hook]] = {}
 
     def of(self, module: nn.Module) -> dict[int, Hook]:
-        """Return what replicas are to call for each hook, by the hook's id."""
+        """Return what replicas call in place of each hook, by the hook's id."""
         self._known = {
             id(hook): self._known.get(id(hook)) or (hook, _uncompiled(hook))
             for hook in _torch.forward_hooks(module)
@@ -38,14 +38,14 @@ class Hooks:
 def replicate(module: nn.Module, devices: Sequence[torch.device], hooks: Hooks) -> list[nn.Module]:
     """Return a replica for each device, through which gradients flow back to the module.
 
-    The first one has views of the parameters, and the module's own buffers, so that what it writes
-    in place stays; the others have copies. All else is shared by reference.
+    The first one has views of the parameters and the module's own buffers, so that what it writes
+    in place persists; the others have copies. All else is shared by reference.
     """
     has_grad = torch.is_grad_enabled()
     calls = hooks.of(module)
     tensors = [*module.parameters(), *module.buffers()]
-    # Inference tensors, views and parameters each have graphs of their own: all replicas have
-    # the same kind, so that they share one graph.
+    # Inference tensors, views and parameters each get their own graphs: all replicas have the same
+    # kind, so that they share one graph.
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
         copies: list[dict[torch.Tensor, torch.Tensor]] = [
             {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()},

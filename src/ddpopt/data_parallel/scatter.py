@@ -1,6 +1,6 @@
 """Divide a batch among devices, and join what the replicas return. Both are differentiable.
 
-Tuples, lists, dicts, named tuples and dataclasses are containers, whose tensors are divided and
+Tuples, lists, dicts, named tuples and dataclasses are containers whose tensors are divided and
 joined. Everything else is a leaf.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Equal in all replicas, these are returned as they are.
+# If equal in all replicas, these are returned as they are.
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
 
@@ -25,11 +25,11 @@ def scatter(
 ) -> list[Share]:
     """Return the shares of the first devices, as many as there are chunks.
 
-    Tensors are divided along `dim` as `torch.chunk` divides. 0-dimensional tensors go to each
-    device; other objects are shared by reference. Without a tensor to divide there is one share.
+    Tensors are divided along `dim` as by `torch.chunk`. 0-dimensional tensors go to each device;
+    other objects are shared by reference. If there is no tensor to divide, there is one share.
 
     Raises:
-        ValueError: a tensor has another number of rows than the first, none, or no such dimension.
+        ValueError: a tensor has no rows, lacks `dim`, or does not have as many rows as the first.
     """
     num_rows = _count_rows([*_tensors(args, "args"), *_tensors(kwargs, "kwargs")], dim)
     chunk_size = -(-num_rows // len(devices))
@@ -43,7 +43,7 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _count_rows(named: Sequence[tuple[str, torch.Tensor]], dim: int) -> int:
-    """Return how many rows there are to divide; 1 without a tensor that has rows."""
+    """Return how many rows there are to divide; 1 if no tensor has rows."""
     first_name, num_rows = "", 1
     for name, tensor in named:
         if not tensor.dim():
@@ -84,7 +84,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "
     """Return one output with the structure of the replicas', its tensors joined on `device`.
 
     Tensors are concatenated along `dim`; 0-dimensional ones become a vector. None, numbers and
-    strings are returned where all replicas return the same.
+    strings are returned if all replicas return the same.
 
     Raises:
         ValueError: the replicas' outputs differ in structure, or their tensors cannot be joined.
@@ -135,7 +135,7 @@ def _differ(outputs: Sequence[Any], name: str) -> ValueError:
 def children(value: Any) -> dict[str, Any] | None:
     """Return what a container holds, by the text that selects it: `[0]`, `['mask']`, `.mask`.
 
-    None for a leaf. Fields that a dataclass fills in by itself are left out.
+    None for a leaf. Fields that a dataclass fills in itself are left out.
     """
     if isinstance(value, dict):
         return {f"[{key!r}]": child for key, child in value.items()}

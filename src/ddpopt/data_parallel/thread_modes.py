@@ -1,4 +1,4 @@
-"""The modes of torch that belong to a thread, taken from one thread to another."""
+"""The modes of torch that belong to a thread, carried from one thread to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Modes(NamedTuple):
-    """The modes with which another thread computes the same."""
+    """The modes under which another thread computes the same."""
 
     has_grad: bool
     is_inference: bool
@@ -19,7 +19,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def current(cls, devices: Sequence[torch.device]) -> Modes:
-        """Return those of this thread, as far as they matter on these devices and on the CPU."""
+        """Return those of this thread that matter on these devices and on the CPU."""
         types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
         return cls(
             has_grad=torch.is_grad_enabled(),
@@ -33,7 +33,7 @@ class Modes(NamedTuple):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Set them in this block."""
+        """Set these modes in this block."""
         with contextlib.ExitStack() as stack:
             if self.is_inference:
                 stack.enter_context(torch.inference_mode())
@@ -44,7 +44,7 @@ class Modes(NamedTuple):
 
 
 def stream_of(device: torch.device) -> torch.Stream | None:
-    """Return this thread's current stream on a device, None where devices have no streams."""
+    """Return this thread's current stream on a device, None if it has no streams."""
     return None if device.index is None else torch.accelerator.current_stream(device)
 
 

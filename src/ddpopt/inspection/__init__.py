@@ -1,1 +1,1 @@
-"""Looking at what was decided. The core never imports this package."""
+"""Inspection of what was decided. The core never imports this package."""

@@ -1,9 +1,9 @@
-"""Exchanges of sharded updates while they are recorded: when each began, ended and was waited for.
+"""Records the exchanges of sharded updates: when each began, ended and was waited for.
 
-A gloo work that receives does not tell that it has ended unless somebody waits for it. So a thread
-waits for all exchanges, in the order in which they began, and who needs one waits for the thread.
-On a GPU works tell, and the thread asks them; who needs one also waits for the works themselves,
-which have its stream wait.
+A gloo work that receives does not report that it has ended unless somebody waits for it. So a
+thread waits for all exchanges, in the order in which they began, and whoever needs one waits for
+the thread. On a GPU works do report it, and the thread polls them; whoever needs one also waits
+for the works themselves, which makes its stream wait.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 _POLL_S = 1e-4
-_LAST_S = 1.0  # that the end of a recording waits for exchanges that still run, at most
+_LAST_S = 1.0  # at most, for the end of a recording to wait for exchanges that still run
 
 
 @dataclass(slots=True)
 class FollowedExchange:
     """Times of one exchange, of a bucket's gradients or parameters; 0 is unknown.
 
-    It is begun, is asked for when somebody waits for it, who then has got it.
+    `asked_s` is when somebody begins to wait for it, `got_s` when that wait is over.
     """
 
     bucket: int
@@ -37,7 +37,7 @@ class FollowedExchange:
 
 
 class Follower:
-    """Waits for exchanges. `now_s` tells times of the device's queue, `wall_s` the clock's."""
+    """Waits for exchanges. `now_s` gives times in the device's queue, `wall_s` the clock's."""
 
     def __init__(
         self, device: torch.device, now_s: Callable[[], float], wall_s: Callable[[], float]
@@ -57,7 +57,7 @@ class Follower:
         return [waiter]
 
     def close(self) -> None:
-        """End with what has begun, soon."""
+        """End after the exchanges that have begun, or after a short time."""
         self._begun.put(None)
         if self._thread is not None:
             self._thread.join(_LAST_S)
@@ -70,7 +70,7 @@ class Follower:
 
 
 class _Waiter:
-    """Stands for an exchange's works."""
+    """Stands in for an exchange's works."""
 
     def __init__(
         self,

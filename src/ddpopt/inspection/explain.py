@@ -1,6 +1,6 @@
-"""`explain`: what is known of a DDP model's graphs and buckets, as text and as data.
+"""`explain`: what is known about a DDP model's graphs and buckets, as text and as data.
 
-page.py makes a page of the data.
+page.py renders the data as a page.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PREDICTED_TIMES = (*_TIMES_OF_BOTH, "between_s", "alone_s", "iteration_s", "bou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
-    """One bucket, planned and actual; names in the order of arrival.
+    """One bucket, planned and actual; names are in the order of arrival.
 
-    `actual` is empty until DDP has told its buckets. `graphs` hold its parameters; `completed_by`
-    is the section whose backward produces the last gradient, as in `4/0 section 2`, for which those
-    of `shares_section_with` wait too. `launched_after` counts the backward sections that had
-    started when its allreduce was launched. Times count from the end of forward. The gathers are
-    those of sharded updates, behind forward: their times are below 0.
+    `actual` is empty until DDP's buckets are known. `graphs` hold its parameters; `completed_by`
+    is the section whose backward produces the last gradient, such as `4/0 section 2`; the buckets
+    in `shares_section_with` wait for it too. `launched_after` counts the backward sections that had
+    started when its allreduce was launched. Times count from the end of forward. Gathers are those
+    of sharded updates; they run during forward, so their times are negative.
     """
 
     index: int
@@ -71,18 +71,18 @@ class BucketReport:
 
     @property
     def is_as_planned(self) -> bool | None:
-        """Whether DDP's bucket has the planned parameters; None where one is not known (yet)."""
+        """Whether DDP's bucket has the planned parameters; None if either is not known (yet)."""
         return set(self.planned) == set(self.actual) if self.planned and self.actual else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known of one model: its buckets, and a plan for each compiled graph.
+    """What is known about one model: its buckets, and a plan for each compiled graph.
 
-    `bucket_plan` is what its buckets were assigned by, `tuning` what `buckets="auto"` decided.
-    `predicted` is the iteration by `basis`; `measured` the medians of the last recording, of
-    `num_measured` steps. `communication` is "sharded" with `ddpopt.algorithms.ShardedUpdate`.
-    `nodes` are those of each graph's sections.
+    `bucket_plan` is the plan that assigned its buckets, `tuning` what `buckets="auto"` decided.
+    `predicted` is the iteration predicted from `basis`; `measured` has the medians of the last
+    recording, over `num_measured` steps. `communication` is "sharded" with
+    `ddpopt.algorithms.ShardedUpdate`. `nodes` are those of each graph's sections.
     """
 
     model: str
@@ -99,7 +99,7 @@ class Explanation:
     nodes: Mapping[str, state.Nodes] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as data for JSON, times in seconds; see docs/reading-the-logs.md."""
+        """Return everything as JSON data, times in seconds; see docs/reading-the-logs.md."""
         return {
             "format": "ddpopt explanation 1",
             "versions": {
@@ -124,14 +124,14 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a page for a browser (`.html`), JSON (`.json`) or this object's text (`.txt`).
+        """Write a page for a browser (`.html`), JSON (`.json`) or the printed text (`.txt`).
 
-        The page is one file that loads nothing. A file of yours is replaced, a link is not
-        followed.
+        The page is one self-contained file. An existing file of yours is replaced; symbolic links
+        are not followed.
 
         Raises:
-            OptionError: the name ends otherwise.
-            OSError: it cannot be written, or something else has that name.
+            OptionError: the name has another ending.
+            OSError: the file cannot be written, or something else has that name.
         """
         suffix = Path(path).suffix
         if suffix not in (".html", ".json", ".txt"):
@@ -182,7 +182,7 @@ class Explanation:
         return "\n".join([*lines, told] if shared else lines)
 
     def _times(self) -> str:
-        """Return a table of times in milliseconds, and what they amount to."""
+        """Return a table of times in milliseconds, and a summary of them."""
         header, columns = ["bucket"], [[f"{bucket.index}" for bucket in self.buckets]]
         for kind in ("predicted", "measured"):
             times = [getattr(bucket, kind) for bucket in self.buckets]
@@ -208,7 +208,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _gathers(self) -> str:
-        """Say what is communicated behind forward, and how much of it hides."""
+        """Describe what is communicated behind forward, and how much of it is hidden."""
         num_bytes = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
         lines = [
             "updates are sharded: what backward hides are sums to shards, half of an allreduce; "
@@ -285,21 +285,21 @@ def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
 
 
 def _fields(value: object, *names: str) -> dict[str, Any]:
-    """Return attributes by their names, tuples as JSON has them."""
+    """Return attributes by name, with tuples as JSON has them."""
     pairs = ((name, getattr(value, name)) for name in names)
     return {name: list(item) if type(item) is tuple else item for name, item in pairs}
 
 
 def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanation:
-    """Return what is known of a DDP model; it prints as tables, and `save` makes a page of it.
+    """Return what is known about a DDP model; it prints as tables, and `save` makes a page of it.
 
-    Plans exist once a forward with gradients has run, DDP's own buckets some steps later, measured
-    times after a `record`.
+    Plans are known once a forward with gradients has run, DDP's own buckets some steps later, and
+    measured times after a `record` block.
 
     Args:
-        model: A DistributedDataParallel module, or what `torch.compile` made of one.
-        plan: Costs to predict times by, for DDP's buckets as they are. Default: those of the
-            plan that its buckets were assigned by, or of what `buckets="auto"` found.
+        model: A DistributedDataParallel module, or what `torch.compile` returned for one.
+        plan: Costs from which to predict times for DDP's current buckets. Default: those of the
+            plan that assigned its buckets, or of what `buckets="auto"` found.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
@@ -332,7 +332,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
 
 
 def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[BucketReport]:
-    """Pair the latest plan of the whole model, which knows most graphs, with DDP's buckets."""
+    """Pair DDP's buckets with the latest plan of the whole model, which knows the most graphs."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
     told = state.of(ddp).told_buckets or ()
@@ -356,7 +356,7 @@ def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> l
 
 
 def _completing_section(plan: SplitPlan, members: set[str]) -> str:
-    """Return the section with a member that runs last."""
+    """Return the last section to run that has one of the members."""
     ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
     holding = (section.index for section in ran_last_first if members & set(section.parameters))
     return next((f"{plan.graph} section {index}" for index in holding), plan.graph)
@@ -365,8 +365,8 @@ def _completing_section(plan: SplitPlan, members: set[str]) -> str:
 def _relate(
     buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
 ) -> tuple[BucketReport, ...]:
-    """Return the buckets with their times, and the others with which each shares a section."""
-    # Without times where those of several dtypes, or of a plan that was changed, do not match.
+    """Return the buckets with their times, and with the others that share a section with each."""
+    # Without times where buckets of several dtypes, or of a changed plan, do not match.
     none = [None] * len(buckets)
     expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none
     recorded = measured.buckets if measured and len(measured.buckets) == len(none) else none
@@ -401,7 +401,7 @@ def _moved(times: BucketTimes, by_s: float) -> BucketTimes:
 def _predict(
     buckets: Sequence[BucketReport], costs: BucketPlan, communication: str
 ) -> Timeline | None:
-    """Return the iteration with these buckets; None where the plan is of other parameters."""
+    """Return the iteration with these buckets; None if the plan is for other parameters."""
     gradients = {gradient.name: gradient for gradient in costs.profile.gradients}
     members = [bucket.actual or bucket.planned for bucket in buckets]
     names = list(itertools.chain(*members))

@@ -1,4 +1,4 @@
-"""`metrics`: numbers about a DDP model's steps, for a logger to take in every step."""
+"""`metrics`: numbers about a DDP model's steps, for a logger to read in every step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Source = Callable[[], dict[str, float]]
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:
-    """Return numbers by their dotted names, with their units; cheap enough for every step.
+    """Return numbers by dotted name, units included; cheap enough for every step.
 
-    `ddpopt.step.ms` is the last step's, from one forward that communicates to the next, and known
-    from the second step after the first call. Other times are those that DDP takes of the first ten
-    steps and of every hundredth, `ddpopt.sampled_step`: forward, backward with what it waits for
+    `ddpopt.step.ms` is the last step's time, from one forward that communicates to the next, known
+    from the second step after the first call. Other times are those that DDP measures in the first
+    ten steps and in every hundredth, `ddpopt.sampled_step`: forward, backward with its wait for
     allreduces, communication from the first launch to the last end, and the part of it that was
     exposed, that is, for which backward waited. The bus bandwidth is what each rank's link carries
-    if allreduces are rings, 2 (n - 1) / n times the bytes of n ranks (as NCCL's tests define it).
-    `ddpopt.recompiles` counts compiles of a frame but its first.
+    if allreduces are rings: 2 (n - 1) / n times the bytes, on n ranks (as NCCL's tests define it).
+    `ddpopt.recompiles` counts all compiles of a frame but the first.
 
     An attached algorithm adds what its `Handle.metrics` returns. What is not known yet is left out.
-    Where the model is not compiled, sections and graphs are 0.
+    If the model is not compiled, the numbers of sections and graphs are 0.
 
     Args:
-        model: A DistributedDataParallel module, or what `torch.compile` made of one.
+        model: A DistributedDataParallel module, or what `torch.compile` returned for one.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
@@ -63,12 +63,12 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
 
 
 def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
-    """Add to a module's metrics what the source has that `find` returns, while it returns one."""
+    """Add to a module's metrics those of the source that `find` returns, while it returns one."""
     _sources[ddp] = find
 
 
 def remove_source(ddp: DistributedDataParallel) -> None:
-    """Add nothing any more."""
+    """Stop adding to a module's metrics."""
     _sources.pop(ddp, None)
 
 
@@ -88,7 +88,7 @@ def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
 
 
 def _no_source() -> None:
-    """Stand for a source where there is none."""
+    """Stand in for a source where there is none."""
 
 
 _clocks = state.new_table()

@@ -1,6 +1,6 @@
 """The page of an explanation: one HTML text that needs nothing else, not even a network.
 
-This module only puts style, script and data into page.html. The script makes the page of the data.
+This module only inserts style, script and data into page.html. The script renders the data.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-# In JSON these characters stand in strings only, where an escape means the same. Without them a
-# name can neither end the element that holds the data nor open a comment in it.
+# In JSON these characters occur only in strings, where an escape means the same. Without them no
+# name can end the element that holds the data, or open a comment in it.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 
 
 def render_page(content: Mapping[str, Any]) -> str:
-    """Return what `Explanation.to_dict` returns as one self-contained HTML page.
+    """Render what `Explanation.to_dict` returns as one self-contained HTML page.
 
-    Names and sentences in it may be any text: the script makes text of them, and never markup.
+    Names and sentences in it may be any text: the script inserts them as text, never as markup.
 
     Raises:
         ValueError: a time in it is not finite, which JSON cannot express.
@@ -35,10 +35,10 @@ def render_page(content: Mapping[str, Any]) -> str:
     )
     data = json.dumps(dict(content), allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
     page = page.replace("{{policy}}", policy).replace("{{style}}", style)
-    # The data last: names may look like a placeholder.
+    # Data comes last: names in it may look like a placeholder.
     return page.replace("{{script}}", script).replace("{{explanation}}", data)
 
 
 def _digest(text: str) -> str:
-    """Return how the Content-Security-Policy names a script or a style that it allows."""
+    """Return the hash by which the Content-Security-Policy allows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,21 +1,21 @@
 """`record`: measure real steps, section by section and bucket by bucket.
 
 [Note: recording]
-Sections tell of themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
-note when each gradient arrives. DDP's own hook runs between the two of ours on one node, and
-launches the allreduces of the buckets that are complete, so the second tells the launch. After the
-first step hooks stay on the gradients that completed a bucket in it, since autograd's order is the
-same in each step of the same graphs, and hooks on hundreds of gradients would cost time. When an
-allreduce has finished is known to the process group alone: torch's profiler has it. The profiler
-cannot be on twice; where it is on already, that time is left out, and sections and buckets appear
-as named ranges in the profile of whoever turned it on.
+Sections report themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
+note when each gradient arrives. DDP's own hook runs between our two on the same node, and launches
+the allreduces of the buckets that are complete, so our second hook gives the time of the launch.
+After the first step, hooks stay only on the gradients that completed a bucket in it: autograd's
+order is the same in each step of the same graphs, and hooks on hundreds of gradients would cost
+time. Only the process group knows when an allreduce has finished; torch's profiler records it. The
+profiler cannot be on twice: where it is on already, that time is left out, and sections and buckets
+appear as named ranges in the profile of whoever turned it on.
 
-Sharded updates have exchanges of their own in the place of allreduces, and tell of them: sums in
+Sharded updates have exchanges of their own in place of allreduces, and report them: sums in
 backward, and gathers in forward, which belong to the step whose forward comes next. See
 exchanges.py.
 
-A GPU gets to what is queued later than the processor that queues it, and the profiler's allreduces
-are kernels. So each time there is that of an event in the GPU's queue, and is known in the end.
+A GPU gets to its queued work later than the CPU that queues it, and the profiler's allreduces are
+kernels. So each time on a GPU is that of an event in its queue, and is known only at the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ddpopt.inspection.recording import (
 )
 from ddpopt.split import state
 
-# What process groups call their allreduces in a profile; on a GPU the kernel tells the finish.
+# What process groups call their allreduces in a profile; on a GPU the kernel gives the finish.
 _ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
 
 _recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
@@ -61,7 +61,7 @@ _recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = sta
 
 @contextlib.contextmanager
 def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
-    """Record the training steps of this block.
+    """Record the training steps in this block.
 
     For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
     was launched and when it finished; see [Note: recording]. `explain` shows the medians, and
@@ -70,10 +70,10 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     training on.
 
     Args:
-        model: A DistributedDataParallel module, or what `torch.compile` made of one, under any
+        model: A DistributedDataParallel module, or what `torch.compile` returned for one, with any
             backend or none; sections are those of ddpopt.
-        folder: Where to write this rank's trace, as `rank0.json`; it is made if it is missing.
-            A file of yours is replaced, a link is not followed.
+        folder: Where to write this rank's trace, as `rank0.json`; it is created if missing. An
+            existing file of yours is replaced; a symbolic link is not followed.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
@@ -82,7 +82,7 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     """
     ddp = state.ddp_of(model)
     rank, path = dist.get_rank(ddp.process_group), None
-    if folder is not None:  # that it cannot be written is better told before the training steps
+    if folder is not None:  # find out that it cannot be written before training steps are spent
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"rank{rank}.json"
         check_can_write(path)
@@ -97,7 +97,7 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     clock = _Clock(_device_of(ddp), recording.origin_unix_ns)
     recorder = _Recorder(ddp, clock)
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-    # Of sharded updates it would see nothing, and torch warns of works that another thread ends.
+    # It would see nothing of sharded updates, and torch warns of works that another thread ends.
     is_unneeded = _torch.is_profiling() or _waits.is_sharded(ddp)
     profile = contextlib.nullcontext() if is_unneeded else _torch.profile_ranges(has_cuda)
     with listen(recorder), recorder.watching(ddp), profile as events:
@@ -122,21 +122,21 @@ def _device_of(ddp: DistributedDataParallel) -> torch.device:
 
 
 class _Clock:
-    """Tells times after the recording's origin, by the system's clock as the profiler's."""
+    """Gives times since the recording's origin, by the system's clock, as the profiler does."""
 
     def __init__(self, device: torch.device, origin_ns: int) -> None:
         self._device = device
         self._origin_ns = origin_ns
-        self._events: dict[float, torch.Event] = {}  # on a GPU, by the time of their queueing
-        now(device)  # so that the GPU is at the processor's place now
+        self._events: dict[float, torch.Event] = {}  # on a GPU, by the time they were queued
+        now(device)  # so that the GPU has caught up with the CPU
         self._first_s = self.now_s()
 
     def wall_s(self) -> float:
-        """Return the time."""
+        """Return the current time."""
         return (time.time_ns() - self._origin_ns) / 1e9
 
     def now_s(self) -> float:
-        """Return the time, for the place in the device's queue as well."""
+        """Return the current time, and mark this place in the device's queue with it."""
         time_s = self.wall_s()
         if self._device.type != "cpu":
             event = self._events[time_s] = torch.Event(self._device, enable_timing=True)
@@ -144,11 +144,11 @@ class _Clock:
         return time_s
 
     def stop(self) -> None:
-        """Wait until the device has been at all places."""
+        """Wait until the device has reached all marked places."""
         now(self._device)
 
     def computed_s(self, time_s: float) -> float:
-        """Return when the device got to where it was queued at `time_s`, which `now_s` returned."""
+        """Return when the device reached the place for which `now_s` returned `time_s`."""
         event = self._events.get(time_s)
         if event is None:
             return time_s
@@ -157,7 +157,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Step:
-    """Times as `_Clock` tells them; 0 is unknown."""
+    """Times as `_Clock` gives them; 0 is unknown."""
 
     forward_start_s: float
     forward_stop_s: float = 0.0
@@ -168,7 +168,7 @@ class _Step:
     gathers: list[FollowedExchange] = field(default_factory=list)
 
     def at(self, computed_s: Callable[[float], float]) -> _Step:
-        """Return this step with the times at which its places were reached."""
+        """Return this step with the times at which the device reached its places."""
 
         def moved(exchange: FollowedExchange) -> FollowedExchange:
             return dataclasses.replace(
@@ -204,12 +204,12 @@ class _Recorder(Observer):
         self._ddp = weakref.ref(ddp)
         self._now_s = clock.now_s
         self._follower = Follower(_device_of(ddp), clock.now_s, clock.wall_s)
-        self._gathers: list[FollowedExchange] = []  # of the step to come
-        self._step: _Step | None = None  # the one whose backward is to come or runs
+        self._gathers: list[FollowedExchange] = []  # of the next step
+        self._step: _Step | None = None  # the one whose backward is running or still to come
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
-        self._missing: list[int] = []  # of each bucket, how many gradients have not arrived
+        self._missing: list[int] = []  # how many gradients of each bucket have not arrived
         self._buckets = state.of(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
         self._sizes = [len(bucket) for bucket in self._buckets]  # how many gradients have hooks
@@ -235,7 +235,7 @@ class _Recorder(Observer):
             self._follower.close()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Begin a step, unless this forward belongs to the one that has begun, or is none."""
+        """Begin a step, unless this forward belongs to the current one, or to none."""
         if not will_communicate(ddp):
             self._step = None
             self._gathers = []
@@ -245,7 +245,7 @@ class _Recorder(Observer):
             self.steps.append(self._step)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Note when it ended."""
+        """Note when forward ended."""
         if self._step is not None:
             self._step.forward_stop_s = self._now_s()
 
@@ -262,7 +262,7 @@ class _Recorder(Observer):
             step.sections.append(RecordedSection(*label, kind, start_s, self._now_s()))
 
     def watch(self, label: Label, outputs: Any) -> None:
-        """Note the backward that AOTAutograd's node of these outputs will run."""
+        """Note the backward that AOTAutograd's node for these outputs will run."""
         if self._step is not None:
             watch_backward(outputs, lambda: self.section(label, "backward"))
 
@@ -274,7 +274,7 @@ class _Recorder(Observer):
         num_bytes: int,
         works: list[Any],
     ) -> list[Any]:
-        """Follow an exchange of the module that is recorded."""
+        """Follow an exchange if it belongs to the module being recorded."""
         if ddp is None or ddp is not self._ddp():
             return works
         exchange = FollowedExchange(bucket, num_bytes, self._now_s())
@@ -326,7 +326,7 @@ class _Recorder(Observer):
 
 
 class Allreduce(NamedTuple):
-    """One that the profiler saw; a kernel's has no size."""
+    """An allreduce that the profiler saw; one seen as a kernel has no size."""
 
     start_s: float
     stop_s: float
@@ -334,11 +334,11 @@ class Allreduce(NamedTuple):
 
 
 def in_order_of_launch(started: Sequence[Allreduce], sizes: Sequence[int]) -> list[Allreduce]:
-    """Return allreduces, given as they started, in the order in which buckets launched them.
+    """Return allreduces, given in the order of their starts, in the order of their launches.
 
     gloo's threads take what is launched one by one, but may start the second of two before the
-    first. Sizes tell them apart; of equal ones, and where sizes are unknown, the order is that of
-    the starts.
+    first. Sizes tell them apart; among equal sizes, and where sizes are unknown, the order of the
+    starts is kept.
 
     Args:
         started: As many as there are buckets.
@@ -351,7 +351,7 @@ def in_order_of_launch(started: Sequence[Allreduce], sizes: Sequence[int]) -> li
 
 
 class _Reader:
-    """Makes steps of raw times; `notes` collects what could not be known."""
+    """Turns raw times into steps; `notes` collects what could not be found out."""
 
     def __init__(
         self, ddp: DistributedDataParallel, origin_ns: int, events: Sequence[Any] | None
@@ -407,14 +407,14 @@ class _Reader:
                 index=k,
                 num_bytes=sum(self._num_bytes[index] for index in bucket),
                 ready_s=ready_s,
-                # gloo is told before a GPU has made the gradients, and waits for them.
+                # gloo is called before a GPU has computed the gradients, and waits for them.
                 launched_s=max(ready_s, min(start_s, after_s)),
-                # The profiler is told a little later than DDP, which waits for all allreduces.
+                # The profiler hears of it a little later than DDP, which waits for all allreduces.
                 finished_s=stop_s if step.sums or stop_s is None else min(stop_s, end_s),
             )
 
     def _sums_of(self, step: _Step) -> list[tuple[float, float]]:
-        """As `_allreduces_of`, of sharded updates."""
+        """As `_allreduces_of`, for sharded updates."""
         sums = [step.sums.get(index) for index in range(len(self._buckets))]
         known = [(each.begun_s, each.ended_s) for each in sums if each is not None]
         return known if len(known) == len(sums) and all(stop_s for _, stop_s in known) else []

@@ -1,4 +1,4 @@
-"""What was recorded of real steps, as data: made by `ddpopt.record`, shown by `explain` and traces.
+"""Recorded steps as data: made by `ddpopt.record`, shown by `explain` and in traces.
 
 Times are in seconds after `Recording.origin_unix_ns`, by the clock of one rank's machine.
 """
@@ -33,9 +33,9 @@ class RecordedSection:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBucket:
-    """A bucket's last gradient was ready, its allreduce was launched, and has finished.
+    """When a bucket's last gradient was ready, and its allreduce was launched and finished.
 
-    `finished_s` is None where the profiler did not tell; see `Recording.notes`.
+    `finished_s` is None where the profiler did not record it; see `Recording.notes`.
     """
 
     index: int
@@ -47,9 +47,9 @@ class RecordedBucket:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGather:
-    """A bucket's updated parameters were sent behind forward, by sharded updates.
+    """When a bucket's updated parameters were sent behind forward, with sharded updates.
 
-    They were wanted from `wanted_s` on, by their first reader, who had them at `had_s`.
+    Their first reader wanted them from `wanted_s` on, and had them at `had_s`.
     """
 
     index: int
@@ -62,11 +62,11 @@ class RecordedGather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """One forward, or several, and the backward whose gradients were reduced.
+    """One or more forwards, and the backward whose gradients were reduced.
 
     `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
-    and of all of them the finish is known, or of none. With `is_sharded` updates what is launched
-    is a sum, for which the update waits; `gathers` are those of the update before, in launch order.
+    and the finish is known for all of them or for none. With `is_sharded` updates what is launched
+    is a sum, for which the update waits; `gathers`, in launch order, follow the previous update.
     """
 
     forward_start_s: float
@@ -97,13 +97,13 @@ class RecordedStep:
 
     @property
     def communication_s(self) -> float | None:
-        """The sum of all allreduces, without what one waited for the one before it."""
+        """The sum of all allreduces, without the time that one waited for the one before it."""
         times_s = [stop_s - start_s for _, start_s, stop_s in self.allreduces() if stop_s]
         return sum(times_s) if times_s else None
 
     @property
     def gathered_s(self) -> float | None:
-        """The sum of all gathers, as `communication_s`; None without any."""
+        """The sum of all gathers, as in `communication_s`; None without any."""
         times_s = [stop_s - start_s for _, start_s, stop_s in self.gather_spans()]
         return sum(times_s) if times_s else None
 
@@ -130,7 +130,7 @@ class RecordedStep:
 
     @property
     def shape(self) -> object:
-        """What is equal of steps that ran the same sections and buckets."""
+        """What is equal for steps that ran the same sections and buckets."""
         return _of_times(lambda _: None, self)
 
     def since_forward(self) -> RecordedStep:
@@ -139,7 +139,7 @@ class RecordedStep:
         return moved
 
     def num_started(self, time_s: float) -> int:
-        """Return how many backward sections had started by then."""
+        """Return how many backward sections had started by `time_s`."""
         return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
 
     def summary(self) -> str:
@@ -160,10 +160,10 @@ class RecordedStep:
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """The steps that one rank recorded. `notes` say what could not be, and what to do.
+    """The steps that one rank recorded. `notes` say what could not be recorded, and what to do.
 
-    It is filled in when the block of `ddpopt.record` ends. Ranks with the same `machine` have the
-    same clock.
+    It is filled in when the block of `ddpopt.record` ends. Ranks with the same `machine` share a
+    clock.
     """
 
     rank: int
@@ -175,7 +175,7 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     def median_step(self) -> RecordedStep | None:
-        """Return a step of medians, which begins when forward ends; None without steps.
+        """Return a step of medians, with times since the end of forward; None without steps.
 
         Only steps like the last one count: earlier ones may have had other buckets, or compiled.
         """
@@ -189,11 +189,11 @@ class Recording:
     def save(self, path: str | Path) -> None:
         """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
-        `ddpopt.merge_traces` makes one of several ranks'. A file of yours is replaced, a link is
-        not followed.
+        `ddpopt.merge_traces` merges the traces of several ranks. An existing file of yours is
+        replaced; a symbolic link is not followed.
 
         Raises:
-            OSError: it cannot be written, or something else has that name.
+            OSError: the file cannot be written, or something else has that name.
         """
         write_text(path, json.dumps(self.trace()))
 
@@ -224,7 +224,7 @@ class Recording:
         }
 
     def _step_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
-        """Yield a step's events; ranges of the computation lie in or beside each other."""
+        """Yield a step's events; ranges of the computation are nested or disjoint."""
         start_s, stop_s, end_s = step.forward_start_s, step.forward_stop_s, step.backward_stop_s
         yield self._range(f"forward, step {number}", start_s, stop_s)
         yield self._range(f"backward, step {number}", stop_s, end_s)
@@ -248,14 +248,14 @@ class Recording:
     def _exchange(
         self, what: str, bucket: RecordedBucket | RecordedGather, args: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Yield what a bucket communicates, from launch to end, on a track that is the bucket's.
+        """Yield what a bucket communicates, from launch to end, on the bucket's own track.
 
-        Others run meanwhile, so that no thread could hold them; where the end is unknown, the
-        launch is a moment.
+        Buckets overlap, so one thread's track could not hold them; where the end is unknown, the
+        launch is shown as an instant.
         """
         track = {
             "cat": what,
-            # A number, which Perfetto wants, and that no other rank's track has.
+            # A number, as Perfetto wants, that no other rank's track has.
             "id": (self.rank << 40) + bucket.index,
             "scope": "ddpopt",
         }
@@ -276,7 +276,7 @@ class Recording:
             "name": name,
             "ts": _nanoseconds(at_s) / 1e3,
             "pid": self.rank,
-            "tid": self.rank + 1,  # Perfetto takes threads of one number for one thread
+            "tid": self.rank + 1,  # Perfetto takes threads with equal numbers for one thread
             **more,
         }
 
@@ -301,9 +301,9 @@ class Recording:
 
 
 def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
-    """Return what these values of one structure are, with this function of each place's times.
+    """Merge values of equal structure into one, with `function` applied to each place's times.
 
-    Times are all that is a float or None in such a structure of dataclasses and tuples.
+    Every float or None in such a structure of dataclasses and tuples is a time.
     """
     first = values[0]
     if dataclasses.is_dataclass(first):
@@ -319,5 +319,5 @@ def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> 
 
 
 def _nanoseconds(time_s: float) -> int:
-    """Return a time as Perfetto reads it, so that ranges that touch do not overlap there."""
+    """Return a time as Perfetto reads it, so that adjacent ranges do not overlap there."""
     return round(time_s * 1e9)

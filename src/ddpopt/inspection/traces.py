@@ -1,10 +1,10 @@
-"""Merge the traces of several ranks into one, with their clocks brought together.
+"""Merge the traces of several ranks into one, with their clocks aligned.
 
 [Note: clock offsets]
 Machines' clocks differ by more than an allreduce takes. No rank can finish an allreduce before all
 have launched it, which bounds the offset of two clocks from both sides, for each allreduce that
-both recorded. And all ranks finish it within a message of each other: the median difference of
-finishes is the offset, unless a bound says otherwise. Ranks of one machine have one clock.
+both recorded. And all ranks finish it within one message of each other: the median difference of
+finishes is the offset, unless a bound says otherwise. Ranks on one machine share a clock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ddpopt._text import printable
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
 
-_MOST_BYTES = 256 * 2**20  # of one rank's: some thousand steps
+_MOST_BYTES = 256 * 2**20  # of one rank's file: a few thousand steps
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a file tells of its rank; an allreduce is its step, bucket, launch and finish."""
+    """What a file says about its rank; an allreduce is its step, bucket, launch and finish."""
 
     format: str
     rank: int
@@ -51,7 +51,7 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """What is needed of an event to move it in time."""
+    """The parts of an event that are needed to move it in time."""
 
     ph: str
     ts: float
@@ -74,15 +74,15 @@ class _Trace(NamedTuple):
 
 
 def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
-    """Return one trace of several ranks' files, or of the folders that hold them as `rank*.json`.
+    """Merge several ranks' files, or the folders that hold them as `rank*.json`, into one trace.
 
-    Times are those of the clock of the lowest rank. `otherData["clock_offsets_s"]` holds what was
-    subtracted from each rank's, None where a rank recorded no finish of an allreduce, so that its
-    clock was taken as it is; see [Note: clock offsets].
+    Times are those of the lowest rank's clock. `otherData["clock_offsets_s"]` holds what was
+    subtracted from each rank's times; it is None for a rank that recorded no finish of an
+    allreduce, whose clock was taken as it is; see [Note: clock offsets].
 
     Raises:
-        TraceError: there is no file, one is no trace of `ddpopt.record`, two are of one rank, or
-            the traces are not of the same steps.
+        TraceError: there is no file, one is not a trace of `ddpopt.record`, two are from one rank,
+            or the traces are not of the same steps.
         OSError: a file cannot be read.
     """
     traces = sorted(map(_read, trace_files(paths)), key=lambda trace: trace.told.rank)
@@ -96,7 +96,7 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             )
     first = traces[0]
     offsets = {trace.told.rank: _offset_s(first, trace) for trace in traces}
-    # When each began to record, by the first one's clock; the trace begins with the earliest.
+    # When each rank began to record, by the first one's clock; the trace begins with the earliest.
     began_ns = [
         trace.told.origin_unix_ns - round((offset_s or 0.0) * 1e9)
         for trace, offset_s in zip(traces, offsets.values(), strict=True)
@@ -143,7 +143,7 @@ def _read(path: Path) -> _Trace:
 
 
 def _offset_s(first: _Trace, trace: _Trace) -> float | None:
-    """Return how far a rank's clock is ahead of the first one's; None if nothing tells."""
+    """Return how far a rank's clock is ahead of the first one's; None if it cannot be told."""
     if trace.told.machine == first.told.machine:
         return 0.0
     ahead_s = (trace.told.origin_unix_ns - first.told.origin_unix_ns) / 1e9

@@ -1,1 +1,1 @@
-"""Callbacks for trainers of other packages, each in a module that alone imports that package."""
+"""Callbacks for other packages' trainers; only the module of each imports its package."""

@@ -1,7 +1,7 @@
 """`DDPOptCallback` for Lightning's Trainer: compiles training steps, logs metrics, explains.
 
-It takes `lightning` and `pytorch_lightning`, whichever is installed; only those who import this
-module need one of them.
+It works with `lightning` or `pytorch_lightning`, whichever is installed; only programs that import
+this module need one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EAGER = ("log", "log_dict")
 def _callback_classes() -> tuple[Any, ...]:
     """Return `Callback` of the package that the program has imported, else of those installed.
 
-    Both packages have one, and a Trainer takes those of its own package only.
+    Both packages have one, and a Trainer accepts only that of its own package.
     """
     imported = [name for name in _PACKAGES if name in sys.modules]
     installed = [name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])]
@@ -42,23 +42,23 @@ def _callback_classes() -> tuple[Any, ...]:
 class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever is there
     """Compiles a LightningModule's `training_step` under DDP in `fit`, and reports.
 
-    It compiles when Lightning has wrapped the module, and takes that back when `fit` ends.
-    `self.log` and `self.log_dict` run uncompiled. Where ddpopt compiles a part of the module
-    already, the callback only reports. Validation is not compiled.
+    It compiles once Lightning has wrapped the module, and undoes that when `fit` ends.
+    `self.log` and `self.log_dict` run uncompiled. If ddpopt already compiles a part of the module,
+    the callback only reports. Validation is not compiled.
 
-    As often as the Trainer logs (`log_every_n_steps`), its loggers get `ddpopt.metrics` of rank 0.
-    When training ends, rank 0 prints the explanation: afterwards Lightning takes DDP away.
+    Whenever the Trainer logs (`log_every_n_steps`), its loggers get `ddpopt.metrics` of rank 0.
+    When training ends, rank 0 prints the explanation: afterwards Lightning removes DDP.
 
     Args:
-        options: As `torch.compile` takes them for ddpopt.
-        mode: As `torch.compile` takes it.
-        dynamic: As `torch.compile` takes it.
-        explanation: Where rank 0 saves the explanation: a name that ends in .html, .json or .txt.
+        options: As for `torch.compile` with ddpopt.
+        mode: As for `torch.compile`.
+        dynamic: As for `torch.compile`.
+        explanation: File in which rank 0 saves the explanation; it ends in .html, .json or .txt.
 
     Raises:
         ImportError: neither package is installed.
-        OptionError: an option is unknown or has a bad value.
-        UnsupportedModeError: (by `fit`) the Trainer's strategy is not DDP.
+        OptionError: an option is unknown or has an invalid value.
+        UnsupportedModeError: (from `fit`) the Trainer's strategy is not DDP.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
     ) -> None:
         super().__init__()
         self._reporter = Reporter(options, mode, dynamic, explanation)
-        self._replaced: dict[str, Any] = {}  # what the module itself had of these names
+        self._replaced: dict[str, Any] = {}  # what the module itself had under these names
         self._last_step = 0
 
     @property
     def explanation(self) -> Explanation | None:
-        """What rank 0 printed at the end of the last `fit`."""
+        """The explanation that rank 0 printed at the end of the last `fit`."""
         return self._reporter.explanation
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Compile; DDP is around the module by now."""
+        """Compile; the module is wrapped in DDP by now."""
         ddp = trainer.model
         strategy = type(trainer.strategy).__name__
         if isinstance(ddp, DistributedDataParallel):
@@ -103,14 +103,14 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
             self._replace(pl_module, "training_step", step)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note where a checkpoint, which is loaded by now, goes on."""
+        """Note the step at which a checkpoint, which is loaded by now, continues."""
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Log where the Trainer does, at the number that it gives the step."""
+        """Log when the Trainer does, under its own number of the step."""
         step, every, ddp = trainer.global_step, trainer.log_every_n_steps, trainer.model
         is_due = step != self._last_step and every > 0 and step % every == 0
-        self._last_step = step  # which accumulating gradients does not change
+        self._last_step = step  # unchanged while gradients are accumulated
         if is_due and trainer.is_global_zero and isinstance(ddp, DistributedDataParallel):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics(ddp), step=step - 1)
@@ -122,7 +122,7 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
         self._restore(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         self._restore(pl_module)
 
     def _replace(self, module: Any, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the callbacks share: how they compile, and what they tell of a training.
+"""What the callbacks share: how they compile, and what they report about a training run.
 
 It imports no trainer.
 """
@@ -18,11 +18,11 @@ from ddpopt.options import resolve_options
 
 
 class Reporter:
-    """Begins with a training and ends with it, on rank 0.
+    """Reports on a training run from its beginning to its end, on rank 0.
 
     Attributes:
-        compiling: Arguments for `torch.compile`, beside the backend.
-        explanation: Of the last training with DDP; None before its end.
+        compiling: Arguments for `torch.compile`, besides the backend.
+        explanation: Of the last training run with DDP; None before its end.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Reporter:
         dynamic: bool | None,
         path: str | os.PathLike[str] | None,
     ) -> None:
-        """Take what `torch.compile` takes, and where to save; OptionError as it would raise it."""
+        """Take arguments of `torch.compile` and where to save; raise OptionError as it would."""
         resolve_options(mode, options)
         self.compiling: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
         self._path = None if path is None else os.fspath(path)
         self.explanation: Explanation | None = None
 
     def begin(self, ddp: DistributedDataParallel) -> None:
-        """Take times from here on, and see now whether the explanation can be saved.
+        """Measure times from here on, and check now that the explanation can be saved.
 
         Raises:
             OptionError, OSError: As `Explanation.save`.
@@ -57,7 +57,7 @@ class Reporter:
 
 
 def say_nothing_to_split(how: str, remedy: str) -> None:
-    """Tell that a model is compiled without DDP; `how` says how it is trained."""
+    """Report that a model is compiled without DDP; `how` says how it is trained."""
     _logs.progress(
         "%s, without DistributedDataParallel: there is nothing to split, and the model is compiled "
         "whole; for several ranks %s",

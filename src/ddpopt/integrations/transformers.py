@@ -1,7 +1,7 @@
 """`DDPOptCallback` for Hugging Face's Trainer: compiles the model in place, logs, explains.
 
-Only those who import this module need `transformers` and `accelerate`. A loop with Accelerate alone
-has no callbacks: there compile what `prepare` returns.
+Only programs that import this module need `transformers` and `accelerate`. A loop with Accelerate
+alone has no callbacks: compile what `prepare` returns.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
 class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
     """Compiles a Trainer's model in place (`model.compile`) when training begins, and reports.
 
-    The model's class stays what it is, so that saving and loading do not change. Where ddpopt
-    compiles a part of it already, the callback only reports. Evaluation runs compiled too.
+    The model keeps its class, so saving and loading do not change. If ddpopt already compiles a
+    part of it, the callback only reports. Evaluation runs compiled too.
 
     Rows of the Trainer's log that have a loss get `ddpopt.metrics`. A callback that sends rows
-    elsewhere has to come later in the list, so give it there rather than by `report_to`. When
+    elsewhere has to come later in the list, so pass it there rather than through `report_to`. When
     training ends, rank 0 prints the explanation.
 
     Args:
-        options: As `torch.compile` takes them for ddpopt.
-        mode: As `torch.compile` takes it.
-        dynamic: As `torch.compile` takes it.
-        explanation: Where rank 0 saves the explanation: a name that ends in .html, .json or .txt.
+        options: As for `torch.compile` with ddpopt.
+        mode: As for `torch.compile`.
+        dynamic: As for `torch.compile`.
+        explanation: File in which rank 0 saves the explanation; it ends in .html, .json or .txt.
 
     Raises:
-        OptionError: an option is unknown or has a bad value.
-        UnsupportedModeError: (by `train`) the Trainer trains otherwise than by DDP, or compiles
-            by itself.
+        OptionError: an option is unknown or has an invalid value.
+        UnsupportedModeError: (from `train`) the Trainer trains with something other than DDP, or
+            compiles by itself.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
 
     @property
     def explanation(self) -> Explanation | None:
-        """What rank 0 printed at the end of the last `train`."""
+        """The explanation that rank 0 printed at the end of the last `train`."""
         return self._reporter.explanation
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Compile; the Trainer hands out the model, and not the DDP module around it."""
+        """Compile; the Trainer passes the model, not the DDP module around it."""
         self._find_ddp = _find_none
         _check_mode(args)
         if not is_compiled_by_us(model):
@@ -77,7 +77,7 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
                 self._reporter.begin(ddp)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
-        """Add to what is logged, and to what the Trainer has kept of it already."""
+        """Add to what is logged, and to the copy that the Trainer has already kept."""
         ddp = self._find_ddp()
         if ddp is not None and "loss" in logs:
             numbers = metrics(ddp)
@@ -92,11 +92,11 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
 
 
 def _find_none() -> None:
-    """Stand for the DDP module before the first step."""
+    """Stand in for the DDP module before the first step."""
 
 
 def _check_mode(args: Any) -> None:
-    """Raise UnsupportedModeError unless DDP trains, or one rank; say which in the second case."""
+    """Raise UnsupportedModeError unless training uses DDP or one rank; report the second case."""
     if args.torch_compile:
         raise UnsupportedModeError(
             f"torch_compile is True, so the Trainer compiles by {args.torch_compile_backend!r} "

@@ -1,18 +1,18 @@
 """Whether all ranks say the same: by one collective, or through the store without waiting.
 
-Facts are the callers'; here the first difference is found and named, on all ranks alike.
+Facts come from the callers; here the first difference is found and named, the same on all ranks.
 
 [Note: agreement]
-Ranks average gradients of different parameters, or wait for each other, if they compile for
-different DDP modules. `warmup` has all ranks `compare` what a module's buckets follow from.
-Compiling by itself asks nobody, unless `config.disagreement` wants an error. Then each rank tells
-its facts when a graph is compiled, by the store: a digest of them, once for each DDP module, and
-again only if it changed; the first rank of a digest adds what it is of. A counter says how many
-ranks have told, another how many of them told the same. The last one to tell also says in which
-step the verdict is due: before the forward of the next one (of the one after the next, if no step
-was under way that communicates). All ranks have ended a backward since then, so all find the
-verdict in the same step, and none raises while another waits in an allreduce. If some rank tells
-nothing within a minute, since it compiles nothing, nothing is compared.
+If ranks compile for different DDP modules, they average gradients of different parameters, or wait
+for each other. `warmup` makes all ranks `compare` the facts that a module's buckets follow from.
+Compiling by itself asks nobody, unless `config.disagreement` is "error". Then each rank publishes
+its facts through the store when a graph is compiled: a digest of them, once for each DDP module,
+and again only if it changed; the first rank with a digest adds its facts. One counter says how many
+ranks have published, another how many of them published the same. The last one to publish also says
+in which step the verdict is due: before the forward of the next one (of the one after the next, if
+no step that communicates was in progress). All ranks have ended a backward since then, so all find
+the verdict in the same step, and none raises while another waits in an allreduce. If some rank
+publishes nothing within a minute, since it compiles nothing, nothing is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddpopt.ranks import faults
 from ddpopt.ranks.rendezvous import name_ranks
 from ddpopt.ranks.stores import Board, next_key
 
-_LIMIT_S = 60.0  # after which ranks that have told nothing are not waited for
+_LIMIT_S = 60.0  # after which ranks that have told nothing are no longer waited for
 _STORE_S = 10.0  # for one exchange with the store
 _TITLE = "comparing what ranks compile for"
 _REMEDY = (
@@ -57,7 +57,7 @@ class Fact(NamedTuple):
 
 
 class Word(NamedTuple):
-    """What a rank says: its facts, from the most to the least telling, and what it cannot do."""
+    """What a rank says: its facts, from the most to the least telling, and its problem, if any."""
 
     facts: Sequence[Fact]
     problem: Exception | None = None
@@ -66,10 +66,10 @@ class Word(NamedTuple):
 def gather(
     ddp: DistributedDataParallel, own: T, what: str, group: dist.ProcessGroup | None = None
 ) -> list[T]:
-    """Return what each rank gives, by a group (default: DDP's) and on DDP's device. Collective.
+    """Return what each rank gives, over a group (default: DDP's), on DDP's device. Collective.
 
     Raises:
-        PeerError: a rank did not make this call; it begins with `what`.
+        PeerError: a rank did not make this call; the message begins with `what`.
     """
     faults.introduce_if_asked()
     group = group or ddp.process_group
@@ -80,10 +80,10 @@ def gather(
 
 
 def hand_out(ddp: DistributedDataParallel, own: T, what: str) -> T:
-    """Return what rank 0 of DDP's group gives; the others' is ignored. Collective.
+    """Return what rank 0 of DDP's group gives; what others give is ignored. Collective.
 
     Raises:
-        PeerError: a rank did not make this call; it begins with `what`.
+        PeerError: a rank did not make this call; the message begins with `what`.
     """
     group, given = ddp.process_group, [own]
     with faults.communicating(what), _on_device(ddp):
@@ -92,7 +92,7 @@ def hand_out(ddp: DistributedDataParallel, own: T, what: str) -> T:
 
 
 def _on_device(ddp: DistributedDataParallel) -> AbstractContextManager[Any]:
-    """Make DDP's device the current one, by which NCCL sends objects."""
+    """Make DDP's device the current one, through which NCCL sends objects."""
     device = next(ddp.parameters()).device
     index = None if device.type == "cpu" else device.index
     return torch.accelerator.device_index(index)
@@ -124,7 +124,7 @@ def agree(
 
 
 def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str | None:
-    """Say in what ranks first differ from rank 0, which do, and what to do; None if none does."""
+    """Say where ranks first differ from rank 0, which do, and what to do; None if none does."""
     by_name = [{fact.name: fact for fact in facts} for facts in said]
     for name in dict.fromkeys(fact.name for facts in said for fact in facts):
         ours = by_name[0].get(name)
@@ -146,7 +146,7 @@ def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str | None:
 class _Told(Observer):
     """What this rank told of one DDP module, and its steps; it has a board until all is compared.
 
-    `digest` is of the facts, under `key` in the store.
+    `digest` is that of the facts, under `key` in the store.
     """
 
     num_steps: int = 0
@@ -156,7 +156,7 @@ class _Told(Observer):
     board: Board | None = None
 
     def is_news(self, ddp: DistributedDataParallel, facts: str) -> bool:
-        """Note what is told of the module; return whether it is not what was told last."""
+        """Note what is told of the module; return whether that differs from the last time."""
         digest = hashlib.sha256(facts.encode()).hexdigest()
         if digest == self.digest:
             return False
@@ -166,12 +166,12 @@ class _Told(Observer):
         return True
 
     def give_up(self, reason: object) -> None:
-        """Compare no more, unless there is news."""
+        """Stop comparing, unless there is news."""
         self.board = None
         _logs.info("ranks do not compare what they compile: %s", reason)
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Count a step, and compare if that is due.
+        """Count a step, and compare if it is due.
 
         Raises:
             DisagreementError: as `compare`.
@@ -199,7 +199,7 @@ _told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakK
 
 
 def observe(ddp: DistributedDataParallel) -> Observer | None:
-    """Return what counts a module's steps, if ranks are to find out by themselves."""
+    """Return the observer that counts a module's steps, if ranks are to compare by themselves."""
     return _told.setdefault(ddp, _Told()) if config.disagreement == "error" else None
 
 
@@ -207,7 +207,7 @@ def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
     """Compare what ranks compile for. Collective.
 
     Raises:
-        DisagreementError: they differ, and `config.disagreement` is "error"; on all ranks.
+        DisagreementError: on all ranks, if they differ and `config.disagreement` is "error".
         PeerError: a rank did not make this call.
     """
     said = gather(ddp, tuple(facts), _TITLE)
@@ -226,7 +226,7 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
     try:
         told.board = board = Board(ddp.process_group, _TITLE, told.key, _STORE_S)
         board.tell(told.digest)
-        if board.count(f"num/{told.digest}") == 1:  # once for all ranks: facts can be long
+        if board.count(f"num/{told.digest}") == 1:  # by one rank for all: facts can be long
             board.put(f"facts/{told.digest}", text)
         if board.count("num_told") == board.size:
             board.put("due", str(due))
@@ -235,7 +235,7 @@ def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
 
 
 def _read(board: Board) -> list[list[Fact]]:
-    """Return each rank's facts, none at all if they are equal."""
+    """Return each rank's facts, or an empty list if they are equal."""
     digests = board.words()
     known = list(set(digests))
     if len(known) == 1:

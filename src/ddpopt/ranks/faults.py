@@ -1,13 +1,13 @@
 """Names the rank at fault when training breaks, where torch only names a connection.
 
 [Note: faults]
-When a rank ends, the others get an error of the transport out of backward or out of DDP's forward.
-A rank that gets one tells so through the process group's store (a *word*), hears the others' words
-and asks for their processes; see [Note: presence]. A rank that raised an error of its own comes
-first; then the ranks that have told nothing and whose process is gone. Ranks that have told that
-they lost a connection are victims, also if they have ended since, so they are never named.
-All this happens after an error only. It uses no collective, and each call of the store is bounded.
-Since it takes a socket, a thread and the store, it is done only where somebody asked for it.
+When a rank ends, the others get a transport error from backward or from DDP's forward. A rank that
+gets one says so through the process group's store (a *word*), reads the others' words and checks
+for their processes; see [Note: presence]. A rank that raised an error of its own is named first;
+then the ranks that have told nothing and whose process is gone. Ranks that have told of a lost
+connection are victims, even if they have ended since, so they are never named.
+All this happens only after an error. It uses no collective, and each call of the store is bounded.
+Since it takes a socket, a thread and the store, it is done only if somebody asked for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddpopt.ranks.presence import Card, Presence, RollCall
 from ddpopt.ranks.rendezvous import RANKS_SHOWN, name_ranks
 from ddpopt.ranks.stores import LONGEST_TEXT
 
-_SETTLE_S = 3.0  # in which a fault shows itself, and words of other ranks arrive
+_SETTLE_S = 3.0  # for a fault to show itself, and for other ranks' words to arrive
 _POLL_S = 0.1
 _LOST, _RAISED, _COMPILES = "lost a connection", "raised", "compiles"
 _CONNECTION = re.compile(
@@ -39,7 +39,7 @@ _CONNECTION = re.compile(
 
 
 class _Here:
-    """The ranks that this process is one of, None while it is alone."""
+    """The ranks to which this process belongs, None while it is alone."""
 
     roll_call: RollCall | None = None
 
@@ -49,10 +49,10 @@ _here = _Here()
 
 @contextlib.contextmanager
 def naming_peers(what: str = "training") -> Iterator[None]:
-    """Have errors of a connection in this block name the rank that broke; `what` begins them.
+    """Make connection errors in this block name the rank at fault; `what` begins their messages.
 
-    Any other error in the block is told to the other ranks, whose error then names this rank and
-    that error. Uncaught errors are explained too from then on, in a line after the traceback.
+    Any other error in the block is reported to the other ranks, whose errors then name this rank
+    and its error. From then on uncaught errors are explained too, in a line after the traceback.
 
     Raises:
         PeerError: a connection broke, or a collective took longer than the group's timeout. Its
@@ -64,7 +64,7 @@ def naming_peers(what: str = "training") -> Iterator[None]:
     try:
         yield
     except PeerError:
-        raise  # it was named where it was raised
+        raise  # it already names the rank
     except Exception as error:
         if is_connection_error(error):
             raise _peer_error(what, error) from error
@@ -74,21 +74,21 @@ def naming_peers(what: str = "training") -> Iterator[None]:
 
 @contextlib.contextmanager
 def communicating(what: str) -> Iterator[None]:
-    """As `naming_peers`, for a block that does nothing but communicate."""
+    """As `naming_peers`, for a block that only communicates."""
     try:
         yield
     except PeerError:
         raise
-    except RuntimeError as error:  # as torch's are, whatever their text
+    except RuntimeError as error:  # like torch's own, whatever their text
         raise _peer_error(what, error) from error
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Let ranks that lose patience in a collective know that this one compiles in this block."""
+    """Let ranks that time out in a collective know that this rank compiles in this block."""
     roll_call = _here.roll_call
     if roll_call is None or roll_call.problem or roll_call.own.word:
-        yield  # a store that has failed would hold up each compile, and an error matters more
+        yield  # a failed store would delay each compile, and a word about an error matters more
         return
     roll_call.tell(_COMPILES)
     try:
@@ -108,7 +108,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def introduce_if_asked() -> None:
-    """As `introduce`, if `config.name_peers` asks for it."""
+    """As `introduce`, if `config.name_peers` is set."""
     if config.name_peers:
         introduce()
 
@@ -134,7 +134,7 @@ def introduce() -> None:
 
 @functools.cache
 def _explain_uncaught() -> None:
-    """Have `sys.excepthook` print one more line; set once, since others may wrap it."""
+    """Make `sys.excepthook` print one more line; set once, since others may wrap it."""
     previous = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -192,7 +192,7 @@ def _find_fault(roll_call: RollCall) -> _Finding:
 
 
 def _judge(roll_call: RollCall, cards: Sequence[Card]) -> _Finding | None:
-    """Name ranks, if it is certain of some that they are at fault."""
+    """Name the ranks that are certainly at fault, if any."""
     raised = [card for card in cards if card.word == _RAISED]
     if raised:
         first = min(raised, key=lambda card: card.turn)
@@ -215,14 +215,14 @@ def _judge(roll_call: RollCall, cards: Sequence[Card]) -> _Finding | None:
 
 
 def _silent(cards: Sequence[Card]) -> list[Card]:
-    """Return those of the ranks that told nothing of an error."""
+    """Return the cards of ranks that told of no error."""
     return [card for card in cards if card.word in ("", _COMPILES)]
 
 
 def _doubt(roll_call: RollCall, cards: Sequence[Card]) -> _Finding:
-    """Say what is known where every rank that can be asked is there.
+    """Say what is known if every rank that can be asked is there.
 
-    A rank that has compiled for too long cannot be seen to do so later, so the others are told.
+    Later it cannot be seen that a rank has compiled for too long, so the others are told now.
     """
     if roll_call.problem:
         where = "" if roll_call.place is None else " at {}:{}".format(*roll_call.place)
@@ -264,7 +264,7 @@ def _name(cards: Sequence[Card]) -> str:
 
 
 def _linger(roll_call: RollCall, lost: Sequence[int]) -> None:
-    """Keep the store, which ends with this process, until the others have found out too."""
+    """Keep the store, which ends with this process, alive until the others have found out too."""
     end_s = time.monotonic() + _SETTLE_S
     while time.monotonic() < end_s and not roll_call.problem:
         cards = roll_call.hear()

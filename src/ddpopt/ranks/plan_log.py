@@ -1,8 +1,8 @@
-"""What is logged of each graph's plan: rank 0 logs all of it, another rank only what differs.
+"""Logs each graph's plan: rank 0 logs all of it, another rank only what differs.
 
-Rank 0 leaves its text in the group's store. Another rank looks there in its next forward that is
-to communicate: rank 0 has compiled by then, or it would not have come through the backward before.
-So nobody waits. Where the text is not there, a rank logs its own whole. While logs are off nothing
+Rank 0 leaves its text in the group's store. Another rank looks there in its next forward that will
+communicate: rank 0 has compiled by then, or it would not have got through the previous backward.
+So nobody waits. If the text is not there, a rank logs all of its own. While logs are off, nothing
 is written, and nobody looks.
 """
 
@@ -25,7 +25,7 @@ _STORE_S = 10.0  # for one exchange with the store
 
 
 class _Told(Observer):
-    """The texts of a DDP module's graphs that this rank has not compared yet, by graph."""
+    """The texts of those graphs of a DDP module that this rank has yet to compare, by graph."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         name = f"plans/{type(ddp.module).__name__}"
@@ -64,7 +64,7 @@ _told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakK
 
 
 def tell(ddp: DistributedDataParallel, graph: str, plan: object) -> None:
-    """Log the plan of a graph of `ddp`; on other ranks than 0 in a later forward."""
+    """Log the plan of a graph of `ddp`; on ranks other than 0, in a later forward."""
     if not _logs.is_on():
         return
     rank, size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
@@ -89,7 +89,7 @@ def tell(ddp: DistributedDataParallel, graph: str, plan: object) -> None:
 
 
 def take_over(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
-    """Have `ddp` compare what compiling its copy has told."""
+    """Make `ddp` compare what was told when its copy was compiled."""
     told = _told.pop(copy, None)
     if told is not None:
         _told[ddp] = told

@@ -3,10 +3,10 @@
 `faults.py` draws the conclusions.
 
 [Note: presence]
-Each rank opens a socket that listens and is never read, and tells its address through the process
+Each rank opens a listening socket that is never read, and tells its address through the process
 group's store. The kernel answers there for as long as the process lives, whatever its threads do,
-and refuses when it has ended; so no rank sends heartbeats, and steps cost nothing. Asking is
-bounded.
+and refuses once it has ended; so no rank sends heartbeats, and steps cost nothing. The time for
+asking is bounded.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ddpopt.errors import PeerError
 from ddpopt.ranks.stores import LONGEST_TEXT, Board
 
 _STORE_S = 2.0  # for one exchange with the store
-_ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is sent again after 1 s
+_ASK_S = 2.0  # for other ranks' kernels to answer; a lost packet is resent after 1 s
 _POLL_S = 0.1
-_MEET_S = 600.0  # in which ranks come to tell who they are
+_MEET_S = 600.0  # for ranks to tell who they are
 _BACKLOG = 4096  # nobody accepts, so each rank that asks takes a place for good
-_AT_ONCE = 256  # processes that are asked together
-# torchrun may keep the store, and in it the ranks of an attempt before.
+_AT_ONCE = 256  # processes that are asked at the same time
+# torchrun may keep the store, and with it the ranks of an earlier attempt.
 _KEY = f"ddpopt/faults/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 class Presence(enum.Enum):
-    """What asking a rank's process found; the values are said of one rank and of several."""
+    """What asking for a rank's process found; values are the words for one rank and for several."""
 
     HERE = ("is there", "are there")
     STOPPED = ("is stopped (by a signal, as SIGSTOP)", "are stopped (by a signal, as SIGSTOP)")
@@ -54,10 +54,10 @@ class Presence(enum.Enum):
 
 
 class Card(NamedTuple):
-    """A rank, where its process is, and what it told; `machine` differs for hosts of one name.
+    """A rank, where its process is, and what it told; `machine` differs for hosts with one name.
 
     `has_store` says that the process holds the group's store, which ends with it. `word` is the
-    `turn`-th that any rank told, "" for none.
+    `turn`-th one that any rank told, or "" for none.
     """
 
     rank: int
@@ -76,15 +76,15 @@ class Card(NamedTuple):
 
 
 class RollCall:
-    """Tells the other ranks who this process is when it is made, and learns who they are.
+    """Tells the other ranks who this process is, on creation, and learns who they are.
 
-    `known` has the card of each rank that has told it and answered, and its own. A thread waits for
-    those who have not told yet, and ends when all have. No call waits for the store for longer than
+    `known` has this rank's card and those of ranks that have told theirs and answered. A thread
+    waits for the other ranks, and ends when all have told. No call waits for the store longer than
     a limit; `problem` says why it did not answer, and then it is not asked before the next word.
 
     Raises:
         OSError: no socket can be opened.
-        TorchDriftError: this release tells no group's store.
+        TorchDriftError: this release does not expose a group's store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -109,7 +109,7 @@ class RollCall:
         self._listener.close()
 
     def tell(self, word: str, text: str = "") -> None:
-        """Tell a word in place of the one before; "" withdraws it."""
+        """Tell a word in place of the previous one; "" withdraws it."""
         self.problem = ""
         with self._exchange() as board:
             turn = board.count("turns")
@@ -117,7 +117,7 @@ class RollCall:
             board.tell(json.dumps(self.own))
 
     def hear(self) -> list[Card]:
-        """Return the other known ranks' cards as they are now, or when the store answered last."""
+        """Return the other known ranks' cards, as of now or of when the store last answered."""
         if not self.problem:
             with self._exchange() as board:
                 self._greet(_read_cards(board, range(self.size)))
@@ -143,10 +143,10 @@ class RollCall:
         return Board(group, "naming the rank that broke", _KEY, limit_s)
 
     def _greet(self, cards: Iterable[Card]) -> None:
-        """Take what known processes told, and come to know the ranks that answer.
+        """Take what known processes told, and get to know the ranks that answer.
 
-        Of those that do not, a firewall may refuse in their place, unless their process was on this
-        machine and has ended already. Another process may have been that rank before.
+        For those that do not, a firewall may be refusing in their place, unless their process was
+        on this machine and has already ended. Another process may have been that rank before.
         """
         new = []
         for card in cards:
@@ -158,14 +158,14 @@ class RollCall:
         for card in new:
             is_there = found[card.rank] in (Presence.HERE, Presence.STOPPED)
             is_seen = card.machine == self.own.machine and _state_of(os.getpid())
-            if is_there or (is_seen and _state_of(card.pid) in ("", "Z", "X")):  # Z: not waited for
+            if is_there or (is_seen and _state_of(card.pid) in ("", "Z", "X")):  # Z: a zombie
                 self.known[card.rank] = card
 
     def _meet(self) -> None:
         end_s = time.monotonic() + _MEET_S
         with contextlib.suppress(Exception):
             board, told = self._open(_MEET_S), None
-            while told != self.own:  # it may be told by another thread meanwhile
+            while told != self.own:  # another thread may tell meanwhile
                 told = self.own
                 board.tell(json.dumps(told))
             while len(self.known) < self.size and time.monotonic() < end_s:
@@ -179,7 +179,7 @@ def _read_cards(board: Board, ranks: Iterable[int]) -> list[Card]:
 
 
 def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, socket.socket]:
-    """Show other ranks that this process is there, until the returned socket closes or it ends.
+    """Show other ranks that this process lives, until it ends or the returned socket closes.
 
     `store_place` is the host and port of the group's store, if it has one.
 
@@ -189,7 +189,7 @@ def introduce(rank: int, store_place: tuple[str, int] | None) -> tuple[Card, soc
     address = _own_address(store_place)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    if hasattr(os, "register_at_fork"):  # a data loader's workers outlive a killed rank
+    if hasattr(os, "register_at_fork"):  # a data loader's workers may outlive a killed rank
         os.register_at_fork(after_in_child=listener.close)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
     card = Card(
@@ -215,7 +215,7 @@ def _ask(own: Card, other: Card, limit_s: float) -> Presence:
     is_near = other.machine == own.machine
     is_local = other.address.startswith("127.") or other.address in ("::1", own.address)
     if is_local and not is_near:
-        return Presence.UNKNOWN  # the address is somebody else's here
+        return Presence.UNKNOWN  # from here the address is somebody else's
     try:
         socket.create_connection((other.address, other.port), limit_s).close()
     except ConnectionRefusedError:
@@ -227,14 +227,14 @@ def _ask(own: Card, other: Card, limit_s: float) -> Presence:
 
 
 def _state_of(pid: int) -> str:
-    """Return Linux' letter for what a process does, "" if there is none or this is no Linux."""
+    """Return Linux's letter for a process's state, "" if it is gone or this is not Linux."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def _own_address(store_place: tuple[str, int] | None) -> str:
-    """Return the address by which this machine talks to the store's, else its name's."""
+    """Return this machine's address towards the store's machine, else that of its own name."""
     with contextlib.suppress(OSError):
         known = store_place or (socket.gethostname(), 9)
         family, _, _, _, place = socket.getaddrinfo(*known, type=socket.SOCK_DGRAM)[0]
@@ -245,7 +245,7 @@ def _own_address(store_place: tuple[str, int] | None) -> str:
 
 
 def _machine() -> str:
-    """Return what processes that see each other have in common, on Linux: boot and pids."""
+    """Return an id shared by processes that see each other: on Linux, boot id and pid namespace."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

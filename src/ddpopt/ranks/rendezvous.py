@@ -1,14 +1,14 @@
-"""Where the ranks of a group find out, by its store, whether all are here and can all go on.
+"""Where the ranks of a group find out, through its store, whether all are here and can go on.
 
-No collective is used, so no time limit of the process group's runs. What ranks do before and after
+No collective is used, so none of the process group's timeouts runs. What ranks do before and after
 is up to the caller.
 
 [Note: meetings]
 Ranks meet at a *board*: what they told under one name, which is equal on all ranks and is used
-once. In a *meeting* each rank tells in which phase it is, and a thread of it that it lives; it ends
-when all are done, however long one of them works, or with an error if one fails or falls silent. An
-*appointment* has one deadline and one answer, that of the first rank to write it: the last one to
-come, one that cannot go on, or one that waited too long.
+once. In a *meeting* each rank tells which phase it is in, and one of its threads that it is alive;
+it ends when all are done, however long one of them works, or with an error if one fails or falls
+silent. An *appointment* has one deadline and one answer, that of the first rank to write it: the
+last one to come, one that cannot go on, or one that waited too long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS_SHOWN = 8  # in a message
 
 _POLL_S = 0.05
 _REPORT_S = 30.0
-_BEATS = 10  # in the time after which a rank is given up
+_BEATS = 10  # in the time after which a rank counts as lost
 
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
 _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
@@ -45,9 +45,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 @contextlib.contextmanager
 def meeting(group: dist.ProcessGroup, name: str, phase: str, *, silence_s: float) -> Iterator[None]:
-    """Give a block that all ranks run a name; it ends on no rank before it has ended on all.
+    """Name a block that all ranks run; it ends on no rank before it has ended on all.
 
-    Every rank of the group must make equally many meetings of a name.
+    Every rank of the group must make the same number of meetings of each name.
 
     Raises:
         PeerError: another rank raised in the block or has told nothing for `silence_s` seconds, or
@@ -60,7 +60,7 @@ def meeting(group: dist.ProcessGroup, name: str, phase: str, *, silence_s: float
             yield
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
-        with contextlib.suppress(PeerError):  # the block's error is the one to see
+        with contextlib.suppress(PeerError):  # the block's own error is what matters
             board.tell(f"{_FAILED}\nin {phase}, {reason}")
         raise
     board.tell(_DONE)
@@ -69,14 +69,14 @@ def meeting(group: dist.ProcessGroup, name: str, phase: str, *, silence_s: float
 
 @contextlib.contextmanager
 def _beating(board: Board, phase: str) -> Iterator[None]:
-    """Tell a new word every now and then, from a thread."""
+    """Tell a new word at intervals, from a thread."""
     is_over = threading.Event()
 
     def beat() -> None:
         for number in itertools.count():
             if is_over.wait(board.limit_s / _BEATS):
                 return
-            with contextlib.suppress(PeerError):  # the main thread finds out too
+            with contextlib.suppress(PeerError):  # the main thread will find out too
                 board.tell(f"{phase}\n{number}")
 
     thread = threading.Thread(target=beat, name=f"ddpopt {board.title}", daemon=True)
@@ -110,7 +110,7 @@ def _wait(board: Board) -> None:
 
 
 def _hear(board: Board, heard: dict[int, tuple[str, float]]) -> dict[int, str]:
-    """Return the phase of each rank that is not done; note new words."""
+    """Return the phase of each rank that is not done, and note new words."""
     missing: dict[int, str] = {}
     for rank, word in enumerate(board.words()):
         phase, _, text = word.partition("\n")
@@ -129,8 +129,8 @@ def _hear(board: Board, heard: dict[int, tuple[str, float]]) -> dict[int, str]:
 class Appointment:
     """All ranks go on together, or none does; nobody waits longer than `limit_s`.
 
-    Making it announces this rank, before the last collective that comes before the appointment; so
-    nobody waits for one that is not announced. `absence` is what is said of it then.
+    Creating it announces this rank, before the last collective that precedes the appointment; so
+    nobody waits for a rank that is not announced. `absence` is what is said of such a rank.
 
     Raises:
         PeerError: the store has gone or does not answer.
@@ -153,7 +153,7 @@ class Appointment:
         return None if answer == _GO else answer
 
     def _find_answer(self, problem: str | None) -> str:
-        """Return what this rank would answer as soon as there is something to say or an answer."""
+        """Return this rank's answer, as soon as it has one or the board has."""
         board = self._board
         if problem:
             return f"on rank {board.rank}: {problem}"

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other through its store, waited for no longer than a limit.
+"""What the ranks of a group tell each other through its store, with a time limit on each wait.
 
 A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits
 forever for most answers; if the store has ended, torch tries to connect for minutes. So no other
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.errors import PeerError
 
-LONGEST_TEXT = 500  # characters of an error that other ranks are told
+LONGEST_TEXT = 500  # characters of an error that is told to other ranks
 
 T = TypeVar("T")
 
@@ -25,21 +25,21 @@ _num_made: collections.Counter[str] = collections.Counter()
 
 
 def next_key(group: dist.ProcessGroup, name: str) -> str:
-    """Return a key that no board had, equal on all ranks if they ask equally often for a name."""
+    """Return a key that no board had; it is equal on ranks that asked equally often for `name`."""
     own = f"{group.group_name}/{name}"
     _num_made[own] += 1
     return f"ddpopt/{name}/{_num_made[own]}"
 
 
 class Board:
-    """What ranks tell under one key: a word of each, and notes that have names.
+    """What ranks tell under one key: one word each, and named notes.
 
     It has a connection of its own to the store, so that other calls do not wait for it. Each call
-    raises PeerError, which begins with `title`, if the store fails or has not answered after
-    `limit_s` seconds; `problem` says so then, and no further call is made.
+    raises PeerError, which begins with `title`, if the store fails or has not answered within
+    `limit_s` seconds; `problem` then says so, and no further call is made.
 
     Raises:
-        TorchDriftError: this release tells no group's store.
+        TorchDriftError: this release does not expose a group's store.
     """
 
     def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
@@ -51,25 +51,25 @@ class Board:
         self._is_own = False
 
     def tell(self, word: str) -> None:
-        """Write this rank's word, in place of the one before."""
+        """Write this rank's word, in place of the previous one."""
         self.put(str(self.rank), word)
 
     def words(self) -> list[str]:
-        """Return each rank's word, "" of those that told none."""
+        """Return each rank's word, "" for those that told none."""
         return self.get(*map(str, range(self.size)))
 
     def put(self, name: str, text: str) -> None:
-        """Write a note, in place of the one before."""
+        """Write a note, in place of the previous one."""
         self._ask(lambda store: store.set(f"{self._key}/{name}", text))
 
     def put_first(self, name: str, text: str) -> str:
-        """Write a note unless there is one; return the one that there is then."""
+        """Write a note unless there is one; return the one that exists then."""
         key = f"{self._key}/{name}"
         first: bytes = self._ask(lambda store: store.compare_set(key, "", text))
         return first.decode()
 
     def get(self, *names: str) -> list[str]:
-        """Return these notes, "" where there is none."""
+        """Return these notes, "" for missing ones."""
         keys = [f"{self._key}/{name}" for name in names]
 
         def read(store: Any) -> list[str]:
@@ -80,7 +80,7 @@ class Board:
         return self._ask(read)
 
     def count(self, name: str) -> int:
-        """Add 1 to a number, and return it."""
+        """Add 1 to a counter, and return it."""
         number: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
         return number
 
@@ -90,10 +90,10 @@ class Board:
 
         def run() -> None:
             try:
-                if not self._is_own:  # or it would outlive its group
+                if not self._is_own:  # the group's own would outlive the group
                     self._store, self._is_own = _connect_anew(self._store), True
                 answers.append(call(self._store))
-            except Exception as error:  # the asker's to see, whatever it is
+            except Exception as error:  # for the asker to see, whatever it is
                 errors.append(error)
 
         if not self.problem:
@@ -113,7 +113,7 @@ class Board:
 
 
 def _connect_anew(store: Any) -> Any:
-    """Return another connection to a store; the store itself if it is one written in Python."""
+    """Return a new connection to a store, or the store itself if it is written in Python."""
     try:
         return store.clone()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""In which modes a DDP module keeps its Reducer and its allreduce.
+"""Modes of a DDP module in which its Reducer or its allreduce cannot be replaced.
 
 The sentences that users read are those of `errors.DDPMode`.
 """

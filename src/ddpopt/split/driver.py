@@ -1,7 +1,7 @@
 """From Dynamo's whole graph to what runs in its place: facts, plan, cut, compile, run.
 
-It holds no algorithm: each step is a module of `forward` or `backward`, the last is `runner.py`.
-`backend.py` says for which graphs it is called.
+It holds no algorithm: each step is a module of `forward` or `backward`, and the last is
+`runner.py`. `backend.py` decides for which graphs it is called.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def compile_under_ddp(
         SectionCompileError: the inner compiler raised on a section.
     """
     try:
-        _torch.will_rebuild_buckets(ddp)  # needed at each step; find out now if it has moved
+        _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
         survey = _survey(gm, example_inputs, ddp, options)
         plan, nodes, compiled = _split(gm, example_inputs, survey, options)
     except passing_errors():
@@ -104,11 +104,11 @@ def compile_whole(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Survey:
-    """What is known of a graph under DDP before it is planned.
+    """What is known about a graph under DDP before it is planned.
 
-    `graph` is a copy that may be cut. `arguments` gives the argument that brings each parameter
-    in, `slots` only those that the graph does not write to. Where `is_last`, no other graph can
-    follow it in the DDP module's forward.
+    `graph` is a copy that may be cut. `arguments` gives the argument that brings in each parameter,
+    `slots` only those that the graph does not write to. If `is_last`, no other graph can follow it
+    in the DDP module's forward.
     """
 
     graph: fx.GraphModule
@@ -123,7 +123,7 @@ class _Survey:
     is_last: bool
 
     def key(self) -> str:
-        """Return what stands, in any process, for all of it that a cut depends on but the graph."""
+        """Return a key, valid in any process, for all that a cut depends on besides the graph."""
         known = self.known
         blank = dataclasses.replace(self.blank, graph="")
         parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
@@ -134,7 +134,7 @@ class _Survey:
     def cut_at(self, plan: SplitPlan) -> tuple[Bucket, ...]:
         """Return the buckets to cut at: those to come if they are known, or the plan's.
 
-        Finer ones while better are looked for.
+        During a search for better buckets they are finer.
         """
         expected = self.known.expected_buckets
         if expected is None and not self.known.is_searched:
@@ -146,7 +146,7 @@ class _Survey:
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
     def left_whole(self, plan: SplitPlan, reason: Fallback) -> SplitPlan:
-        """Return the plan of a graph that is compiled whole."""
+        """Return the plan for compiling the graph whole."""
         if reason is Fallback.ONE_BUCKET and self.known.has_planned_buckets:
             reason = Fallback.ONE_PLANNED_BUCKET
         return dataclasses.replace(plan, fallback=reason)
@@ -212,21 +212,21 @@ def _blank_plan(gm: fx.GraphModule, options: Options) -> SplitPlan:
 
 
 class _Split(NamedTuple):
-    """The plan, the nodes of its sections, and the compiled graph: None if it is to be whole."""
+    """The plan, the nodes of its sections, and the compiled graph, None if it is to stay whole."""
 
     plan: SplitPlan
     nodes: state.Nodes
     compiled: Callable[..., Any] | None
 
 
-# Where a graph releases one bucket or none, no cut of its backward would help.
+# If a graph releases at most one bucket, no cut of its backward would help.
 _NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
 
 
 def _split(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
-    # Backward passes a parameter's first use last.
+    # Backward reaches a parameter's first use last.
     plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
     sections = plan_sections(survey.facts, survey.cut_at(plan))
     if options.split != "forward" and sections not in _NOTHING_TO_RELEASE:
@@ -287,7 +287,7 @@ def _split_backward(
         show(gm, plan, [*whole, *pieces])
         return BackwardCut(plan, nodes, sections)
 
-    # What comes from a cache has no graphs to show.
+    # A result from a cache has no graphs to show.
     key = None if is_showing() else survey.key()
     copied = copy_for_splitting(gm)
     awaited = set(arguments.values()) if survey.known.waits_in_forward else set()
@@ -300,7 +300,7 @@ def _announce(
     if ddp is not None:
         state.of(ddp).keep(plan, nodes)
     is_expected = plan.fallback is None or plan.fallback.is_expected
-    if plan.instead is not None:  # nobody asked for more than "auto" gives
+    if plan.instead is not None:  # nobody requested more than "auto" gives
         is_expected &= options.split == "auto" and plan.instead.is_expected
     if not is_expected:
         _logs.warning("%s", plan)

@@ -1,12 +1,12 @@
-"""What is shown of a split: the graphs and the plan of each compile, in logs and as files.
+"""Shows a split: the graphs and the plan of each compile, in logs and as files.
 
     <config.dump_dir>/rank0-pid123/4_0/plan.json, original.py, and of
         a cut backward: original_backward.py, backward_section_0.py, ...
         a cut forward: section_0.py, ..., stitched.py
 
-Each graph is there as code and in Graphviz' language DOT. Nothing is formatted for what is off,
-and a dump that fails costs a warning, never the training run. `dump_dir` may be shared with others:
-see [Note: files of others] in _files.py.
+Each graph is written as code and in Graphviz's DOT language. Nothing is formatted for outputs that
+are off, and a failing dump costs a warning, never the training run. `dump_dir` may be shared with
+other users: see [Note: files of others] in _files.py.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ddpopt.split.plan import NodeText, SplitPlan
 _LONGEST_NAME = 60  # of a folder
 _PARAMETER, _BOUNDARY, _CALL = "#ffe9a8", "#dddddd", "#ffffff"  # how nodes are filled
 
-# Of each compile, by its graph as Dynamo gave it, and of each process, by `dump_dir` and its id.
+# One per compile, by Dynamo's graph, and one per process, by `dump_dir` and process id.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, PrivateFolder] = weakref.WeakKeyDictionary()
 _process_folders: dict[tuple[str, int], PrivateFolder] = {}
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
 class Shown(NamedTuple):
-    """A graph, by its name; if it is the one that was cut, with the nodes of each section."""
+    """A graph and its name; if it is the one that was cut, with the nodes of each section."""
 
     name: str
     graph: fx.GraphModule
@@ -73,7 +73,7 @@ def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
         return
     try:
         folder = _folder_of(gm)
-        by_name = operator.attrgetter("name")  # of an enumeration
+        by_name = operator.attrgetter("name")  # of an enum member
         content = json.dumps(dataclasses.asdict(plan), indent=1, default=by_name)
         folder.write_text("plan.json", content + "\n")
         for name, graph, sections in graphs:
@@ -96,14 +96,14 @@ def _code(graph: fx.GraphModule) -> str:
 
 
 def _folder_of(gm: fx.GraphModule) -> PrivateFolder:
-    """Return the folder of one compile. Nobody else can write to it, so files are overwritten."""
+    """Return the folder of one compile. Only we can write to it, so files may be overwritten."""
     if gm not in _folders:
         _folders[gm] = _process_folder().make_inside(_plain(graph_name(gm)))
     return _folders[gm]
 
 
 def _plain(name: str) -> str:
-    """Return a name that leads to no other folder."""
+    """Return a name that cannot lead to another folder."""
     return re.sub(r"\W+", "_", name)[:_LONGEST_NAME]
 
 
@@ -127,8 +127,8 @@ def _rank() -> str:
 def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collection[str]) -> str:
     """Return a graph in DOT: each node with its name, target and shape.
 
-    `section_of` gives the section of a node by the node's name; those of a section are drawn in
-    one box. `parameters` are names of nodes, which are marked.
+    `section_of` gives the section of a node by the node's name; a section's nodes are drawn in one
+    box. `parameters` are the names of nodes to be marked.
     """
     ids = {node: f"n{index}" for index, node in enumerate(gm.graph.nodes)}
     lines = [
@@ -153,7 +153,7 @@ def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collec
 
 def _quote(text: str) -> str:
     """Return a DOT string that shows `text` as it is."""
-    # Graphviz ends a string only at a quote, but reads backslashes as escapes, and entities.
+    # In Graphviz only a quote ends a string, but it interprets backslashes and entities.
     escaped = text.replace("&", "&amp;").replace("\\", "\\\\")
     escaped = escaped.replace('"', '\\"').replace("\n", "\\n")
     return f'"{"".join(c for c in escaped if c.isprintable())}"'
@@ -162,7 +162,7 @@ def _quote(text: str) -> str:
 def find_parameters(gm: fx.GraphModule, original: fx.GraphModule) -> set[str]:
     """Return the names of the nodes of `gm` that bring parameters in.
 
-    `original` is the graph that Dynamo made, of whose backward `gm` may be.
+    `original` is the graph that Dynamo made; `gm` may belong to its backward.
     """
     found = {node.name for node in gm.graph.nodes if _is_parameter(gm, node)}
     given = list(original.graph.find_nodes(op="placeholder"))

@@ -1,4 +1,4 @@
-"""Small questions about a graph and its nodes, which the other modules of this folder ask."""
+"""Answers small questions about a graph and its nodes, for the other modules of this folder."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _COLLECTIVES = {
 
 
 def count_collectives(gm: fx.GraphModule) -> int:
-    """Return how many calls communicate in a graph and in the graphs that it calls."""
+    """Return how many calls in a graph, and in the graphs that it calls, communicate."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
     return sum(str(node.target).partition(".")[0] in _COLLECTIVES for node in calls)
 
 
 def graph_name(gm: fx.GraphModule) -> str:
-    """Return Dynamo's name of a graph: its frame and the number of the frame's compile."""
+    """Return Dynamo's name for a graph: its frame and the number of the frame's compile."""
     return str(gm.meta.get("dynamo_compile_id", "?"))
 
 
@@ -68,7 +68,7 @@ def attribute_of(gm: torch.nn.Module | None, node: fx.Node) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return what a nest of lists and tuples holds."""
+    """Return what nested lists and tuples hold."""
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in leaves(item)]
     return [value]
@@ -81,7 +81,7 @@ def storage_keys(node: fx.Node) -> list[int]:
 
 
 def is_differentiable(node: fx.Node) -> bool:
-    """Whether gradients may flow back through a call; True where that is not known."""
+    """Whether gradients may flow back through a call; True if that is not known."""
     value = node.meta.get("example_value")
     tensors = _tensors_of(value)
     if tensors:
@@ -94,7 +94,7 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
-    """Return nodes as text, which holds on to neither the graph nor its tensors."""
+    """Return nodes as text, which keeps neither the graph nor its tensors alive."""
     return tuple(
         NodeText(
             name=node.name,
@@ -119,7 +119,7 @@ def _shape_text(value: Any) -> str:
             f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]"
             for t in _tensors_of(value)
         )
-    except Exception:  # of somebody's subclass; what is shown is not worth a training run
+    except Exception:  # raised by someone's subclass; what is shown is not worth a training run
         return ""
 
 

@@ -6,8 +6,8 @@ bucket's gradients would otherwise have to wait: once a section's backward has r
 that it *completes* can be reduced while other sections are still in backward. Sections of a
 forward graph are numbered in forward order, so backward runs the last one first; sections of a
 backward graph are numbered in the order in which they run. A *plan* holds a graph's
-sections, the buckets that they follow, and, where the graph is compiled whole, the reason.
-Equal graphs under equal settings give equal plans.
+sections, the buckets that they follow, and, if the graph is compiled whole, the reason.
+Equal graphs with equal settings give equal plans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Section:
     """The nodes `[start, stop)` of a graph, counted over its calls.
 
     `parameters` are those whose gradients become final in its backward, in arrival order, and
-    `completes` the indices of the buckets whose last gradient it produces, by the plan's buckets.
+    `completes` the indices of those of the plan's buckets whose last gradient it produces.
     """
 
     index: int
@@ -57,7 +57,7 @@ class BackwardCuts:
 
 
 class NodeText(NamedTuple):
-    """A node for people to read; shape and source may be empty.
+    """A node as text for people; shape and source may be empty.
 
     For example `linear`, `torch._C._nn.linear`, `float32[8, 64]` and `model.py:12`.
     """
@@ -75,9 +75,9 @@ class SplitPlan:
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
     `buckets` are the Reducer's as predicted, and include parameters of other graphs under the same
     DDP module. `fallback` is None for a graph that is split; `detail` completes the fallback's
-    sentence. Where `is_shared`, the same compiled graph may run for several modules; it is planned
-    for its first module alone. `split` says which graph was cut; where that is the forward although
-    a backward was wanted, `instead` says why.
+    sentence. If `is_shared`, the same compiled graph may run for several modules; it is planned
+    for its first module only. `split` says which graph was cut; if that is the forward although
+    the backward was wanted, `instead` says why.
     """
 
     graph: str
@@ -95,13 +95,13 @@ class SplitPlan:
 
     @property
     def frame(self) -> str:
-        """The frame that the graph is of."""
+        """The frame that the graph belongs to."""
         return frame_of(self.graph)
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> SplitPlan:
         """Return the plan with other buckets, for the same sections.
 
-        Buckets are launched in order, so one is complete no earlier than those before it.
+        Buckets are launched in order, so none is complete earlier than those before it.
         """
         order = self.sections[::-1] if self.split == "forward" else self.sections  # in backward
         turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
@@ -136,7 +136,7 @@ class SplitPlan:
         return "\n".join([*lines, *self.section_table()])
 
     def section_table(self) -> list[str]:
-        """Return the sections as lines of text, none for a graph that is compiled whole."""
+        """Return the sections as lines of text; none for a graph that is compiled whole."""
         if not self.sections:
             return []
         rows = [
@@ -146,7 +146,7 @@ class SplitPlan:
         return table(("section", "nodes", "first node", "completes buckets"), rows)
 
     def headline(self) -> str:
-        """Say in a sentence what was done, and why."""
+        """Say in one sentence what was done, and why."""
         nodes = count(self.num_nodes, "node")
         graph = f"graph {self.graph} ({nodes}, inner compiler {self.inner})"
         if self.is_shared:

@@ -1,9 +1,9 @@
 """Which code may run now: that of the active DDP module, or of a forward that is recomputed.
 
-`torch.utils.checkpoint` around a compiled region runs it once more inside of backward, where no
-DDP module is active, and gives the tensors that it saves this time to the nodes of the first time.
-So the recomputation has to run the very code of the forward: another version saves other tensors,
-or as many of equal shapes in another order, which nobody would notice.
+`torch.utils.checkpoint` around a compiled region runs it once more during backward, where no DDP
+module is active, and gives the tensors that it saves then to the nodes of the first run. So the
+recomputation has to run exactly the forward's code: another version saves other tensors, or as many
+of equal shapes in another order, which nobody would notice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddpopt.split import state
 class Version:
     """One compiled version of a frame, for a DDP module's rules (None: for no DDP).
 
-    `is_cut` says that the forward graph was cut: then it saves other tensors than the whole graph.
+    `is_cut` says that the forward graph was cut; it then saves other tensors than the whole graph.
     """
 
     frame: str
@@ -35,9 +35,9 @@ class Version:
 
 
 class _Forward(NamedTuple):
-    """The forward of a checkpoint: under which DDP module, and what may have run in it.
+    """The forward of a checkpoint: its DDP module, and what may have run in it.
 
-    `versions` has for each frame those that Dynamo tried until it found the one that it ran: in the
+    `versions` has, for each frame, those that Dynamo tried until it found the one to run: in the
     recomputation the guards of the others fail as they did then.
     """
 
@@ -56,7 +56,7 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 def compiled_for() -> DistributedDataParallel | None:
     """Return the DDP module to compile for: the active one, or that of the recomputed forward."""
-    is_in_backward = _torch.is_in_backward()  # asked in any case: later is too late to miss it
+    is_in_backward = _torch.is_in_backward()  # asked in any case: find out now if it has moved
     active = _torch.active_ddp()
     if active is not None or not is_in_backward:
         return active
@@ -68,7 +68,7 @@ def may_run(version: Version) -> bool:
     """Whether this is the code to run now, as far as DDP is concerned.
 
     Dynamo first offers the version that ran last. In a recomputation that need not be the one that
-    ran in the forward: a dynamic version and one for the exact sizes may both serve an input. Where
+    ran in the forward: a dynamic version and one for the exact sizes may both fit an input. If
     nothing tells which forward is recomputed (reentrant checkpoints, those of other libraries), any
     version will do. This is a guard, which runs at each call of a compiled function.
     """
@@ -88,12 +88,12 @@ def may_run(version: Version) -> bool:
 
 
 def note_compiled(version: Version, has_parameters: bool) -> None:
-    """Note a version that is being compiled; a recomputation that is under way may run it too.
+    """Note a version that is being compiled; a recomputation in progress may run it too.
 
-    Where a guard of the model's own fails in the recomputation, Dynamo compiles there.
+    Dynamo compiles in a recomputation if one of the model's own guards fails there.
 
     Raises:
-        RecomputationError: a recomputation comes to another frame than its forward, and the frame
+        RecomputationError: a recomputation reaches another frame than its forward, and the frame
             `has_parameters`.
     """
     active = _torch.active_ddp()

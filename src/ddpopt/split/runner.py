@@ -1,4 +1,4 @@
-"""What runs under a DDP forward: the compiled graph, and in the first steps a little more.
+"""What runs in a DDP forward: the compiled graph, and in the first steps a little more.
 
 It compiles nothing. Its cost per step is one look at which DDP module is active.
 """
@@ -21,14 +21,14 @@ from ddpopt.split.plan import SplitPlan
 
 Compiled = Callable[..., Any]
 
-_MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it formed them
+_MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed them
 
 
 class GraphRunner:
-    """Calls a compiled graph; `ordered` in its place until the Reducer has its final buckets.
+    """Calls a compiled graph, or `ordered` in its place until the Reducer has its final buckets.
 
     Dynamo runs the same code for every DDP module that passes its guards, which need not be the
-    one that it was compiled under, so the active module is looked up at each call.
+    one that it was compiled for, so the active module is looked up at each call.
     """
 
     _settled_ddp: Callable[[], DistributedDataParallel | None]
@@ -62,7 +62,7 @@ class GraphRunner:
 
 
 def waiting_first(compiled: Compiled) -> Compiled:
-    """Return `compiled` waiting for all of its parameters; see [Note: waits] for the better way."""
+    """Make `compiled` wait for all of its parameters first; [Note: waits] has the better way."""
 
     def run(*args: Any) -> Any:
         _waits.wait_for(value for value in args if isinstance(value, torch.nn.Parameter))
@@ -72,18 +72,18 @@ def waiting_first(compiled: Compiled) -> Compiled:
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
-    """Compare DDP's final buckets with the plans', once; return False until DDP tells them.
+    """Compare DDP's final buckets with the plans', once; return False until DDP reports them.
 
-    The first parameter out of place is warned about: from there on allreduces start late.
+    It warns of the first parameter out of place: from there on allreduces start late.
     """
     known = state.of(ddp)
     if known.told_buckets is not None:
         return True
     if not ddp.require_backward_grad_sync:
-        return False  # DDP writes its log in steps that communicate
+        return False  # DDP writes its log only in steps that communicate
     try:
         num_questions = known.ask_buckets()
-    except TorchDriftError as error:  # nothing but the comparison is lost
+    except TorchDriftError as error:  # only the comparison is lost
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
         return True
     if known.told_buckets is None:
@@ -106,12 +106,12 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
-    """Return `compiled` with the gradients of the arguments at `slots` arriving in that order.
+    """Make the gradients of `compiled`'s arguments at `slots` arrive in that order.
 
-    A section returns its gradients all at once, and autograd accumulates them in an order of its
+    A section returns all its gradients at once, and autograd accumulates them in an order of its
     own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
     autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
-    the aliases last to first orders the gradients. They come after all sections' backward then,
+    the aliases last to first orders the gradients. They then come after all sections' backward,
     which costs nothing: until buckets are rebuilt there is only one.
     """
     last_to_first = tuple(reversed(slots))
@@ -132,7 +132,7 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
-        # Not saved for backward: a checkpoint would count it, and misses it when it recomputes.
+        # Not saved for backward: a checkpoint would count it, and miss it in the recomputation.
         ctx.source = value
         return value.view_as(value)
 
@@ -140,7 +140,7 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or not torch.is_grad_enabled():
             return gradient
-        # AOTAutograd saves no autograd history of the alias, from which it would find out.
+        # AOTAutograd saves no autograd history of the alias, which would let it find out itself.
         return refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)[0]
 
 
@@ -151,7 +151,7 @@ _checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
-    """Warn, once a module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
+    """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
     if ddp in _checked:
         return
     _checked.add(ddp)

@@ -1,4 +1,4 @@
-"""What both splits share in compiling sections: their names in errors, and signs of progress."""
+"""What both splits share when compiling sections: their names in errors, and progress reports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ddpopt.errors import SectionCompileError
 
 _T = TypeVar("_T")
 
-_QUIET_S = 3.0  # of compiling before anything is said of it
+_QUIET_S = 3.0  # of compiling before anything is reported
 
 
 def passing_errors() -> tuple[type[BaseException], ...]:
-    """Return the errors to which compiling in another way would be no answer."""
+    """Return the errors that compiling in another way would not solve."""
     return (SectionCompileError, *_torch.control_flow_exceptions())
 
 
@@ -34,7 +34,7 @@ class SectionCompiler:
         compile_it: Callable[[], _T],
         uncompiled: _T,
     ) -> _T:
-        """Compile a section as `or_uncompiled` does; tell which one once this takes long."""
+        """Compile a section as `or_uncompiled` does; report which one it is if this takes long."""
         taken_s = time.monotonic() - self._began_s
         if taken_s >= _QUIET_S:
             _logs.progress(
@@ -48,7 +48,7 @@ class SectionCompiler:
 
 
 def or_uncompiled(where: str, compile_it: Callable[[], _T], uncompiled: _T) -> _T:
-    """Return what `compile_it` returns; `uncompiled` if it raises, and torch suppresses errors.
+    """Return what `compile_it` returns, or `uncompiled` if it raises and errors are suppressed.
 
     Raises:
         SectionCompileError: `compile_it` raised, and torch's `suppress_errors` is off.

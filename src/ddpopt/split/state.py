@@ -1,8 +1,8 @@
-"""What is known of each DDP module: plans in force, the Reducer's buckets, what code may run.
+"""What is known about each DDP module: plans in force, the Reducer's buckets, what code may run.
 
-The driver, the runner and the modules that change buckets write it, by its methods only.
-A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What other rooms know of
-a module, such as the plan of its buckets, they keep in a `new_table` of their own.
+The driver, the runner and the modules that change buckets write it, through its methods only.
+A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What other rooms know
+about a module, such as the plan of its buckets, they keep in a `new_table` of their own.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in laun
 
 
 class Settled(Protocol):
-    """Has stopped looking at a DDP module, because its buckets are known."""
+    """An object that has stopped looking at a DDP module, because its buckets are known."""
 
     def unsettle(self) -> None:
         """Look again."""
 
 
 class DDPState:
-    """What is known of one DDP module.
+    """What is known about one DDP module.
 
     `nodes` has those of the sections of each graph, by the graph's name. `told_buckets` are the
-    Reducer's final ones as it told them, empty if it could not. `is_copy` says that a
-    check made the module. `is_searched` says that better buckets are being looked for, so that
+    Reducer's final buckets as it reported them, empty if it could not. `is_copy` says that a check
+    made the module. `is_searched` says that a search for better buckets is running, for which
     graphs are cut finely, and `is_trial` that they will be cut again afterwards; `expected_buckets`
-    are those of a plan that is to be applied, which graphs are cut by already. `waits_in_forward`
-    is as in [Note: waits]. `code` is what
-    Dynamo compiled for the module, as `_torch.forget_code` takes it.
+    are those of a plan that is about to be applied, at which graphs are cut already.
+    `waits_in_forward` is as in [Note: waits]. `code` is what Dynamo compiled for the module, as
+    `_torch.forget_code` takes it.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -69,7 +69,7 @@ class DDPState:
         return plan is not None and bool(plan.sections) and plan.split == "forward"
 
     def keep(self, plan: SplitPlan, nodes: Nodes) -> None:
-        """Note that `plan` is in force, in place of an earlier one of the same graph."""
+        """Note that `plan` is in force, in place of an earlier one for the same graph."""
         self.nodes[plan.graph] = nodes
         if self._given_buckets is not None and plan.buckets and not plan.is_shared:
             parameters = list(_torch.reducer_parameters(self._module()).values())
@@ -82,16 +82,16 @@ class DDPState:
     ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
         """Return the parameters of graphs that run after and of those that run before this one.
 
-        Each in the order in which gradients arrive: those of later graphs before this graph's own,
-        those of earlier graphs after. A graph's name is its frame and the number of the frame's
-        compile, as in `4/0`; frames are first compiled in forward order. `parameters` are the
-        graph's own: where its frame was compiled before, without parameters, and a frame that came
-        after has some of them, the graph is in the place of that one, which a graph break had made.
+        Each is in the order in which gradients arrive: those of later graphs before this graph's
+        own, those of earlier graphs after. A graph's name is its frame and the number of the
+        frame's compile, as in `4/0`; frames are first compiled in forward order. `parameters` are
+        the graph's own: if its frame was compiled before, without parameters, and a later frame has
+        some of them, the graph takes the place of that frame, which a graph break had made.
         """
-        # A plan for evaluation has no parameters, and takes nothing from its frame's training plan.
+        # A plan for evaluation has no parameters, and does not affect its frame's training plan.
         by_frame = {plan.frame: plan.arrival for plan in self.plans if plan.arrival}
         frames, frame = list(by_frame), frame_of(graph)
-        # A graph that is not Dynamo's has no name.
+        # A graph that does not come from Dynamo has no name.
         number = {name: int(name) if name.isdigit() else 0 for name in (*frames, frame)}
         replaced = (
             other
@@ -116,28 +116,28 @@ class DDPState:
         return known
 
     def take_new_limits(self) -> None:
-        """Cut graphs by the limits that the Reducer has now, and compile them anew."""
+        """Cut graphs by the Reducer's new limits, and compile them anew."""
         self._rules = None
         self._forget_code()
 
     @property
     def buckets(self) -> Buckets | None:
-        """The Reducer's buckets: as it told them, or as they were given to it."""
+        """The Reducer's buckets: as it reported them, or as they were given to it."""
         known, ddp = self.told_buckets or self._given_buckets, self._module()
         if known is None and not _torch.follows_arrival_order(ddp):
-            known = self._given_buckets = _torch.final_buckets(ddp)  # when it was made
+            known = self._given_buckets = _torch.final_buckets(ddp)  # final from the start
         return known
 
     @property
     def has_planned_buckets(self) -> bool:
-        """Whether a plan's are in force or about to be."""
+        """Whether a plan's buckets are in force or about to be."""
         return self._is_planned or self.expected_buckets is not None
 
     def ask_buckets(self) -> int:
-        """Ask the Reducer for its buckets; return how often that was done since they changed.
+        """Ask the Reducer for its buckets; return how often it was asked since they changed.
 
         Raises:
-            TorchDriftError: this release does not tell them, now or later.
+            TorchDriftError: this release does not report them, now or later.
         """
         self._num_questions += 1
         self.told_buckets = ()
@@ -145,7 +145,7 @@ class DDPState:
         return self._num_questions
 
     def give_buckets(self, buckets: Buckets, *, is_planned: bool = True) -> None:
-        """Note that the Reducer was given these, and will form them again."""
+        """Note that the Reducer was given these buckets, and will form them again."""
         self._given_buckets, self._is_planned = buckets, is_planned
         self.told_buckets, self._num_questions = None, 0
         for plan in self.plans:
@@ -164,7 +164,7 @@ class DDPState:
         return any(map(self.is_cut_in_forward, self._plans))
 
     def begin_search(self, *, is_trial: bool) -> None:
-        """Cut graphs finely from here on; where `is_trial`, their code is replaced at the end."""
+        """Cut graphs finely from here on; if `is_trial`, their code is replaced at the end."""
         self.is_searched, self.is_trial = True, is_trial
 
     def expect_buckets(self, buckets: Buckets) -> None:
@@ -179,12 +179,12 @@ class DDPState:
         self.expected_buckets = None
 
     def _forget_code(self) -> None:
-        """Have Dynamo forget what it compiled for the module, which the guard on rules stops."""
+        """Make Dynamo forget what it compiled for the module, which the guard on rules stops."""
         _torch.forget_code(self.code)
         self.code.clear()
 
     def wait_in_forward(self, is_asked: bool) -> None:
-        """Have compiled forwards wait for parameters where they read them, or not any more."""
+        """Make compiled forwards wait for parameters where they read them, or no longer wait."""
         if is_asked and not self.waits_in_forward:
             self._forget_code()
         self.waits_in_forward = is_asked
@@ -204,17 +204,17 @@ _tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = []
 
 
 def new_table() -> weakref.WeakKeyDictionary[DistributedDataParallel, Any]:
-    """Return a table for what a module knows of DDP modules, until `clear` empties it."""
+    """Return a table for what a module knows about DDP modules; `clear` empties it."""
     _tables.append(weakref.WeakKeyDictionary())
     return _tables[-1]
 
 
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState] = new_table()
-has_drifted = False  # whether a graph was compiled without telling for which module
+has_drifted = False  # whether a graph was compiled without noting for which module
 
 
 def of(ddp: DistributedDataParallel) -> DDPState:
-    """Return what is known of a module."""
+    """Return what is known about a module."""
     state = _states.get(ddp)
     if state is None:  # setdefault would make one at each call, and forwards call this
         state = _states[ddp] = DDPState(ddp)
@@ -244,7 +244,7 @@ def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
 
 
 def note_drift() -> None:
-    """Note that a compiled graph's runs will not be noticed, since a private name is missing."""
+    """Note that runs of a compiled graph will go unnoticed, since a private name is missing."""
     global has_drifted  # noqa: PLW0603  # a matter of the process: its torch lacks a name
     has_drifted = True
 

@@ -1,7 +1,7 @@
-"""`AbsentGradient`: stands where a gradient would be, and raises when it is used.
+"""`AbsentGradient`: takes the place of a gradient, and raises when it is used.
 
-Between backward and update no rank has the averaged gradients of whole parameters. What reads
-`.grad` there, such as `torch.nn.utils.clip_grad_norm_`, must not get one rank's part, or nothing.
+Between backward and update no rank has the averaged gradients of whole parameters. Code that reads
+`.grad` then, such as `torch.nn.utils.clip_grad_norm_`, must not get one rank's part, or nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ddpopt import _torch
 from ddpopt.errors import AbsentGradientError
 
 _ZERO = ("zero_", "_foreach_zero_")
-_IGNORED = ("detach_", "requires_grad_")  # by which zero_grad prepares
+_IGNORED = ("detach_", "requires_grad_")  # what zero_grad calls first
 # What Dynamo asks of a parameter's gradient when it compiles code with the parameter; "__get__" is
-# that of properties, such as shape.
+# for properties, such as shape.
 _KNOWN = (
     "__get__",
     "_is_view",
@@ -43,10 +43,10 @@ class GradientOwner(Protocol):
 
 
 class AbsentGradient(torch.Tensor):
-    """The gradient of a parameter that is nowhere as a whole; has no memory.
+    """A parameter's gradient that no rank has as a whole; it has no memory.
 
     It has the parameter's shape, dtype and device. `zero_grad` and `GradScaler` may use it, and
-    Dynamo may look at it; all else raises AbsentGradientError.
+    Dynamo may inspect it; all else raises AbsentGradientError.
     """
 
     owner: Callable[[], GradientOwner | None]
@@ -56,7 +56,7 @@ class AbsentGradient(torch.Tensor):
     def __new__(
         cls, like: torch.Tensor, index: int, owner: Callable[[], GradientOwner | None]
     ) -> AbsentGradient:
-        """Return one in the place of the gradient of `like`; `owner` is a weak reference."""
+        """Return one to replace the gradient of `like`; `owner` is a weak reference."""
         made = _torch.without_memory(cls, like)
         made.parameter_index, made.owner = index, owner
         return made
@@ -95,7 +95,7 @@ class AbsentGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own has no types
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise: what comes here came around Python."""
+        """Raise: such a call did not come through Python."""
         raise AbsentGradientError(_text(str(function)))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,12 +1,12 @@
 """`AveragingLoop`: a thread that averages weights with the other ranks, round after round.
 
 [Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
-want to. Otherwise each copies its weights, the copies are averaged, and each rank adds the
+want to. Otherwise each rank copies its weights, the copies are averaged, and each rank adds the
 difference between the average and its copy: what training changed meanwhile is kept.
 
-[Note: turns] Training has the weights from the first forward with gradients to the end of the
+[Note: turns] Training holds the weights from the first forward with gradients to the end of the
 update, so that no weight changes between a forward and its backward, and no update is lost to an
-average that is added at the same time. Averaging has them while it copies them and while it adds
+average that is added at the same time. Averaging holds them while it copies them and while it adds
 the difference, never while it communicates.
 """
 
@@ -33,14 +33,14 @@ from ddpopt.algorithms._runtime.worker import own_stream
 from ddpopt.errors import PeerError
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
-_EXIT_S = 10.0  # a thread that is told to end is between two polls, or adds to weights
+_EXIT_S = 10.0  # a thread that is told to end is between two polls, or adding to weights
 
 
 class Turns:
-    """A lock that goes to whoever has waited longest: training takes it back right after giving it.
+    """A lock that goes to whoever has waited longest: training takes it right after giving it.
 
-    On an accelerator the stream of whoever takes it waits for what was queued before it was given.
-    That part was never run on an accelerator.
+    On an accelerator the taker's stream waits for what was queued before the lock was given. This
+    has never been run on an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Turns:
         self._queued = None if device.type == "cpu" else torch.Event(device)
 
     def take(self) -> bool:
-        """Wait for the lock; False, without it, if it was closed before."""
+        """Wait for the lock; return False, without it, if it was closed first."""
         mine, is_taken = object(), False
         with self._changed:
             self._line.append(mine)
@@ -65,14 +65,14 @@ class Turns:
         return is_taken
 
     def give(self) -> None:
-        """Hand the lock to the next in line."""
+        """Give the lock to the next in line."""
         if self._queued is not None:
             self._queued.record()
         with self._changed:
             self._leave(self._line[0])
 
     def close(self) -> None:
-        """Turn away all who wait; called when training does not need the lock any more."""
+        """Turn away all waiters; called when training no longer needs the lock."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -90,17 +90,17 @@ class AveragingLoop:
     """A thread that makes rounds with the other ranks; see [Note: rounds]. Collective to make.
 
     It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
-    it refers to it only while it copies or changes its weights.
+    it refers to `owner` only while it copies or changes the weights.
 
     Attributes:
-        turns: Who may have the weights; see [Note: turns].
+        turns: Who may hold the weights; see [Note: turns].
         agreement: The group on which ranks agree to stop; nobody else uses it.
     """
 
     def __init__(self, owner: Handle, interval_s: float) -> None:
         group, device = owner.training.group, owner.training.device
         self.turns = Turns(device)
-        # gloo's also where the data's is NCCL's: to agree needs no accelerator.
+        # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
         self.agreement = make_agreement_group(group, device)
         self._data = owner.groups.everyone
         self._device = device
@@ -116,13 +116,13 @@ class AveragingLoop:
         _loops.add(self)
 
     def run(self) -> None:
-        """Begin, unless it runs or is stopped; raise what ended the thread."""
+        """Begin unless running or stopped; raise what ended the thread."""
         self._raise_error()
         if self._thread is None and not self._is_stopped:
             self._begin()
 
     def stop(self) -> None:
-        """Have the threads of all ranks end after the same round. Collective, and idempotent.
+        """Make the threads of all ranks end after the same round. Collective, and idempotent.
 
         A rank that has not begun takes part in the others' rounds until all stop.
 
@@ -152,7 +152,7 @@ class AveragingLoop:
         self._is_stopped = False
 
     def end(self) -> None:
-        """End the thread without the other ranks; their next round fails by the timeout."""
+        """End the thread without the other ranks; their next round fails on the timeout."""
         self._is_over.set()
         self._wants_stop.set()
         self.turns.close()
@@ -169,7 +169,7 @@ class AveragingLoop:
         return self._thread
 
     def _raise_error(self) -> None:
-        if self._error is not None:  # the one kept would collect frames that keep the owner alive
+        if self._error is not None:  # the original would collect frames that keep the owner alive
             raise copy.copy(self._error) from self._error
 
     def _make_rounds(self) -> None:
@@ -207,7 +207,7 @@ class AveragingLoop:
         """Reduce in place, and be ready to end meanwhile.
 
         A thread that waits inside torch cannot be told to end, and aborts the interpreter when
-        the process exits. So this one polls.
+        the process exits. So this thread polls.
         """
         if self._is_over.is_set():
             raise _OverError
@@ -222,7 +222,7 @@ class AveragingLoop:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Handle]:
-        """Have the owner, and the lock on its weights, in this block."""
+        """Hold the owner, and the lock on its weights, in this block."""
         if not self.turns.take():
             raise _OverError
         try:

@@ -2,7 +2,7 @@
 
 gloo's own reduce-scatter sends as much as its allreduce, and its all-gather copies. So ranks on the
 CPU send each other the parts themselves: with n ranks each sends (n - 1) / n of the values, which
-is the least. Other backends have collectives that do.
+is the minimum. Other backends have collectives that do the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpopt.algorithms._runtime.tally import note_sent
 
-_CACHED = 2**16  # elements of a few tensors, which a core's cache holds
+_CACHED = 2**16  # elements of a few tensors that fit into a core's cache
 
 Works = list[Any]  # torch.distributed.Work
 Complete = Callable[[], object]
@@ -24,10 +24,10 @@ Follow = Callable[[str, int, int, Works], Works]  # what, of which bucket, of ho
 
 
 class Exchange:
-    """Begins exchanges with all ranks of a group, which all begin them in the same order.
+    """Begins exchanges with all ranks of a group, which must all begin them in the same order.
 
-    Each method returns works; `wait` of all of them ends the exchange, and until then no tensor
-    that was given may change.
+    Each method returns works; waiting for all of them ends the exchange, and until then no given
+    tensor may change.
 
     Attributes:
         waited_s: How long `wait` took, in all.
@@ -39,7 +39,7 @@ class Exchange:
         device: torch.device,
         follow: Follow = lambda _what, _bucket, _num_bytes, works: works,
     ) -> None:
-        """`follow` gets what was begun, and returns works to wait for in place of those."""
+        """Take `follow`, which gets the works of an exchange and returns those to wait for."""
         self.group = group
         self.follow = follow
         self.waited_s = 0.0
@@ -56,15 +56,15 @@ class Exchange:
             self.waited_s += time.perf_counter() - began_s
 
     def mean_scatter(self, values: torch.Tensor, part: torch.Tensor) -> tuple[Works, Complete]:
-        """Begin to put this rank's part of the mean of all ranks' `values` into `part`.
+        """Start computing this rank's part of the mean of all ranks' `values` into `part`.
 
-        `values` is of shape [num_values], and may be overwritten. Parts follow each other, each of
-        the length of `part`, those at the end shorter or empty. Returns works, and what completes
+        `values` has shape [num_values] and may be overwritten. Parts are consecutive, each as long
+        as `part`, those at the end shorter or empty. Returns works, and a function that completes
         the mean when they have ended.
         """
         size, divisor = part.numel(), self.num_ranks
         note_sent(self.group, values.nbytes * (self.num_ranks - 1) / self.num_ranks)
-        if values.dtype is torch.float16:  # of which a sum may be too large
+        if values.dtype is torch.float16:  # a sum of which may be too large
             values.div_(divisor)
             divisor = 1
         if not self._is_pairwise:
@@ -85,7 +85,7 @@ class Exchange:
         others = [own, *(r for r in received if r is not own and r is not mean)]
 
         def complete() -> None:
-            # Piece by piece, so that sums are still in the cache when they are divided.
+            # Piece by piece, so that sums are still cached when they are divided.
             for sums, *addends in zip(
                 *(torch.split(t, _CACHED) for t in (mean, *others)), strict=True
             ):
@@ -96,7 +96,7 @@ class Exchange:
         return self._swap(parts, received), complete
 
     def all_gather(self, values: torch.Tensor) -> Works:
-        """Begin to give all ranks each one's part of `values`, whose length the ranks divide."""
+        """Start sending each rank's part of `values` to all ranks; parts are of equal length."""
         parts = list(values.view(self.num_ranks, -1))
         note_sent(self.group, parts[self.rank].nbytes * (self.num_ranks - 1))
         if self._is_pairwise:
@@ -105,7 +105,7 @@ class Exchange:
         return [dist.all_gather_into_tensor(values, own, group=self.group, async_op=True)]
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Works:
-        """Send `sent[r]` to each other rank r, and receive into `received[r]`; not if empty.
+        """Send `sent[r]` to each other rank r, and receive into `received[r]`; skip empty ones.
 
         Receives come first: a rank that sends before it can receive waits for its peer.
         """

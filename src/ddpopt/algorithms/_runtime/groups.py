@@ -1,8 +1,8 @@
 """The process groups of an algorithm: all ranks, or the nodes' first ranks and each node's own.
 
 [Note: hierarchical] With `hierarchical=True` the ranks of a node first average among themselves,
-then the node's first rank, its leader, communicates for it, and tells the others the result.
-Nodes have equal numbers of ranks, and a node's ranks follow each other, as with torchrun.
+then the node's first rank, its leader, communicates for it, and sends the others the result.
+Nodes have equal numbers of ranks, and a node's ranks are consecutive, as with torchrun.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
     `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
-    the others. `node` is None where a node is one rank. `place` is the index of this rank or node,
-    and their number.
+    the others. `node` is None if a node is one rank. `place` is the index of this rank or node, and
+    their number.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
-        """Make them with the ranks, the backend and the timeout of `parent`. Collective."""
+        """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
         ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
         first = rank - rank % ranks_per_node
         self.place = (rank // ranks_per_node, len(ranks) // ranks_per_node)
@@ -47,14 +47,14 @@ class Groups:
             mean(values, self.node)
 
     def tell_node(self, values: torch.Tensor) -> None:
-        """Overwrite `values` by those of this node's leader, in place. Collective."""
+        """Overwrite `values` with those of this node's leader, in place. Collective."""
         if self.node is not None:
             dist.broadcast(values, group=self.node, group_src=0)
 
     def reduce(
         self, values: torch.Tensor, by_leaders: Callable[[torch.Tensor, dist.ProcessGroup], None]
     ) -> None:
-        """Average within each node, then among leaders as they do, in place. Collective."""
+        """Average within each node, then among leaders by `by_leaders`, in place. Collective."""
         self.average_node(values)
         if self.leaders is not None:
             by_leaders(values, self.leaders)
@@ -62,12 +62,12 @@ class Groups:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank sent so far, within its node not counted; see `tally.py`."""
+        """What this rank has sent so far, except within its node; see `tally.py`."""
         leaders = None if self.leaders is self.everyone else self.leaders
         return sent_bytes(self.everyone) + sent_bytes(leaders)
 
     def end(self) -> None:
-        """Destroy them. All ranks have to be done with them, or some lose their connections."""
+        """Destroy the groups. All ranks have to be done with them, or some lose connections."""
         for group in {self.everyone, self.leaders, self.node} - {None}:
             dist.destroy_process_group(group)
 
@@ -79,7 +79,7 @@ def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dis
 
 
 def _new_name(parent: dist.ProcessGroup) -> str:
-    """Return a name that was never used before, on all ranks. Collective."""
+    """Return a name that was never used before, the same on all ranks. Collective."""
     name = [f"ddpopt-{uuid.uuid4().hex}"]
     dist.broadcast_object_list(name, group=parent, group_src=0)
     return name[0]
@@ -92,7 +92,7 @@ def _make_group(
     device: torch.device,
     backend: str = "",
 ) -> dist.ProcessGroup:
-    """Make a group, for which only its ranks have to call this."""
+    """Make a group; only its ranks have to call this."""
     with _torch.naming_groups(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
@@ -113,12 +113,12 @@ def mean(values: torch.Tensor, group: dist.ProcessGroup) -> None:
 def swap(
     values: torch.Tensor, peers: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Send `values` to each of the peers, by place in the group, and return what each has sent.
+    """Send `values` to each of the peers, given by rank in the group; return what each has sent.
 
     Receives come first: with gloo, ranks that begin to send before they can receive take turns on a
     link that carries both. Measured: steps of 2.9 s instead of 1.6 s at 10 Mbit/s.
 
-    gloo sends and receives in the processor's memory alone, and ends the process for a GPU's.
+    gloo sends and receives in CPU memory only, and ends the process if given GPU memory.
     """
     note_sent(group, len(peers) * values.nbytes)
     device = values.device

@@ -1,10 +1,10 @@
-"""`Algorithm`, and `Handle`: one at work on a model; what all algorithms share.
+"""`Algorithm`, and `Handle`, an algorithm at work on a model: what all algorithms share.
 
 [Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
-of `no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
-the forwards of accumulated micro-batches and further forwards before the same backward are not
-counted. A step ends with the last optimizer's update; where that is skipped, as GradScaler does,
-with the next step's forward, so that all ranks communicate equally often.
+`no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
+the forwards of accumulated micro-batches and additional forwards before the same backward are not
+counted. A step ends with the last optimizer's update; if that is skipped, as GradScaler may do,
+it ends with the next step's forward, so that all ranks communicate equally often.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ddpopt.ranks.faults import communicating
 from ddpopt.reducer import Parameter
 
 Bucket = Any  # torch.distributed.GradBucket
-GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses annotations of other names
+GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
 _COUNTERS = ("num_steps", "num_communications")
 
-# What reduces the buckets of a DDP module now. It can have a comm hook only once in its life, so it
+# What reduces the buckets of a DDP module now. It can get a comm hook only once in its life, so it
 # stays in here when its algorithm goes; and its Reducer keeps the hook alive from C++, where no
-# cycle is collected, so that all references are weak.
+# cycles are collected, so all references are weak.
 _attached: weakref.WeakKeyDictionary[
     DistributedDataParallel, Callable[[], Callable[[Bucket], GradientFuture] | None]
 ] = weakref.WeakKeyDictionary()
@@ -65,7 +65,7 @@ def check_free(ddp: DistributedDataParallel) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What an algorithm is attached to; `parameters` are trainable, and not ignored by DDP."""
+    """What an algorithm is attached to; `parameters` are those trainable and not ignored by DDP."""
 
     ddp: DistributedDataParallel
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -87,10 +87,10 @@ HandleT = TypeVar("HandleT", bound="Handle")
 
 
 class Algorithm(Generic[HandleT]):
-    """What ranks communicate and when; a frozen dataclass that checks its values when made.
+    """What ranks communicate and when; a frozen dataclass that checks its values when created.
 
-    Its values raise OptionError if they are out of range, TypeError if they have another type.
-    `handle_type` is what puts it to work.
+    Values out of range raise OptionError, values of another type TypeError. `handle_type` is the
+    class that puts it to work.
     """
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class Algorithm(Generic[HandleT]):
 
     @property
     def name(self) -> str:
-        """Its class's name, as in logs and states."""
+        """The class's name, as in logs and states."""
         return type(self).__name__
 
     def ranks_per_node(self, num_ranks: int) -> int:
@@ -106,7 +106,7 @@ class Algorithm(Generic[HandleT]):
         return 1
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached there, by what this rank knows alone."""
+        """Raise the reason if this cannot be attached to `training`, as far as this rank knows."""
 
 
 def agree_on(
@@ -115,7 +115,7 @@ def agree_on(
     remedy: str,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise what `check` raises on a rank, or AttachError if its facts differ, on all ranks."""
+    """Raise on all ranks what `check` raises on any, or AttachError if its facts differ."""
     try:
         word = Word(check())
     except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
@@ -126,11 +126,11 @@ def agree_on(
 class Handle:
     """An algorithm at work on a model, from `attach` to `detach`.
 
-    All ranks call what is collective, in the same step; PeerError is raised if one does not.
+    All ranks call collective methods in the same step; PeerError is raised if one does not.
 
     Attributes:
         num_steps: Steps so far; see [Note: steps] in `algorithms/_runtime/handle.py`.
-        num_communications: How often ranks exchanged weights, or reduced gradients.
+        num_communications: How often ranks exchanged weights or reduced gradients.
     """
 
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
@@ -145,7 +145,7 @@ class Handle:
         self._num_bytes = sum(parameter.nbytes for parameter in training.parameters)
         self._is_attached = True
         self._num_pauses = 0
-        self._is_open = False  # a step has begun and not ended
+        self._is_open = False  # a step has begun and has not ended
         self._has_run_backward = False
         self._is_in_backward = False  # one that reduces
         self._updated: set[torch.optim.Optimizer] = set()
@@ -154,7 +154,7 @@ class Handle:
         _attached[training.ddp] = weakref.WeakMethod(self.on_bucket)
 
         def count(ddp: object, _inputs: object) -> None:
-            if ddp is training.ddp:  # copies, as those of `verify`, have its hooks
+            if ddp is training.ddp:  # copies, such as those of `verify`, have its hooks
                 self.on_forward()
 
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
@@ -171,23 +171,23 @@ class Handle:
     # ---- what an algorithm does --------------------------------------------------------------
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Return the future gradients of a bucket; by default they stay as they are."""
+        """Return the future gradients of a bucket; by default they are left unchanged."""
         return noop_hook(None, bucket)
 
     def end_backward(self) -> None:
-        """Run when a backward that reduced buckets has ended, DDP's part of it included."""
+        """Run when a backward that reduced buckets has ended, including DDP's part of it."""
 
     def begin_step(self) -> None:
         """Run before the forward of a step; `num_steps` already counts it."""
 
     def before_update(self) -> None:
-        """Run before each optimizer's update, and where updates are skipped: once or more."""
+        """Run before each optimizer's update, and if updates are skipped: once or more."""
 
     def after_update(self) -> None:
-        """Run after the last optimizer's update, or where that is skipped."""
+        """Run after the last optimizer's update, or when that is skipped."""
 
     def end_step(self) -> None:
-        """Run after that, where a step has ended."""
+        """Run after `after_update` if a step has ended."""
 
     def begin_pause(self) -> None:
         """Run when `paused` begins."""
@@ -199,7 +199,7 @@ class Handle:
         """End what runs in the background."""
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        """Return what of `state` has to be equal on all ranks; raise why it cannot be loaded."""
+        """Return what in `state` has to be equal on all ranks; raise why it cannot be loaded."""
         if not isinstance(state, dict):
             raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(state)}")
         for name, value in self._identity().items():
@@ -223,9 +223,9 @@ class Handle:
     # ---- what users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what the algorithm did since it was attached; `ddpopt.metrics` has it too.
+        """Return what the algorithm has done since it was attached; also in `ddpopt.metrics`.
 
-        docs/metrics.md has the names.
+        docs/metrics.md lists the names.
         """
         tally, sent = self._tally, self.groups.sent_bytes
         plain = tally.num_steps * ring_bytes(self._num_bytes, self.training.group.size())
@@ -243,7 +243,7 @@ class Handle:
     def paused(self) -> Iterator[None]:
         """Count no forwards and change no weights by communication in this block. Collective.
 
-        For evaluation: between two steps. Blocks can be nested.
+        Meant for evaluation between two steps. Blocks can be nested.
         """
         self.settle()
         if not self._num_pauses:
@@ -265,14 +265,14 @@ class Handle:
             self.weights.assign(flat)
 
     def detach(self, *, average: bool = True) -> None:
-        """End the algorithm and its process groups, and give DDP its allreduce back. Collective.
+        """End the algorithm and its process groups, and give DDP back its allreduce. Collective.
 
-        The step that is running ends here, and weights, which may differ, are averaged. With
-        `average=False`, which is right when a rank has failed, nothing is communicated: it is not
+        The current step ends here, and weights, which may differ, are averaged. With
+        `average=False`, which is right after a rank has failed, nothing is communicated: it is not
         collective, and process groups that others may be waiting on stay until DDP's ends.
 
         Raises:
-            PeerError: a rank did not take part; the model is detached all the same.
+            PeerError: a rank did not take part; the model is detached nevertheless.
         """
         if not self._is_attached:
             return
@@ -288,20 +288,20 @@ class Handle:
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):
-                dist.barrier(self.training.group)  # or a rank might still be receiving the mean
+                dist.barrier(self.training.group)  # else a rank might still be receiving the mean
             self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues this algorithm, on this rank: each has a checkpoint of its own."""
+        """Return what this algorithm needs to continue on this rank; each saves its own."""
         self.settle()
         return {**self._identity(), **{name: getattr(self, name) for name in _COUNTERS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict` of this rank; load weights and optimizer as well. Collective.
+        """Load a `state_dict` of this rank; load weights and optimizer as well. Collective.
 
         Raises:
             OptionError, TypeError: a state is malformed, or not of an algorithm like this one.
-            AttachError: they are not of the same step.
+            AttachError: the ranks' states are not of the same step.
         """
         self.settle()
         remedy = "load what all ranks saved after the same step"
@@ -324,7 +324,7 @@ class Handle:
             )
 
     def settle(self) -> None:
-        """End the step that is open, if any, whether or not its update was made."""
+        """End the open step, if any, whether or not its update was made."""
         self.check_attached()
         if self._is_open:
             self._tally.num_skipped_updates += 1
@@ -332,7 +332,7 @@ class Handle:
             self._end_step()
 
     def on_forward(self) -> None:
-        """Count a forward of DDP's, if it begins a step."""
+        """Count DDP's forward if it begins a step."""
         self._is_in_backward = False  # one that raised never ended
         ddp = self.training.ddp
         is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
@@ -345,9 +345,9 @@ class Handle:
         self.begin_step()
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
-        """Reduce a bucket of DDP's that is complete."""
+        """Reduce a complete bucket of DDP's."""
         self._has_run_backward = True
-        if not self._is_in_backward:  # a static graph's first has no bucket that is the last
+        if not self._is_in_backward:  # in a static graph's first no bucket is marked as the last
             self._is_in_backward = True
             _torch.at_end_of_backward(self._end_backward)
         return self.reduce(bucket)
@@ -359,7 +359,7 @@ class Handle:
     def on_update(
         self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool
     ) -> None:
-        """Get ready for an optimizer's update, compiled or not; `args` begins with it."""
+        """Prepare for an optimizer's update, compiled or not; `args` begins with the optimizer."""
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
@@ -383,7 +383,7 @@ class Handle:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook of an optimizer, which may outlive the model, and so must not keep a handle."""
+    """Return a hook for an optimizer, which may outlive the model and must keep no handle alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

@@ -3,9 +3,9 @@
 [Note: codes] Each chunk has its own range (min, max) and scale = 255 / (max - min + 1e-7). A
 value x has the level rint(x * scale), and its code is that level minus the lowest one, clamped to
 [0, 255]: 0 stays 0, and x changes by at most half a level, beside float32 rounding. Both sides
-compute the scale from the range that is sent, in float32. A chunk with NaN, infinite or too large
-values has a range that shows it (`are_finite`), and the sender has to see to it that all ranks
-raise.
+compute the scale from the range that is sent, in float32. A chunk with values that are NaN,
+infinite or too large has a range that shows it (`are_finite`), and the sender has to make sure that
+all ranks raise.
 Source: Bagua's MinMaxUInt8 (Gan et al., arXiv 2107.01499), with a clamp, without which codes of
 symmetric ranges could wrap around.
 """
@@ -23,7 +23,7 @@ RANGE_BYTES = 8
 def compress(values: torch.Tensor) -> torch.Tensor:
     """Return the message of floats of shape [num_chunks, chunk_size]; see [Note: codes].
 
-    It has a row for each chunk, its range and its codes: uint8 [num_chunks, 8 + chunk_size].
+    It has a row for each chunk, with its range and its codes: uint8 [num_chunks, 8 + chunk_size].
     """
     values = values.float()
     ranges = torch.stack([values.amin(dim=1), values.amax(dim=1)], dim=1)
@@ -51,13 +51,13 @@ def are_finite(message: torch.Tensor) -> torch.Tensor:
 
 def read_ranges(message: torch.Tensor) -> torch.Tensor:
     """Return each chunk's smallest and largest value, float32 [num_chunks, 2]."""
-    # A copy, since a row need not begin where a float32 may.
+    # A copy, since a row need not be aligned for float32.
     ranges = message[:, :RANGE_BYTES].clone(memory_format=torch.contiguous_format)
     return ranges.view(torch.float32)
 
 
 def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return levels for each unit, and the lowest level, of each chunk: both [num_chunks, 1]."""
+    """Return levels per unit, and the lowest level, of each chunk: both [num_chunks, 1]."""
     smallest, largest = ranges[:, :1], ranges[:, 1:]
     scale = NUM_STEPS / (largest - smallest + EPSILON)
     return scale, (largest * scale).round_().sub_(NUM_STEPS)

@@ -1,8 +1,8 @@
 """`ShardedGradients`: the averaged gradients of this rank's pieces, and what `.grad` is meanwhile.
 
-In a backward `.grad` of parameters belongs to autograd and DDP, as ever. After it an
-`AbsentGradient` stands there, and another one in the pieces' `.grad`, where `zero_grad` of the
-model and of the optimizer find them. Only an update sees the averaged values.
+During backward, `.grad` of parameters belongs to autograd and DDP, as usual. Afterwards it is an
+`AbsentGradient`, and the pieces' `.grad` is another one, so that `zero_grad` of the model and of
+the optimizer find them. Only an update sees the averaged values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ddpopt.ranks.faults import communicating
 
 
 class ShardedGradients:
-    """Sums gradients to shards; see this module.
+    """Sums gradients to shards; see this module's docstring.
 
     Attributes:
-        step: Which step it is, for errors.
+        step: Number of the step, for errors.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -35,11 +35,11 @@ class ShardedGradients:
         me = weakref.ref(self)
         self._absent = [AbsentGradient(p, k, me) for k, p in enumerate(self._parameters)]
         self._absent_pieces: list[AbsentGradient] = []
-        self._has_gradient = [False] * len(self._parameters)  # of what is in the shards
+        self._has_gradient = [False] * len(self._parameters)  # whether the shards have it
         self._reductions: list[Complete] = []
-        self._hidden: list[int] = []  # gradients that are taken away for a forward
+        self._hidden: list[int] = []  # gradients that are removed for a forward
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
-        self._given: dict[int, torch.Tensor] = {}  # gradients that pieces have for an update
+        self._given: dict[int, torch.Tensor] = {}  # gradients that pieces hold for an update
         self.renew([False] * len(self._parameters))
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
@@ -50,7 +50,7 @@ class ShardedGradients:
                 shards.piece(index).grad = self._absent_pieces[index]
 
     def renew(self, are_there: Sequence[bool]) -> None:
-        """Take pieces that are others than before, of which these have a gradient."""
+        """Switch to new pieces; `are_there` says which of them have a gradient."""
         me = weakref.ref(self)
         pieces = self._shards.pieces()
         self._absent_pieces = [AbsentGradient(p, k, me) for k, p in enumerate(pieces)]
@@ -58,7 +58,7 @@ class ShardedGradients:
             piece.grad = absent if is_there else None
 
     def release(self) -> None:
-        """Leave no gradient that raises."""
+        """Remove all gradients that raise."""
         for parameter, absent in zip(self._parameters, self._absent, strict=True):
             if parameter.grad is absent:
                 parameter.grad = None
@@ -66,28 +66,28 @@ class ShardedGradients:
     # ---- forward and backward ----------------------------------------------------------------
 
     def hide(self) -> None:
-        """Take away what stands in the place of gradients, until `show`."""
+        """Remove the placeholders of gradients, until `show`."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is self._absent[index]:
                 parameter.grad = None
                 self._hidden.append(index)
 
     def show(self) -> None:
-        """Put it back."""
+        """Put the placeholders back."""
         for index in self._hidden:
             self._parameters[index].grad = self._absent[index]
         self._hidden.clear()
 
     def note(self, index: int) -> None:
-        """Note a gradient of this rank's own, which autograd is about to accumulate."""
+        """Note a local gradient that autograd is about to accumulate."""
         if self._lifted is None:
             self._lift()
         self._shards.piece(index).grad = self._absent_pieces[index]
 
     def _lift(self) -> None:
-        """Get ready for a backward, in which autograd and DDP read and write gradients.
+        """Prepare for a backward, in which autograd and DDP read and write gradients.
 
-        What was zeroed since the last one is forgotten, wherever that was done.
+        What was zeroed since the last backward is forgotten, wherever that was done.
         """
         self.finish()
         self._lifted = set()
@@ -100,17 +100,17 @@ class ShardedGradients:
                 self._lifted.add(index)
 
     def end_lift(self) -> None:
-        """Put what raises in the place of gradients that this backward had none of."""
+        """Restore the placeholders of gradients that this backward did not compute."""
         for index in self._lifted or ():
             if self._parameters[index].grad is None and self._shards.piece(index).grad is not None:
                 self._parameters[index].grad = self._absent[index]
         self._lifted = None
 
     def end_backward(self) -> None:
-        """Put what raises in the place of all gradients."""
+        """Replace all gradients by placeholders that raise."""
         self.end_lift()
         for index, parameter in enumerate(self._parameters):
-            has = parameter.grad is not None  # or it was never used, on no rank
+            has = parameter.grad is not None  # else it was never used, on any rank
             self._has_gradient[index] = has
             parameter.grad = self._absent[index] if has else None
             self._shards.piece(index).grad = self._absent_pieces[index] if has else None
@@ -120,9 +120,9 @@ class ShardedGradients:
     def begin_sum(
         self, bucket: int, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
     ) -> None:
-        """Begin to average a bucket's values; `finish` completes this rank's gradients.
+        """Start averaging a bucket's values; `finish` completes this rank's gradients.
 
-        `members` are its parameters, None for one of nobody's, `sizes` how many values each has.
+        `members` are its parameters, None for foreign ones; `sizes` are their numbers of values.
         """
         having = [k for k in members if k is not None and self._has_gradient[k]]
         parts = [self._shards.gradient(k) for k in having]
@@ -145,7 +145,7 @@ class ShardedGradients:
     def _begin_mean(
         self, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
     ) -> tuple[Works, Complete]:
-        """Begin to average a bucket that is not divided: all ranks get all of it, and cut it."""
+        """Start averaging a bucket that is not divided: all ranks get all of it, and cut it."""
         values.div_(self._exchange.num_ranks)
         work = dist.all_reduce(values, group=self._exchange.group, async_op=True)
 
@@ -167,7 +167,7 @@ class ShardedGradients:
     # ---- values ------------------------------------------------------------------------------
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the index and this rank's gradient, a view, of each parameter that has one."""
+        """Yield the index and this rank's gradient (a view) of each parameter that has one."""
         self.finish()
         for index, has in enumerate(self._has_gradient):
             is_kept = self._shards.piece(index).grad is not None
@@ -175,7 +175,7 @@ class ShardedGradients:
                 yield index, self._shards.gradient(index)
 
     def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the index and a copy of the whole gradient of each that has one. Collective."""
+        """Yield index and whole gradient (a copy) of each parameter that has one. Collective."""
         having = {index for index, _ in self.own()}
         for shard in self._shards:
             for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
@@ -185,7 +185,7 @@ class ShardedGradients:
     def clip_norm_(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of whole gradients. Collective."""
+        """As `torch.nn.utils.clip_grad_norm_` for whole gradients. Collective."""
         gradients = [gradient for _, gradient in self.own()]
         is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
         kind = torch.float64 if is_double else torch.float32
@@ -208,7 +208,7 @@ class ShardedGradients:
         return total
 
     def give(self, indices: Iterable[int]) -> None:
-        """Give these pieces their gradients, for an update."""
+        """Give these pieces their gradients for an update."""
         gradients = dict(self.own())
         self._given.clear()
         for index in indices:
@@ -229,13 +229,13 @@ class ShardedGradients:
             self._shards.piece(index).grad = None
 
     def take_away(self) -> None:
-        """Take away what was given."""
+        """Remove what `give` gave."""
         for index in self._given:
             self._shards.piece(index).grad = self._absent_pieces[index]
         self._given.clear()
 
     def zero(self, index: int) -> None:
-        """Make a gradient zero, and what this rank has accumulated of it."""
+        """Zero a gradient, and what this rank has accumulated of it."""
         self.finish()
         self._shards.gradient(index).zero_()
         own = self._parameters[index].grad

@@ -1,6 +1,6 @@
 """`ShardedStates`: optimizers work on pieces of parameters; their states are cut, and gathered.
 
-What is saved is what the optimizers would save with plain DDP, and what they saved can be loaded.
+What is saved is what the optimizers would save with plain DDP, and such a state can be loaded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ddpopt.ranks.agreement import Fact
 
 
 class ShardedStates:
-    """Gives optimizers pieces in the place of parameters, and their part of the states."""
+    """Gives optimizers pieces in place of parameters, and their part of the states."""
 
     def __init__(self, shards: Shards, optimizers: Sequence[optim.Optimizer]) -> None:
         self._shards = shards
         self._parameters = shards.parameters
         self._optimizers = tuple(optimizers)
-        self._is_whole = False  # optimizers have their whole states for a moment
+        self._is_whole = False  # optimizers temporarily have their whole states
         for optimizer in optimizers:
             self._give_pieces(optimizer)
 
@@ -35,9 +35,9 @@ class ShardedStates:
         return [index for index, piece in enumerate(self._shards.pieces()) if piece in own]
 
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Divide other buckets than before, states and gradients with them. Collective.
+        """Divide new buckets, with their states and gradients. Collective.
 
-        A bucket's are whole at a time.
+        Only one bucket's are whole at a time.
         """
         old, old_pieces = self._shards.all, self._shards.pieces()
         self._shards.divide(buckets)
@@ -53,7 +53,7 @@ class ShardedStates:
             _replace(optimizer, old_pieces, self._shards.pieces())
 
     def end(self, wholes: Sequence[Sequence[State]] = ()) -> None:
-        """Give optimizers their parameters back, and whole states as `gather` returned them."""
+        """Give optimizers back their parameters, and whole states as `gather` returned them."""
         for optimizer in self._optimizers:
             self._take_pieces(optimizer)
         for optimizer, states in zip(self._optimizers, wholes, strict=False):
@@ -71,7 +71,7 @@ class ShardedStates:
         return [self._whole_state_dict(optimizer) for optimizer in self._optimizers]
 
     def check(self, given: Any) -> list[Fact]:
-        """Return what of a state has to be equal on all ranks; raise why it cannot be loaded."""
+        """Return what in a state has to be equal on all ranks; raise why it cannot be loaded."""
         loaded = self._states_in(given)
         facts = []
         for number, (optimizer, saved) in enumerate(zip(self._optimizers, loaded, strict=True)):
@@ -86,7 +86,7 @@ class ShardedStates:
         return facts
 
     def load(self, given: dict[str, Any]) -> None:
-        """Load what passes `check`."""
+        """Load a state that passes `check`."""
         for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
             self._take_pieces(optimizer)
             with self._being_whole():
@@ -94,7 +94,7 @@ class ShardedStates:
             self._give_pieces(optimizer)
 
     def hooks(self) -> Iterator[Any]:
-        """Have optimizers refuse to save or load by themselves, until these are removed."""
+        """Yield hooks that make optimizers refuse to save or load by themselves."""
         me = weakref.WeakMethod(self._refuse)
 
         def refusing(what: str) -> Callable[..., None]:
@@ -157,13 +157,13 @@ class ShardedStates:
     # ---- pieces ------------------------------------------------------------------------------
 
     def _give_pieces(self, optimizer: optim.Optimizer) -> None:
-        """Give an optimizer pieces in the place of parameters, and their part of its states."""
+        """Give an optimizer pieces in place of parameters, and their part of its states."""
         _replace(optimizer, self._parameters, self._shards.pieces())
         for index, parameter in enumerate(self._parameters):
             self._put(optimizer, index, optimizer.state.pop(parameter, {}))
 
     def _take_pieces(self, optimizer: optim.Optimizer) -> None:
-        """Give an optimizer its parameters back, without states."""
+        """Give an optimizer back its parameters, without states."""
         for piece in self._shards.pieces():
             optimizer.state.pop(piece, None)
         _replace(optimizer, self._shards.pieces(), self._parameters)
@@ -184,7 +184,7 @@ class ShardedStates:
 def _replace(
     optimizer: optim.Optimizer, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
 ) -> None:
-    """Give an optimizer's groups other parameters in the place of some."""
+    """Replace some parameters in an optimizer's groups by others."""
     by = dict(zip(old, new, strict=True))
     for group in optimizer.param_groups:
         group["params"] = [by.get(parameter, parameter) for parameter in group["params"]]

@@ -2,10 +2,10 @@
 
 [Note: shards and pieces]
 A bucket's parameters become views of one flat buffer, in the order in which the bucket has their
-gradients. The buffer is padded and divided among the ranks: rank r's part is its *shard*. What of a
-parameter lies in it is this rank's *piece* of that parameter: a flat view, often empty. Optimizers
-are given pieces in the place of parameters, all of them on each rank, so that groups, the order in
-them and their hyperparameters stay as they were. A parameter's state is cut as it is.
+gradients. The buffer is padded and divided among the ranks: rank r's part is its *shard*. The part
+of a parameter that lies in it is this rank's *piece* of that parameter: a flat view, often empty.
+Optimizers are given pieces in place of parameters, all of them on each rank, so that groups, their
+order and their hyperparameters stay the same. A parameter's state is cut like the parameter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ddpopt.algorithms._runtime.exchange import Exchange
 from ddpopt.errors import OptionError
 from ddpopt.ranks.faults import communicating
 
-_ALIGNMENT = 16  # elements: ends of parts are where vectors of 64 bytes end
-# States that torch's optimizers keep of a parameter as a whole; all others are of its elements.
+_ALIGNMENT = 16  # elements: parts end where vectors of 64 bytes end
+# States that torch's optimizers keep for a parameter as a whole; all others are for its elements.
 _WHOLE = frozenset({"step", "eta", "mu", "mu_product"})
 
 State = dict[str, Any]  # an optimizer's, of one parameter
@@ -34,13 +34,13 @@ class Shard:
     """A bucket of which this rank owns a part; see [Note: shards and pieces].
 
     Attributes:
-        index: The bucket's place.
+        index: The bucket's index.
         members: The bucket's parameters, by index, in its order.
         pieces: This rank's piece of each of them.
         gradient: The averaged gradient of this rank's part.
         addresses: Where in memory the parameters are.
-        awaited: Those that were waited for by who reads them, since this was cleared.
-        is_awaited: Whether these were all of them in the last forward of training.
+        awaited: The addresses that readers have waited for since this was cleared.
+        is_awaited: Whether these were all of them in the last training forward.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Shard:
         parameters: Sequence[torch.Tensor],
         exchange: Exchange,
     ) -> None:
-        """Move the storage of `parameters`, which are those of `members`."""
+        """Move `parameters`, those of `members`, into the shard's storage."""
         self.index = index
         self.members = tuple(members)
         self.parameters = tuple(parameters)
@@ -84,7 +84,7 @@ class Shard:
         return slice(first, last)
 
     def cut(self, value: torch.Tensor, member: int) -> torch.Tensor:
-        """Return this rank's piece of a value of the k-th member's elements, a view if it can be.
+        """Return this rank's piece of a value of the k-th member's elements, if possible a view.
 
         `value` has the member's shape.
         """
@@ -98,11 +98,11 @@ class Shard:
         return flat[place.start + offset : place.stop + offset]
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of values of the whole, padded bucket."""
+        """Return this rank's part of the values of the whole, padded bucket."""
         return flat[self._first : self._first + self._size]
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view for each member, with its shape and strides, of values of the bucket."""
+        """Return a view of the bucket's values for each member, with its shape and strides."""
         return [
             flat.as_strided(p.shape, p.stride(), flat.storage_offset() + start)
             for p, start in zip(self.parameters, self._starts, strict=True)
@@ -111,7 +111,7 @@ class Shard:
     # ---- parameters --------------------------------------------------------------------------
 
     def send(self, what: str) -> None:
-        """Begin to give all ranks what each one's part of the parameters is now.
+        """Start sending each rank's part of the current parameters to all ranks.
 
         Errors begin with `what`.
         """
@@ -120,26 +120,26 @@ class Shard:
         self._arriving = self._exchange.follow("gather", self.index, self._flat.nbytes, works)
 
     def wait(self) -> None:
-        """Return when all parameters are there."""
+        """Return when all parameters have arrived."""
         if self._arriving:
             arriving, self._arriving = self._arriving, []
             with communicating(self._what):
                 self._exchange.wait(arriving)
 
     def reach(self, address: int) -> None:
-        """Wait, for the reader of a parameter."""
+        """Wait on behalf of a parameter's reader."""
         self.wait()
         self.awaited.add(address)
 
     def release(self) -> None:
-        """Give the parameters storages of their own again."""
+        """Give the parameters back storages of their own."""
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()  # which keeps strides
 
     # ---- what belongs to parameters ----------------------------------------------------------
 
     def cut_state(self, state: State, member: int) -> State:
-        """Return this rank's piece of a parameter's state, in memory of its own."""
+        """Return this rank's piece of a parameter's state, in its own memory."""
         shape = self.parameters[member].shape
         return {
             name: (self.cut(value, member) if is_of_elements(name, value, shape) else value).clone()
@@ -151,7 +151,7 @@ class Shard:
     def gather_states(self, states: Sequence[State]) -> list[State]:
         """Return the states of whole parameters, given those of this rank's pieces. Collective.
 
-        All ranks have states of the same members, of the same names and types.
+        All ranks have states of the same members, with the same names and types.
         """
         shapes = [piece.shape for piece in self.pieces]
         whole: list[State] = [{} for _ in states]
@@ -161,7 +161,7 @@ class Shard:
             for name, value in state.items():
                 if is_of_elements(name, value, shape):
                     cuts.setdefault((name, value.dtype), []).append(k)
-                    whole[k][name] = None  # in the order that they had
+                    whole[k][name] = None  # keeps their order
                 else:
                     whole[k][name] = value
         for (name, dtype), members in cuts.items():
@@ -180,7 +180,7 @@ class Shard:
         return self._gather(flat)
 
     def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a value for each member, of values of the bucket of which this has its part."""
+        """Return each member's values, gathered from this rank's part of the bucket's."""
         with communicating("gathering what ranks have of parameters"):
             self._exchange.wait(self._exchange.all_gather(flat))
         return [torch.empty_like(value).copy_(value) for value in self.split(flat)]
@@ -189,7 +189,7 @@ class Shard:
 class Shards:
     """All parameters of a model in shards, by bucket.
 
-    Who reads a parameter waits for it as long as this lives; see `_waits.py`.
+    Readers of a parameter wait for it as long as this object is alive; see `_waits.py`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Shards:
         exchange: Exchange,
         buckets: Sequence[Sequence[int]],
     ) -> None:
-        """Divide buckets, given by the indices of their parameters, among the ranks."""
+        """Divide `buckets`, given by parameter indices, among the ranks."""
         self.parameters = tuple(parameters)
         self.exchange = exchange
         self._addresses: dict[int, Shard] = {}
@@ -206,7 +206,7 @@ class Shards:
         self.divide(buckets)
 
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Divide these in place of those before, of which nothing is kept."""
+        """Divide these buckets in place of the previous ones, of which nothing is kept."""
         _waits.withdraw(self._addresses)
         self.all = [
             Shard(index, members, [self.parameters[k] for k in members], self.exchange)
@@ -222,11 +222,11 @@ class Shards:
         return iter(self.all)
 
     def __reversed__(self) -> Iterator[Shard]:
-        """Yield them in the order in which forward reads."""
+        """Yield shards in the order in which forward reads them."""
         return reversed(self.all)
 
     def home(self, index: int) -> tuple[Shard, int]:
-        """Return the shard of a parameter, and its place there."""
+        """Return the shard of a parameter, and its place in it."""
         return self._home[index]
 
     def piece(self, index: int) -> nn.Parameter:
@@ -239,19 +239,19 @@ class Shards:
         return [self.piece(index) for index in range(len(self.parameters))]
 
     def gradient(self, index: int) -> torch.Tensor:
-        """Return the averaged gradient of this rank's piece of a parameter, a view."""
+        """Return the averaged gradient of this rank's piece of a parameter, as a view."""
         shard, k = self._home[index]
         return shard.gradient[shard.place_of(k)]
 
     def release(self) -> None:
-        """Give parameters storages of their own, for which nobody waits."""
+        """Give parameters storages of their own; nobody waits for them any more."""
         _waits.withdraw(self._addresses)
         for shard in self.all:
             shard.release()
 
 
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
-    """Whether a state has a value for each element of a parameter, or piece, of this shape."""
+    """Whether a state has a value for each element of a parameter or piece of this shape."""
     return isinstance(value, torch.Tensor) and name not in _WHOLE and value.shape == shape
 
 
@@ -261,7 +261,7 @@ def is_dense(parameter: torch.Tensor) -> bool:
 
 
 def check_memory(named: Mapping[torch.Tensor, str]) -> None:
-    """Raise OptionError for parameters that have gaps in memory, or lie in the same."""
+    """Raise OptionError for parameters that have gaps in memory or share it."""
     for parameter, name in named.items():
         if not is_dense(parameter):
             raise OptionError(
@@ -280,7 +280,7 @@ def check_memory(named: Mapping[torch.Tensor, str]) -> None:
 
 
 def flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values of shape [num_elements], in the order that `like` has them in memory."""
+    """Return values of shape [num_elements], in the order that `like` has in memory."""
     if value.stride() != like.stride():
         value = torch.empty_like(like, dtype=value.dtype).copy_(value)
     return value.as_strided((value.numel(),), (1,), value.storage_offset())

@@ -1,7 +1,7 @@
-"""What an algorithm did so far, as numbers for `ddpopt.metrics`; and what was sent on a group.
+"""What an algorithm has done so far, as numbers for `ddpopt.metrics`; and bytes sent on a group.
 
 Bytes are those of the values and codes that this rank sends, computed from their sizes, without
-headers: an allreduce is taken to be a ring's.
+headers: an allreduce is assumed to be a ring.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _noting = threading.Lock()  # workers send too
 
 
 def note_sent(group: dist.ProcessGroup, num_bytes: float) -> None:
-    """Note that this rank sends so much to others of a group."""
+    """Note that this rank sends this many bytes to other ranks of a group."""
     with _noting:
         _sent_bytes[group] = sent_bytes(group) + num_bytes
 
 
 def sent_bytes(group: dist.ProcessGroup | None) -> float:
-    """Return how much this rank has sent on a group, as far as it was noted; 0 without one."""
+    """Return how many bytes this rank has noted as sent on a group; 0 without a group."""
     return 0.0 if group is None else _sent_bytes.get(group, 0.0)
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
-    """Return how much each rank sends in an allreduce of `num_bytes`."""
+    """Return how many bytes each rank sends in an allreduce of `num_bytes`."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
@@ -37,8 +37,8 @@ class Tally:
     """Steps since an algorithm was attached; see [Note: steps].
 
     In a skipped step ranks exchanged nothing. `stale_steps` are those since the last exchange
-    that this rank has taken over. `is_reduced` says that gradients were, in the step that runs;
-    `known_communications` are those before it.
+    whose result this rank has taken over. `is_reduced` says that gradients were reduced in the
+    current step; `known_communications` are those before it.
     """
 
     num_steps: int = 0

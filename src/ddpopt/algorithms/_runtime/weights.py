@@ -1,4 +1,4 @@
-"""Flat copies of a model's weights: what is sent instead of many small tensors.
+"""Flat copies of a model's weights, to be sent instead of many small tensors.
 
 The parameters keep their own storage, since compiled graphs know its addresses.
 """
@@ -13,8 +13,8 @@ import torch
 class FlatWeights:
     """Parameters as a few flat tensors, each of one dtype and device and of bounded size.
 
-    A parameter is never divided; one that is larger than `bucket_bytes` has a bucket of its own.
-    None puts all of one dtype and device into one bucket.
+    A parameter is never divided; one larger than `bucket_bytes` has a bucket of its own. With None,
+    all parameters of one dtype and device share a bucket.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int | None = None) -> None:
@@ -33,18 +33,18 @@ class FlatWeights:
 
     @torch.no_grad()
     def copy(self) -> list[torch.Tensor]:
-        """Return the weights as they are now, one tensor of shape [num_elements] a bucket."""
+        """Return the current weights, one tensor of shape [num_elements] per bucket."""
         return [torch.cat([p.detach().reshape(-1) for p in bucket]) for bucket in self._buckets]
 
     @torch.no_grad()
     def assign(self, flat: Sequence[torch.Tensor]) -> None:
-        """Overwrite the parameters, in place, with tensors like those that `copy` returns."""
+        """Overwrite the parameters in place with tensors like those that `copy` returns."""
         for parameter, value in self._pairs(flat):
             parameter.copy_(value)
 
     @torch.no_grad()
     def add(self, flat: Sequence[torch.Tensor]) -> None:
-        """Add to the parameters, in place, tensors like those that `copy` returns."""
+        """Add tensors like those that `copy` returns to the parameters, in place."""
         for parameter, value in self._pairs(flat):
             parameter.add_(value)
 

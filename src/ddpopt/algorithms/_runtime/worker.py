@@ -1,4 +1,4 @@
-"""`Worker`: a thread that communicates while another one computes; `BackgroundHandle` has one."""
+"""`Worker`: a thread that communicates while another computes; `BackgroundHandle` has one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | Non
 
 
 class Worker:
-    """Runs tasks in the order in which they were submitted, which has to be that of all ranks.
+    """Runs tasks in the order of submission, which has to be the same on all ranks.
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
-    submitted; waiting for a result has the waiting thread's stream wait too. `close` ends the
-    thread after the tasks that are queued, as does the end of `owner`: tasks may refer to it, but
-    the thread keeps none that it has run.
+    submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
+    thread after the queued tasks, and so does the end of `owner`: tasks may refer to it, but the
+    thread keeps none that it has run.
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:
@@ -57,12 +57,12 @@ def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
                 future.set_result(task())
             except Exception as error:
                 future.set_exception(error)
-            del item, task, future, queued  # they keep their owner alive
+            del item, task, future, queued  # they would keep their owner alive
 
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[Any]:
-    """Have this thread queue on a stream of its own in this block; None on the CPU."""
+    """Make this thread queue on a stream of its own in this block; None on the CPU."""
     if device.type == "cpu":
         yield None
         return
@@ -83,16 +83,16 @@ class BackgroundHandle(Handle):
     def run_behind_backward(
         self, bucket: Bucket, task: Callable[[torch.Tensor], None]
     ) -> GradientFuture:
-        """Have the worker run a task that changes a bucket's flat values in place.
+        """Let the worker run a task that changes a bucket's flat values in place.
 
-        DDP would show its exception without type: it is raised when DDP has ended its part.
+        DDP would show its exception without its type, so it is raised after DDP's part has ended.
         """
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
         step = self.num_steps
 
         def run() -> torch.Tensor:
-            if self._failure is None:  # on a broken connection each task would wait for long
+            if self._failure is None:  # with a broken connection each task would wait long
                 try:
                     with communicating(f"reducing gradients in step {step}"):
                         task(values)
@@ -107,7 +107,7 @@ class BackgroundHandle(Handle):
         self.worker.close()
 
     def end_backward(self) -> None:
-        """Raise what went wrong."""
+        """Raise what went wrong in the background."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -1,6 +1,6 @@
-"""`ddpopt bench`: one's own model under each way to train it, side by side in the same processes.
+"""`ddpopt bench`: your own model, trained in each way side by side in the same processes.
 
-The ways take turns, A B C A B C, so that the machine's drift falls on all. All models stay compiled
+The ways take turns, A B C A B C, so that the machine's drift affects all. All models stay compiled
 until the end, since Dynamo can only forget all of them at once.
 """
 
@@ -26,14 +26,14 @@ from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
 
 _BASELINES = ("eager", "intree")
-_WARM_STEPS = 4  # compile, let DDP form its buckets, compile for those
+_WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those
 _MOST_STEPS = 100  # until better buckets are found
 _RECOMPILE_LIMIT = 200
 _ERROR_LENGTH = 300
 
 
 class Peer(NamedTuple):
-    """A way to train: `options` are those of ddpopt, None for the inner compiler alone."""
+    """A way to train: `options` are ddpopt's, None for the inner compiler alone."""
 
     description: str
     is_compiled: bool = True
@@ -52,7 +52,7 @@ PEERS = {
 
 
 def run(args: argparse.Namespace, screen: Screen) -> Report | None:
-    """Measure; rank 0 alone reports."""
+    """Measure; only rank 0 reports."""
     names = [name.strip() for name in args.peers.split(",")] if args.peers else list(PEERS)
     for name in names:
         if name not in PEERS:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
 def _measure(
     args: argparse.Namespace, names: Sequence[str], screen: Screen
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return results and failures as `--json` prints them; no model is left."""
+    """Return results and failures as `--json` prints them; no model is left alive."""
     factory = find_factory(args.factory)
     entrants = [(name, cap_mb) for cap_mb in args.caps for name in names]
     trainees: list[_Trainee] = []
@@ -107,7 +107,7 @@ def _uncompiled(loaded: Loaded) -> Loaded:
 
 
 class _Trainee:
-    """A model that is trained in one of these ways, with DDP's buckets of one size."""
+    """A model that is trained in one of these ways, with one cap for DDP's buckets."""
 
     def __init__(self, name: str, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
         self.name = name
@@ -118,12 +118,12 @@ class _Trainee:
             self._ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
             self._call = _compile(PEERS[name], self._ddp, inner)
         trained = [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
-        # A step costs the same at any rate, and at 0 a sum for a loss does not diverge.
+        # A step costs the same at any rate, and at 0 a sum as loss does not diverge.
         self._optimizer = torch.optim.SGD(trained, lr=0.0)
         self._device = trained[0].device
 
     def warm_up(self) -> None:
-        """Train until nothing is compiled and no bucket is changed any more."""
+        """Train until nothing more is compiled and no bucket changes any more."""
         for _ in range(_MOST_STEPS):
             self._step_s()
             if not tuner.is_searching(self._ddp):
@@ -132,7 +132,7 @@ class _Trainee:
             self._step_s()
 
     def take_turn(self, num_steps: int) -> None:
-        """Note the median of some steps, each the slowest rank's, after one that does not count."""
+        """Note the median of some steps, each as on the slowest rank, after an uncounted one."""
         self._step_s()
         times_s = [self._step_s() for _ in range(num_steps)]
         slowest = torch.tensor(times_s, dtype=torch.float64, device=self._device)
@@ -140,7 +140,7 @@ class _Trainee:
         self.turns_s.append(statistics.median(slowest.tolist()))
 
     def result(self, known: Mapping[tuple[str, float | None], _Trainee]) -> dict[str, Any]:
-        """Return medians over the turns; a throughput above 1 is faster than that peer's."""
+        """Return medians over the turns; a throughput above 1 means faster than that peer."""
         result: dict[str, Any] = {"peer": self.name, "cap_mb": self.cap_mb}
         result["step_s"] = statistics.median(self.turns_s)
         for name in _BASELINES:
@@ -182,8 +182,8 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
     backend = _torch.lookup_backend(inner)
 
     def compile_anew(graph: Any, inputs: Any) -> Any:
-        # A function of this model's own: Dynamo would give it code that an equal backend compiled
-        # for another one, whose graph was split otherwise.
+        # A function of this model's own: otherwise Dynamo would give it code that an equal backend
+        # compiled for another model, whose graph was split differently.
         return backend(graph, inputs)
 
     return torch.compile(ddp, backend=compile_anew)
@@ -197,7 +197,7 @@ def _admit(
     try:
         trainee = _Trainee(name, cap_mb, inner, loaded)
         trainee.warm_up()
-    except Exception as raised:  # one way that cannot train this model does not stop others
+    except Exception as raised:  # a way that cannot train this model does not stop the others
         error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
     errors = [error] * dist.get_world_size()
     dist.all_gather_object(errors, error)

@@ -15,7 +15,7 @@ from ddpopt.cli.process_groups import torchrun_group
 
 
 def run(args: argparse.Namespace, _screen: Screen) -> Report | None:
-    """Measure; rank 0 alone reports."""
+    """Measure; only rank 0 reports."""
     with torchrun_group(args.backend, "calibrate") as backend:
         cost, rank, world_size = calibrate(), dist.get_rank(), dist.get_world_size()
     if rank:

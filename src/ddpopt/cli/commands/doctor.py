@@ -36,11 +36,11 @@ _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # of torch.compile
 _WIDTH = 64
-_CAP_MB = 0.0316  # two layers of this width fill a bucket, in whichever order they arrive
+_CAP_MB = 0.0316  # two layers of this width fill a bucket, in any order of arrival
 
 
 class Check(NamedTuple):
-    """One look at the environment; where there is a problem, `remedy` says what to do about it."""
+    """One check of the environment; if there is a problem, `remedy` says what to do about it."""
 
     name: str
     detail: str
@@ -53,9 +53,9 @@ class Check(NamedTuple):
 
 
 def run(args: argparse.Namespace, screen: Screen) -> Report | None:
-    """Check; the status is 1 if a small model could not be split as asked.
+    """Check; the status is 1 if a small model could not be split as requested.
 
-    With `model_mb`, the network is measured among torchrun's processes, of which rank 0 reports.
+    With `model_mb`, the network between torchrun's processes is measured, and rank 0 reports.
     """
     taken_s = None
     if args.model_mb is not None:
@@ -116,7 +116,7 @@ def _installed() -> Iterator[Check]:
     yield _look('backend="ddpopt"', found, "torch.compile does not know it", _INSTALL)
     found = ", ".join(filter(dist.is_backend_available, _BACKENDS))
     yield _look("process groups", found, "none", "install a build of torch that has gloo or nccl")
-    # What Inductor compiles C++ with, as its `config.cpp.cxx` names it.
+    # The compiler that Inductor uses for C++, as in its `config.cpp.cxx`.
     name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     yield _look(
         "C++ compiler",
@@ -149,9 +149,9 @@ def _environment() -> Iterator[Check]:
 
 
 def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
-    """Return which private names torch has, of those that it should have; those of DDP if given.
+    """Return which of the private names that torch should have it has; those of DDP if given.
 
-    Left out are names of objects that exist only while a graph is compiled.
+    Names of objects that exist only while a graph is compiled are left out.
     """
     examples = _examples(ddp)
     found = {}
@@ -170,7 +170,7 @@ def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
 
 
 def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any]]:
-    """Return by its name what makes an object of each kind; all but a few climb by other names."""
+    """Return for each kind, by name, what makes such an object; most need other private names."""
     compiled: Any = torch.compile(nn.Identity(), backend="eager")
     mode = names.FAKE_TENSOR_MODE
     examples: dict[str, Callable[[], Any]] = {
@@ -183,7 +183,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.of(compiled)),
         "OpOverload": lambda: torch.ops.aten.add.Tensor,
         "Optimizer": _optimizer,
-        "Optimizer.step": lambda: type(_optimizer()).step,  # whose hooks the first one makes
+        "Optimizer.step": lambda: type(_optimizer()).step,  # the first optimizer adds its hooks
         "UntypedStorage": lambda: torch.empty(0).untyped_storage(),
         "Variable": lambda: torch.autograd.Variable,
         "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(torch.autograd.Variable),
@@ -236,7 +236,7 @@ def _try(split: str) -> Check:
     try:
         with one_rank_group():
             plans = _train(split)
-    except Exception as error:  # to tell what is in the way is the purpose
+    except Exception as error:  # the purpose is to report what is wrong
         return Check(name, f"{type(error).__name__}: {' '.join(str(error).split())}", _REPORT)
     if not plans:
         remedy = "TORCH_LOGS=graph_breaks,recompiles says why"
@@ -253,7 +253,7 @@ def _try(split: str) -> Check:
 def _train(split: str) -> tuple[SplitPlan, ...]:
     ddp = DistributedDataParallel(_TrialModel(), bucket_cap_mb=_CAP_MB)
     options: dict[str, Any] = {"inner": "aot_eager", "split": split}
-    # Sizes that vary need more of torch's private names than fixed ones.
+    # Dynamic sizes need more of torch's private names than fixed ones.
     compiled: Any = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
     for _ in range(2):
         torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())

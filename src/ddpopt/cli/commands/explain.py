@@ -24,21 +24,21 @@ from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import Explanation, explain
 from ddpopt.options import resolve_options
 
-_NUM_STEPS = 3  # DDP forms its buckets after the first, and tells them in the third
+_NUM_STEPS = 3  # DDP forms its buckets after the first, and reports them in the third
 _MIB = 1024 * 1024
 
 
 def run(args: argparse.Namespace, screen: Screen) -> Report:
     """Run some steps on one rank, and explain."""
     options = {"inner": args.inner, "split": args.split}
-    resolve_options(None, options)  # report a bad one before the model is made
+    resolve_options(None, options)  # reports a bad one before the model is made
     if (args.world_size is None) != (args.bandwidth is None):
         raise InputError("--world-size and --bandwidth predict together; give both or neither")
     if args.html is not None and args.html.suffix != ".html":
         raise InputError(f"--html is {args.html}, which does not end in .html; rename it")
     loaded = find_factory(args.factory)()
     best = None
-    if args.world_size:  # before DDP hangs its hooks on the parameters
+    if args.world_size:  # before DDP adds its hooks to the parameters
         network = Network(latency_s=LATENCY_US * 1e-6, bytes_per_s=args.bandwidth)
         best = plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
     with one_rank_group():
@@ -72,7 +72,7 @@ def _train(
 
 
 def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulation]:
-    """Return an iteration with DDP's own buckets, and one with the best."""
+    """Return an iteration with DDP's own buckets, and one with the best ones."""
     cap_mb = args.bucket_cap_mb
     caps = (int(cap_mb * _MIB),) if cap_mb else DDP_DEFAULT_CAPS
     own = dataclasses.replace(best, sizes=buckets_of_caps(best.profile, caps))

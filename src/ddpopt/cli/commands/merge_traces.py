@@ -1,4 +1,4 @@
-"""`ddpopt trace merge`: one trace of all ranks' traces, with their clocks brought together."""
+"""`ddpopt trace merge`: merge all ranks' traces into one, with their clocks aligned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpopt.inspection.traces import merge_traces, trace_files
 
 
 def run(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Merge, write, and say by how much each rank's clock was set back."""
+    """Merge, write, and report by how much each rank's clock was set back."""
     if args.output.resolve() in [path.resolve() for path in trace_files(args.paths)]:
         raise InputError(f"--output is {args.output}, which is one of the traces; name another")
     with explained("a trace cannot be read"):

@@ -1,4 +1,4 @@
-"""`ddpopt simulate` and `ddpopt sweep`: a saved plan on clusters of other sizes."""
+"""`ddpopt simulate` and `ddpopt sweep`: a saved plan on other clusters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
 
 
 def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Compare the efficiency on many clusters."""
+    """Compare efficiencies on many clusters."""
     plan, stragglers = _load(args)
     network = _network(plan, args, args.bandwidths[0])
     cells = sweep(plan, args.world_sizes, args.bandwidths, network, stragglers)

@@ -1,1 +1,1 @@
-"""The split of the backward graph alone."""
+"""The split of the backward graph only."""

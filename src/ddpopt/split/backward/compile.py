@@ -1,6 +1,6 @@
 """Compile a graph whole and its backward in sections: from AOTAutograd's graphs to a GatedGraph.
 
-AOTAutograd traces the graph with a token as one more input, which it returns as one more output.
+AOTAutograd traces the graph with a token as an additional input, which is also returned as output.
 See [Note: tokens, gates and runs] in gates.py for what the token is for.
 """
 
@@ -28,7 +28,7 @@ from ddpopt.split.state import Nodes
 
 
 class BackwardCut(NamedTuple):
-    """How a backward graph was cut; no sections if it is to be compiled whole.
+    """How a backward graph was cut; without sections it is compiled whole.
 
     `nodes` are those of the sections, for people to read.
     """
@@ -38,7 +38,7 @@ class BackwardCut(NamedTuple):
     sections: Sequence[SectionGraph]
 
 
-# (backward graph, what `saved_arguments` tells of the forward) -> how it is cut
+# (backward graph, what `saved_arguments` returned for the forward) -> how it is cut
 Cut = Callable[[fx.GraphModule, Mapping[str, int]], BackwardCut]
 
 
@@ -46,8 +46,8 @@ Cut = Callable[[fx.GraphModule, Mapping[str, int]], BackwardCut]
 class _Kept:
     """What is needed to run compiled sections, in this process or in another.
 
-    `sections` are the fields of `CompiledSection` that are data, each with the place of its
-    callable among the different ones that were compiled; `arguments` is as for `run_first_section`.
+    `sections` are those fields of `CompiledSection` that are data, each with the index of its
+    callable among the distinct compiled ones; `arguments` is as for `run_first_section`.
     """
 
     plan: SplitPlan
@@ -68,8 +68,8 @@ def compile_gated(
     """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
     `gm` is a copy, which is used up. `key` stands for all that `cut` depends on besides the graph:
-    where an equal graph was cut by an equal key before, the result may come from torch's cache,
-    with its plan and nodes. None has it compiled in any case. The forward waits for the arguments
+    if an equal graph was cut with an equal key before, the result may come from torch's cache,
+    with its plan and nodes. With None it is always compiled. The forward waits for the arguments
     in `awaited` before it reads them.
 
     Raises:
@@ -91,7 +91,7 @@ def compile_gated(
 
 
 class _Cutting(_torch.Cutting):
-    """Cuts one graph's backward for AOTAutograd. `kept` and `further` are there afterwards."""
+    """Cuts one graph's backward for AOTAutograd. `kept` and `further` are set afterwards."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Cutting(_torch.Cutting):
         (output,) = backward.graph.find_nodes(op="output")
         arguments = _torch.gradient_arguments(backward)
         returned = zip(output_values(backward), arguments, strict=True)
-        # The gradient of the token, which is no value of the graph's, is the run's handle.
+        # The token's gradient, which is not a value of the graph, is the run's handle.
         output.args = (tuple(None if a == self._num_inputs else value for value, a in returned),)
         _torch.restride(backward, inputs)
         devices = {node.meta["val"].device for node in gradient_nodes(backward).values()}
@@ -173,7 +173,7 @@ class _Cutting(_torch.Cutting):
             CompiledSection(
                 call=sections[place],
                 label=Label(self._graph, index),
-                # AOTAutograd's own node does it for the first section.
+                # AOTAutograd's own node does this for the first section.
                 without_autocast=self._was_autocast_on and index > 0,
                 **flow,
             )
@@ -186,21 +186,21 @@ class _Cutting(_torch.Cutting):
 
 
 def _add_token(gm: fx.GraphModule) -> None:
-    """Add the token as the last input and, so that it has a gradient, a copy as the last output."""
+    """Add the token as last input and, so that it gets a gradient, a copy of it as last output."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     with gm.graph.inserting_after(list(placeholders)[-1]):
         token = gm.graph.placeholder("ddpopt_token")
     _torch.mark_as_new(token)
     (output,) = gm.graph.find_nodes(op="output")
     with gm.graph.inserting_before(output):
-        # Not the method: AOTAutograd's cache takes methods of values that Dynamo knows alone.
+        # Not the method: AOTAutograd's cache takes only methods of values that Dynamo knows.
         copied = gm.graph.call_function(torch.ops.aten.clone.default, (token,))
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
 
 
 def _return_token_itself(forward: fx.GraphModule) -> None:
-    """Take the copy out of the traced forward, where it would be a kernel of its own."""
+    """Remove the copy from the traced forward, where it would be a kernel of its own."""
     token = list(forward.graph.find_nodes(op="placeholder"))[-1]
     for user in list(token.users):
         if user.target is torch.ops.aten.clone.default and user.args == (token,):
@@ -215,7 +215,7 @@ def _compile_sections(
     compile_section: _torch.CompileSection,
     graph: str,
 ) -> tuple[list[Callable[..., Any]], list[int]]:
-    """Compile the different ones of a backward's sections; return for each which of them it is.
+    """Compile a backward's distinct sections; return them, and for each section which one it is.
 
     `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
     """
@@ -246,9 +246,9 @@ def _compile_sections(
 
 
 def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
-    """Return what two sections have in common that one compiled callable can serve.
+    """Return what two sections have in common if one compiled callable can serve both.
 
-    None where a section holds attributes, which the code does not show, or symbols.
+    None if a section holds attributes, which the code does not show, or symbols.
     """
     if section.graph.find_nodes(op="get_attr"):
         return None

@@ -1,4 +1,4 @@
-"""Cut AOTAutograd's backward graph into section graphs, and say how values flow between them.
+"""Cut AOTAutograd's backward graph into section graphs, and describe the values between them.
 
     saved, tangents -> [whole graph] -> all gradients
 
@@ -6,9 +6,9 @@
     saved, kept     -> [section 1] -> kept values, gradients of bucket 1
     saved, kept     -> [section 2] -> gradients of bucket 2
 
-Each value that a section may take, an input of the graph or what an earlier section kept, has a
+Each value that a section may take, an input of the graph or one that an earlier section kept, has a
 *slot*: a place in the list on which the sections of one run work. A section empties the slots
-that none after it reads, so that saved tensors are freed as early as in the whole graph.
+that no later one reads, so that saved tensors are freed as early as in the whole graph.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ddpopt.split.plan import BackwardCuts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SectionGraph:
-    """One section: takes the values in the slots `takes`; returns kept values, then gradients.
+    """One section: takes the values in slots `takes`; returns kept values, then gradients.
 
     `keeps` are the slots of the kept values; `releases` the arguments of the forward that the
-    gradients belong to. The slots `drops` are empty once the section runs. Slots below the number
+    gradients belong to. The slots `drops` are emptied when the section runs. Slots below the number
     of the whole graph's inputs are those inputs.
     """
 
@@ -44,7 +44,7 @@ class SectionGraph:
 
 
 def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, ...]:
-    """Return the section graphs, in the order in which they run. `gm` is left as it is."""
+    """Return the section graphs, in the order in which they run. `gm` is left unchanged."""
     calls = call_nodes(gm.graph)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
@@ -57,7 +57,7 @@ def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, 
         for nodes, gradients_of in zip(made, released, strict=True)
     ]
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
-    # Somebody outside of the run holds these: parameters and inputs, tangents.
+    # Held by somebody outside the run: parameters and inputs, tangents.
     held = {n for n in inputs if n.name.startswith(("primals_", "tangents_"))}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
     slots = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
@@ -71,7 +71,7 @@ def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, 
         outputs = [builder.value_of(node) for node in kept[k]]
         for gradient in released[k]:
             value = builder.value_of(gradient)
-            # A hook may write to a gradient, so memory that is still needed is not given away.
+            # A hook may write to a gradient, so memory that is still needed is not handed out.
             is_needed = last_taken.get(memory_of(gradient, repeats), k) > k
             outputs.append(builder.clone_of(value) if is_needed else value)
         sections.append(
@@ -105,7 +105,7 @@ class _Builder:
     """Builds one section's graph.
 
     Nodes get new names, so that equal sections have equal code and are compiled once. Inductor
-    takes it from an input's name whether memory is free after the input's last use: an `arg` stays.
+    tells by an input's name whether its memory is free after its last use: that of an `arg` is not.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Builder:
         return self._values[node]
 
     def clone_of(self, value: fx.Node) -> fx.Node:
-        """Return a copy of a value of this section, in memory of its own."""
+        """Return a copy of one of this section's values, in memory of its own."""
         copied = self._graph.call_function(torch.ops.aten.clone.default, (value,))
         copied.meta = dict(value.meta)
         if isinstance(value.meta.get("val"), torch.Tensor):
@@ -138,7 +138,7 @@ class _Builder:
         return copied
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
-        """Return the graph, with these outputs."""
+        """Return the graph with these outputs."""
         self._graph.output(tuple(outputs))
         section = fx.GraphModule(self._gm, self._graph)
         section.meta = dict(self._gm.meta)

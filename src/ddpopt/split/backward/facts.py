@@ -1,4 +1,4 @@
-"""Read off AOTAutograd's backward graph what the planner must know to cut it.
+"""Read off AOTAutograd's backward graph what the planner needs to know to cut it.
 
 It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
 
@@ -6,7 +6,7 @@ It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` mak
 A backward graph is functional: calls, numbered from 0 in graph order, and an output that lists a
 gradient for each argument of the forward. Some calls cost next to nothing: views and constants.
 Such a call is a *repeat*: each section that needs it makes its own, so its value never crosses a
-cut, and no two values that cross share memory. `reads` looks through repeats.
+cut, and no two values that cross a cut share memory. `reads` looks through repeats.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackwardFacts:
 
     `reads[i]` maps each call whose value call i uses to their tie; it is empty for a repeat.
     `gradients` maps an argument of the forward to the calls that its gradient is computed from
-    (none if it is an input handed through); `argument_reads` maps it to the calls that read its
+    (none if it is an input passed through); `argument_reads` maps it to the calls that read its
     memory. `num_bytes[i]` is the size of what call i returns, `is_ordered[i]` whether call i has
     effects and must keep its place among such calls.
     """
@@ -56,7 +56,7 @@ class BackwardFacts:
 
 
 def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
-    """Return the node of each gradient by the position of its argument in the forward's graph.
+    """Return each gradient's node by the position of its argument in the forward's graph.
 
     Raises:
         CutRefusedError: the graph returns something else as well.
@@ -71,9 +71,9 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
 
 
 def saved_arguments(forward: fx.GraphModule) -> dict[str, int]:
-    """Return which of the values that a forward graph saves are memory of its arguments.
+    """Return which values that a forward graph saves live in the memory of which arguments.
 
-    By name, which is that of the backward graph's input; views of an argument included.
+    Values are given by name, which is that of the backward graph's input; views are included.
     """
     repeats = repeats_of(forward)
     arguments = _torch.argument_placeholders(forward)
@@ -85,7 +85,7 @@ def saved_arguments(forward: fx.GraphModule) -> dict[str, int]:
 
 
 def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
-    """Return the node that made the memory which a node's value lives in."""
+    """Return the node that made the memory in which a node's value lives."""
     while node in repeats and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -95,7 +95,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
     """Return the facts about a backward graph; `saved` is what `saved_arguments` returned."""
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
-    sources: dict[fx.Node, tuple[int, ...]] = {}  # the calls, and the arguments, behind a value
+    sources: dict[fx.Node, tuple[int, ...]] = {}  # the calls and the arguments behind a value
     arguments = {
         node: {saved[node.name]}
         for node in gm.graph.find_nodes(op="placeholder")
@@ -154,13 +154,13 @@ def _tie(value: fx.Node, reader: fx.Node) -> Tie:
         return Tie.UNROUNDED  # the library's product can add to a tensor
     if not (isinstance(made, torch.Tensor) and _is_generated(value) and _is_generated(reader)):
         return Tie.NONE
-    # Compilers compute in longer numbers than a short float's tensor stores.
+    # Compilers compute with more bits than a tensor of short floats stores.
     is_short = made.dtype.is_floating_point and made.dtype.itemsize < torch.float32.itemsize
     return Tie.UNROUNDED if is_short else Tie.FUSED
 
 
 def _is_generated(node: fx.Node) -> bool:
-    """Whether a compiler would write the loop for this call itself, and could fuse it."""
+    """Whether a compiler would generate the loop for this call itself, and could fuse it."""
     tags = set(getattr(node.target, "tags", ()))
     return not tags.isdisjoint(_GENERATED_TAGS)
 
@@ -184,12 +184,12 @@ ANY = -1
 def find_descent(backward: fx.GraphModule, places: Mapping[Hashable, int]) -> dict[int, int]:
     """Return from which of the forward's outputs the gradient of each argument descends, as bits.
 
-    AOTAutograd fills zeros in for the gradients of outputs that the loss does not use. In eager a
-    parameter behind nothing but such outputs has no gradient, which optimizers leave alone.
+    AOTAutograd fills in zeros for the gradients of outputs that the loss does not use. In eager, a
+    parameter behind only such outputs has no gradient, so optimizers leave it alone.
 
-    `places` tells of each output of the forward, as AOTAutograd describes it, which it is. The
-    result is empty where there is nothing to choose: the outputs that can have gradients are one
-    besides the token, or AOTAutograd does not tell them all.
+    `places` gives the index of each output of the forward, as AOTAutograd describes it. The result
+    is empty if there is nothing to choose: only one output besides the token can have a gradient,
+    or AOTAutograd does not describe them all.
     """
     descent: dict[fx.Node, int] = {}
     for placeholder, output in _torch.tangents(backward).items():

@@ -1,12 +1,12 @@
-"""Run a cut backward: gates, the autograd nodes that release one section's gradients each.
+"""Run a cut backward: gates, the autograd nodes that each release one section's gradients.
 
 It compiles nothing and cuts nothing.
 
 [Note: tokens, gates and runs]
-A *gate* is an autograd node per backward section but the first, which runs in AOTAutograd's own
-node. It takes the arguments of the forward whose gradients its section makes, so that autograd
-knows where they go, and returns nothing but a *token*: a tensor of one element that ties gates in a
-chain that ends in AOTAutograd's node.
+A *gate* is the autograd node of a backward section; only the first section has none, and runs in
+AOTAutograd's own node. A gate takes the arguments of the forward whose gradients its section makes,
+so that autograd knows where they go, and returns only a *token*: a tensor of one element that links
+gates in a chain that ends in AOTAutograd's node.
 
     forward:    token -> gate 2 -> gate 1 -> compiled forward -> outputs
                            ^          ^            ^
@@ -14,12 +14,12 @@ chain that ends in AOTAutograd's node.
 
     backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
 
-The first section puts a *handle* in the place of the token's gradient: a tensor that carries the
-*run*, the list of values on which the further sections of this one backward work. The last item
-of a run says which outputs of the forward have gradients. Autograd gives the handle to gate 1,
-which hands it on to gate 2, and so on. Accumulation comes before any gate, because autograd runs
-AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the next section
-starts. An abandoned backward drops the handle, which frees the run's values.
+The first section returns a *handle* as the token's gradient: a tensor that carries the *run*, the
+list of values on which the other sections of this one backward work. The last item of a run says
+which outputs of the forward have gradients. Autograd gives the handle to gate 1, which passes it on
+to gate 2, and so on. Accumulation comes before any gate, because autograd runs AccumulateGrad nodes
+first; so DDP's hooks launch the allreduce of a bucket before the next section starts. An abandoned
+backward drops the handle, which frees the run's values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ddpopt import _events, _torch
 from ddpopt._events import Label
 from ddpopt.split.backward.facts import ANY
 
-TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle
+TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle that differs
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = list[Any]
 
@@ -43,10 +43,10 @@ Run = list[Any]
 class CompiledSection:
     """A section as it is run; the numbers are those of `SectionGraph`.
 
-    `call` takes its values as a list, which it empties. The gradients that it makes come in the
-    order of `releases`. `descent` has, as bits, the outputs that each descends from; if none of
-    these has a gradient, None is released. Where autocast was on in forward, `call` is
-    `without_autocast`: what was to be cast has been. `label` says which section it is.
+    `call` takes its values as a list, which it empties. Its gradients come in the order of
+    `releases`. `descent` has, as bits, the outputs that each descends from; if none of these has a
+    gradient, None is released. If autocast was on in forward, `call` runs `without_autocast`:
+    all casts are in the graph already. `label` says which section it is.
     """
 
     call: Boxed
@@ -86,10 +86,10 @@ class CompiledSection:
 
 
 def _in_own_memory(gradient: Any) -> Any:
-    """Return a sparse gradient with rows of its own, anything else as it is.
+    """Return a sparse gradient with rows of its own, and anything else as it is.
 
     Its rows can be a value that a later section reads, and DDP divides them in place. No graph can
-    say so: Inductor takes copies of sparse tensors out.
+    express the copy: Inductor removes copies of sparse tensors.
     """
     if isinstance(gradient, torch.Tensor) and gradient.layout is not torch.strided:
         return gradient.clone()
@@ -106,7 +106,7 @@ def run_first_section(
 ) -> Boxed:
     """Return what AOTAutograd is to run as its backward: one section, and the start of a run.
 
-    `arguments` tells of each gradient that AOTAutograd expects which argument it belongs to;
+    `arguments` gives the argument to which each gradient that AOTAutograd expects belongs;
     `num_kept` is how many values all sections keep, `has_descent` is as in `GatedGraph`.
     """
     places = {argument: place for place, argument in enumerate(arguments)}
@@ -147,7 +147,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the section, release its gradients, and hand the run on."""
+        """Run the section, release its gradients, and pass on the run."""
         section: CompiledSection = ctx.section
         if handle is None:
             return (None, None, None, *[None] * len(section.releases))
@@ -171,20 +171,20 @@ class _Once(torch.autograd.Function):
         )
 
 
-# Function.apply looks at each argument for functorch's wrappers, which never reach a compiled
-# graph, and takes a third of a gate's time for it; its base class only applies.
+# Function.apply checks each argument for functorch's wrappers, which never reach a compiled graph,
+# and takes a third of a gate's time for that; its base class only applies.
 _gate: Callable[..., torch.Tensor] = super(torch.autograd.Function, Gate).apply
 # `(make, *sources)`: returns the gradients that `make` returns, so that differentiating them
-# raises, as AOTAutograd's do. Autograd finds out when it is asked for gradients of `sources`, or of
-# what they were made from.
+# raises, as with AOTAutograd's. Autograd finds out when it is asked for gradients of `sources`, or
+# of what they were made from.
 refuse_double_backward: Callable[..., Sequence[torch.Tensor | None]] = _Once.apply
 
 
 class GatedGraph:
-    """The compiled forward of a graph, with a gate for each of the further backward sections.
+    """The compiled forward of a graph, with a gate for each backward section after the first.
 
-    It has the signature of Dynamo's graph. `compiled` takes the token as one more argument, and
-    returns one more output. `has_descent` says that sections ask which outputs have gradients.
+    It has the signature of Dynamo's graph. `compiled` takes the token as an additional argument and
+    returns an additional output. `has_descent` says that sections ask which outputs have gradients.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class GatedGraph:
         has_descent: bool,
     ) -> None:
         self._compiled = compiled
-        # The gate of the last section is made first: autograd runs later-made nodes first.
+        # The last section's gate is made first: autograd runs later-made nodes first.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]
         self._device = device
         self._has_descent = has_descent

@@ -4,13 +4,13 @@ Pure: from what a graph is like (`BackwardFacts`) and what the Reducer will do (
 an order of the calls and to sections.
 
 [Note: stages and cuts]
-The calls that bucket k waits for, and no earlier bucket does, are *stage* k; a call that no bucket
-waits for belongs to the stage in which it stands, or to the last one. A hook that gets a gradient
-may update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that
-read its parameters. Running the stages in order completes each bucket as soon as that is possible
-without changing any arithmetic. The cut after stage k may move further on, up to the first gradient
-of the next stage, to where the fewest bytes have to be kept for later sections. Everything is
-linear in the graph's size.
+The calls for which bucket k waits, but no earlier bucket, are *stage* k; a call for which no bucket
+waits belongs to the stage in which it stands, or to the last one. A hook that gets a gradient may
+update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that read
+its parameters. Running the stages in order completes each bucket as early as possible without
+changing any arithmetic. The cut after stage k may move later, up to the first gradient of the next
+stage, to where the fewest bytes have to be kept for later sections. Everything is linear in the
+graph's size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def final_positions(
 ) -> dict[int, int]:
     """Return, by parameter index, the position of the call after which its gradient is final.
 
-    `arguments` gives the position among the forward's arguments of each parameter. Parameters
+    `arguments` gives each parameter's position among the forward's arguments. Parameters
     `elsewhere` are used again by a graph whose backward runs later.
     """
     return {
@@ -67,7 +67,7 @@ def plan_backward(
     if not cuts:
         return Fallback.COMPLETE_TOGETHER
     bounds = [0, *cuts, len(order)]
-    # The first section that stops behind the end of a stage completes its bucket.
+    # The first section that stops at or after the end of a stage completes its bucket.
     completed_in = [bisect.bisect_left(bounds, max(end, 1)) - 1 for end in ends]
     section_of = {p: k for k, parameters in zip(completed_in, own, strict=True) for p in parameters}
     names: list[list[str]] = [[] for _ in bounds[1:]]
@@ -92,7 +92,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
     """Return the stage of each call: the first bucket that waits for it."""
     last = len(released) - 1
     stage = [last] * len(facts.reads)
-    reached = -1  # where, in graph order, the last gradient of the buckets so far is made
+    reached = -1  # where in graph order the last gradient of the buckets so far is made
     reached_by = []
     for k, arguments in enumerate(released):
         for argument in arguments:
@@ -116,8 +116,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
 def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
     """Move gradients that are by-products of an earlier stage's loops into that stage.
 
-    A bias's gradient, for example, sums the values from which the weight's is computed. That costs
-    nothing while they are in registers; a later section would have to read them from memory.
+    A bias's gradient, for example, sums the values from which the weight's is computed. That is
+    free while they are in registers; a later section would have to read them from memory.
     """
     readers: list[list[int]] = [[] for _ in range(len(facts.reads))]
     for call, reads in enumerate(facts.reads):
@@ -144,7 +144,7 @@ _FUSED = (Tie.FUSED, Tie.UNROUNDED)
 def _fused_calls_of(
     gradient: int, facts: BackwardFacts, readers: Sequence[Sequence[int]]
 ) -> set[int]:
-    """Return the calls that only serve this gradient and are fused with it, itself included."""
+    """Return the calls that serve only this gradient and are fused with it, itself included."""
     own = {gradient}
     pending = [gradient]
     while pending:
@@ -156,7 +156,7 @@ def _fused_calls_of(
 
 
 def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
-    """Return the calls stage by stage, and each tuple taken apart right behind its maker."""
+    """Return the calls stage by stage, each tuple being taken apart right after its maker."""
     elements: dict[int, list[int]] = {}
     roots = []
     for call, reads in enumerate(facts.reads):
@@ -189,17 +189,17 @@ def _choose_cuts(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]
 
 
 def _cut_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, int] | None]:
-    """Return what a cut in front of each place of `order` costs, None where it cannot be made.
+    """Return what a cut before each place of `order` costs, None where it is not possible.
 
-    Values that would be rounded here but not in the whole graph count before bytes. Bytes kept
-    alive that a fusion would never have written count twice.
+    Values that would be rounded here but not in the whole graph take precedence over bytes. Bytes
+    kept alive that a fusion would never have written count twice.
     """
     place = {call: index for index, call in enumerate(order)}
     size = len(order) + 2
     rounded, num_bytes, forbidden = ([0] * size for _ in range(3))
 
     def add(changes: list[int], first: int, last: int, amount: int) -> None:
-        """Add to all cuts behind place `first` and up to place `last`."""
+        """Add to all cuts after place `first` and up to place `last`."""
         changes[first + 1] += amount
         changes[last + 1] -= amount
 
@@ -229,8 +229,8 @@ def _choose_releases(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the arguments whose gradients each section releases.
 
-    Those of buckets are `released_in` the sections given. Any other gradient is released as soon as
-    it is there and its argument is not read any more.
+    Those of buckets are `released_in` the given sections. Any other gradient is released as soon as
+    it exists and its argument is no longer read.
     """
     place = {call: index for index, call in enumerate(order)}
     result: list[list[int]] = [[] for _ in bounds[1:]]

@@ -1,12 +1,12 @@
 """Waits in a compiled forward, for parameters that other ranks send while it runs.
 
 [Note: waits]
-A wait is a call of `ddpopt::wait_` in front of the first call that reads a parameter. The operator
-says that it writes the parameters, so no compiler moves a reader ahead of it, and that it reads the
-result of the matrix product or convolution before it, so none moves it up: Inductor puts waits that
-depend on nothing at the top of the graph, where nothing is computed meanwhile. Products are written
-to memory in any case, so no fusion is lost for reading one. Parameters that are first read between
-the same two products share a wait.
+A wait is a call of `ddpopt::wait_` before the first call that reads a parameter. The operator
+claims to write the parameters, so no compiler moves a reader ahead of it, and to read the result of
+the preceding matrix product or convolution, so none moves it up: Inductor puts waits that depend on
+nothing at the top of the graph, where nothing is computed meanwhile. Products are written to memory
+in any case, so reading one costs no fusion. Parameters that are first read between the same two
+products share a wait.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PRODUCTS = frozenset(
 
 
 def insert_waits(forward: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
-    """Wait in a forward graph for each of these placeholders before it is read."""
+    """Insert waits in a forward graph for each of these placeholders before it is read."""
     waiting = set(parameters)
     product: fx.Node | None = None
-    reads: dict[fx.Node | None, tuple[fx.Node, list[fx.Node]]] = {}  # by the product before
+    reads: dict[fx.Node | None, tuple[fx.Node, list[fx.Node]]] = {}  # by the preceding product
     for node in forward.graph.nodes:
-        if node.op in ("placeholder", "output"):  # to return a parameter is not to read it
+        if node.op in ("placeholder", "output"):  # returning a parameter is not reading it
             continue
         read = [source for source in node.all_input_nodes if source in waiting]
         if read:

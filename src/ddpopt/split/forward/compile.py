@@ -22,7 +22,7 @@ def compile_sections(
     """Compile each section with `inner`; return a callable with the unsplit graph's signature.
 
     `graph` is the unsplit graph's name. Sections are compiled in forward order, each with the fake
-    tensors that the ones before it return, so that it sees the strides that Inductor chose.
+    tensors that earlier ones return, so that it sees the strides that Inductor chose.
 
     Raises:
         SectionCompileError: `inner` raised, and torch's `suppress_errors` is off.
@@ -32,15 +32,15 @@ def compile_sections(
     sections.run(*(_torch.to_fake(value, fake_mode) for value in example_inputs))
     for name in sections.compiled:
         stitched.delete_submodule(name)
-    # Plain attributes in place of the submodules: the generated code then calls them without the
-    # cost of nn.Module's call.
+    # Plain attributes instead of submodules: the generated code then calls them without the cost
+    # of nn.Module's call.
     vars(stitched).update(sections.compiled)
     forward: Callable[..., Any] = stitched.forward
     return forward
 
 
 class _CompilingSections(fx.Interpreter):
-    """Runs the stitched graph on fake tensors and compiles each section when it comes by."""
+    """Runs the stitched graph on fake tensors and compiles each section on reaching it."""
 
     def __init__(
         self, stitched: fx.GraphModule, inner: _torch.CompilerFn, fake_mode: Any, graph: str
@@ -71,8 +71,8 @@ class _CompilingSections(fx.Interpreter):
             self.compiled[target] = _events.telling(compiled, Label(self._graph, index))
             if has_run_aot():
                 return compiled(*args)
-        # Hooks around the compile, a checkpoint's for example, are not to see what a fake run
-        # saves; autograd calls only the innermost.
+        # Hooks around the compile, such as a checkpoint's, must not see what a fake run saves;
+        # autograd calls only the innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
         with self._fake_mode, unseen:
             return section(*args)

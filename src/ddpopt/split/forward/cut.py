@@ -1,8 +1,8 @@
 """Cut a forward graph into section graphs and a graph that calls them in order.
 
-As `torch.fx.passes.split_module`, which does the partitioning, but: sections are the plan's, each
-returns a tuple, and Dynamo's metadata goes to the sections that it belongs to. The given graph
-is left as it is, because Dynamo goes on using it.
+Like `torch.fx.passes.split_module`, which does the partitioning, but sections are the plan's, each
+returns a tuple, and Dynamo's metadata goes to the sections that it belongs to. The given graph is
+left unchanged, because Dynamo keeps using it.
 
     x, w0, w1                                 x, w0, w1
         |                                         |
@@ -28,7 +28,7 @@ from ddpopt.split.plan import Section
 
 
 def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return an equal graph in which as little as possible stands in the way of a cut.
+    """Return an equal graph in which as little as possible prevents a cut.
 
     It shares parameters and submodules with the given one.
     """
@@ -45,9 +45,9 @@ def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _inline_constant(node: fx.Node) -> None:
-    """Replace a symbolic integer that tracing has since found to be a number by that number.
+    """Replace a symbolic integer that tracing has since found to be constant by its value.
 
-    AOTAutograd would return it from its section as a plain int, which it cannot do.
+    AOTAutograd would have to return it from its section as a plain int, which it cannot do.
     """
     constant = _torch.constant_of(node.meta.get("example_value"))
     if node.op == "placeholder" or constant is None:
@@ -72,7 +72,7 @@ def _read_again_for_each_user(node: fx.Node) -> None:
 
 
 def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
-    """Take a tuple apart right where it is made: it cannot cross a cut, its elements can."""
+    """Take a tuple apart right where it is made: it cannot cross a cut, but its elements can."""
     takes_tuple_apart = isinstance(producer.meta.get("example_value"), tuple | list)
     if takes_tuple_apart and not isinstance(node.args[1], fx.Node):
         place = producer
@@ -92,7 +92,7 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
     section_of = {
         node: section.index for section in sections for node in calls[section.start : section.stop]
     }
-    # From the last cut to the first, so that a value that crosses several is copied at each.
+    # From last cut to first, so that a value that crosses several is copied at each.
     for cut, value in reversed(find_overwritten(gm.graph, [s.start for s in sections[1:]])):
         _pass_on("clone", value, calls[cut], section_of)
     for value in _find_to_detach(gm.graph, section_of):
@@ -109,7 +109,7 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
 
 
 def _pass_on(method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.Node, int]) -> None:
-    """Have all calls from `place` on use `value.method()`, which the section before makes."""
+    """Make all calls from `place` on use `value.method()`, computed in the section before."""
     section = section_of[place]
     with place.graph.inserting_before(place):
         passed = place.graph.call_method(method, (value,))
@@ -121,10 +121,10 @@ def _pass_on(method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.No
 
 
 def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return the values that require grad and that later sections pass no gradient back to.
+    """Return the values that require grad and to which later sections pass back no gradient.
 
-    The backward of the section that made them would get zeros otherwise, and give zeros to
-    parameters that have no gradient in eager DDP, which an optimizer leaves alone.
+    Otherwise the backward of the section that made them would get zeros, and give zeros to
+    parameters that have no gradient in eager DDP, and that optimizers leave alone.
     """
     passing = find_passing_gradients(graph)
     found = []
@@ -138,7 +138,7 @@ def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[
 
 
 def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
-    """Make a section that returns one bare value return a tuple, as AOTAutograd requires."""
+    """Make a section that returns a single bare value return a tuple, as AOTAutograd requires."""
     output = next(iter(section_graph.graph.find_nodes(op="output")))
     if isinstance(output.args[0], tuple):
         return
@@ -150,10 +150,10 @@ def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
 
 
 def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes from which a gradient may come back to their inputs, the output among them.
+    """Return the nodes that may pass a gradient back to their inputs, the output among them.
 
-    The others detach or compare them, or make what is only used by nodes of this kind. Where that
-    cannot be seen a node counts as passing.
+    Others detach or compare their inputs, or are used only by such nodes. A node for which that
+    cannot be determined counts as passing.
     """
     passing = set(graph.find_nodes(op="output"))
     for node in reversed(call_nodes(graph)):

@@ -1,12 +1,12 @@
-"""Read off a forward graph what the planner must know: uses of parameters, and legal cuts.
+"""Read off a forward graph what the planner needs to know: uses of parameters, and legal cuts.
 
 It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
 
 [Note: positions and cuts]
 A graph's calls (all nodes but placeholders, get_attrs and the output) are numbered from 0 in
 graph order. A *cut* at p separates the calls before p from p and those after it. Moving a cut
-towards the start keeps every bucket complete that was complete, so that is the way to go when a
-place cannot be cut.
+towards the start keeps complete every bucket that was, so that is where a cut moves if its place
+cannot be cut.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ddpopt.reducer import Parameter
 from ddpopt.split.forward.writes import find_written_memory, mutation_spans, written_by
 from ddpopt.split.nodes import attribute_of, call_nodes, is_differentiable, name_of
 
-# Calls that switch a global state on until their partner switches it off, and whose value does
-# not tie the two together. Autocast regions may be cut: split_module closes and reopens them.
+# Calls that switch on a global state until their partner switches it off, and whose value does
+# not link the two. Autocast regions may be cut: split_module closes and reopens them.
 _REGION_PARTNERS = {
     "_vmap_increment_nesting": "_vmap_decrement_nesting",
     "_grad_increment_nesting": "_grad_decrement_nesting",
@@ -55,7 +55,7 @@ class GraphFacts:
 def parameters_of(
     graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
 ) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
-    """Return the DDP parameters behind each node, and for each the argument that brings it in.
+    """Return the DDP parameters behind each node, and the argument that brings in each.
 
     Parameters that the graph writes to are left out of the latter. Dynamo makes parameters inputs
     of its graph; with `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong
@@ -98,8 +98,8 @@ def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
 def has_twin(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
     """Whether a module may share its graph with another one.
 
-    Dynamo makes parameters inputs, so that one compiled frame serves all modules of a class, such
-    as the blocks of a transformer whose outer loop is not compiled.
+    Dynamo makes parameters inputs, so one compiled frame serves all modules of a class, such as
+    the blocks of a transformer whose outer loop is not compiled.
     """
     if not path:
         return False
@@ -118,8 +118,8 @@ def read_facts(
 ) -> GraphFacts:
     """Return the facts about a graph; `parameters` gives the DDP parameters behind each node.
 
-    A node may stand for several: a `call_module` for those of its module. Parameters `elsewhere`
-    are first used in a graph that runs before this one, so their gradients are not final here.
+    There may be several: a `call_module` has all those of its module. Parameters `elsewhere` are
+    first used in a graph that runs before this one, so their gradients are not final here.
     """
     calls = call_nodes(gm.graph)
     positions = {node: position for position, node in enumerate(calls)}
@@ -151,9 +151,9 @@ def read_facts(
 
 
 def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
-    """For each p in [0, num_calls], whether it is inside no span (first, last), both included.
+    """Return for each p in [0, num_calls] whether it is in no span (first, last), ends included.
 
-    A cut at either end of the graph would separate nothing, so these are False.
+    A cut at either end of the graph would separate nothing, so both are False.
     """
     depth_change = [0] * (num_calls + 2)
     for first, last in spans:
@@ -167,10 +167,10 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 def _uncrossable_spans(
     gm: fx.GraphModule, calls: Sequence[fx.Node], last_use: Sequence[int]
 ) -> Iterable[tuple[int, int]]:
-    """Values that no section can take as an input: tuples, generators, contexts, numbers.
+    """Yield spans of values that no section can take: tuples, generators, contexts, numbers.
 
-    Tensors can cross, and symbolic integers; both only where each symbol in them has a node that
-    binds it, because a section gets its symbols as inputs.
+    Tensors and symbolic integers can cross, but only if each symbol in them has a node that binds
+    it, because a section gets its symbols as inputs.
     """
     bound = {
         symbol
@@ -187,7 +187,7 @@ def _uncrossable_spans(
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
-    """The stretches under a global state that cannot be closed and reopened at a cut."""
+    """Yield spans under a global state that cannot be closed and reopened at a cut."""
     opened: list[tuple[str, int]] = []
     no_grad_since: int | None = None
     for position, node in enumerate(calls):

@@ -25,12 +25,12 @@ def order_arrival(
 ) -> tuple[Parameter, ...]:
     """Return all parameters of a Reducer in the order in which their gradients become final.
 
-    `place` tells for each of the graph's own parameters how late in backward its gradient is
-    final. Parameters of graphs that run later in forward come before the graph's own, those of
-    `earlier` graphs after, each in the order given. What no known graph uses is taken to belong to
-    graphs not seen yet, and comes first; if no graph can follow (`is_last`) it is not used, and
-    the Reducer of a static graph puts it last. Ties go to the parameter registered last, which is
-    what eager modules do.
+    `place` says how late in backward the gradient of each of the graph's own parameters is final.
+    Parameters of graphs that run later in forward come before the graph's own, those of `earlier`
+    graphs after, each in the given order. Parameters that no known graph uses are assumed to belong
+    to graphs not seen yet, and come first; if no graph can follow (`is_last`) they are unused, and
+    the Reducer of a static graph puts them last. Of equal ones the parameter registered last comes
+    first, as in eager modules.
     """
     place_later = {parameter.index: place for place, parameter in enumerate(later)}
     place_earlier = {parameter.index: place for place, parameter in enumerate(earlier)}
@@ -52,8 +52,8 @@ def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section
     """Return two or more sections of a graph in forward order, or why it should stay whole.
 
     A bucket is complete once backward has passed the first uses of its parameters and of those
-    of all buckets before it, because buckets are launched in order. The cut goes in front of that
-    position, or further to the front where that place cannot be cut.
+    of all earlier buckets, because buckets are launched in order. The cut goes before that
+    position, or still earlier if that place cannot be cut.
     """
     own = [[p for p in bucket.parameters if p.index in facts.first_use] for bucket in buckets]
     uses = {p: facts.first_use[p.index] for parameters in own for p in parameters}
@@ -88,9 +88,9 @@ def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section
 
 
 def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:
-    """Drop cuts before which a section would hand nothing on, or complete no parameter.
+    """Drop cuts before which a section would pass nothing on, or complete no parameter.
 
-    split_module loses a section without outputs, and one without gradients releases nothing.
+    split_module drops a section without outputs, and one without gradients releases nothing.
     """
 
     def hands_on(start: int, stop: int) -> bool:

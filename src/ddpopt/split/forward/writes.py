@@ -42,9 +42,9 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
 
 
 def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
-    """Stretches over which two or more values share memory that is written to later.
+    """Yield spans over which two or more values share memory that is written to later.
 
-    Passed to another section they would have to stay shared. One value alone can be passed; see
+    Passed to another section they would have to stay shared. A single value can be passed; see
     `find_overwritten`.
     """
     for memory in written:
@@ -58,7 +58,7 @@ def find_overwritten(graph: fx.Graph, cuts: Iterable[int]) -> list[tuple[int, fx
     """Return the values that cross a cut and are written to in place after it, with that cut.
 
     The section that made such a value may have saved it for its backward; autograd would find it
-    changed. Graph inputs are left out: their writes are the caller's to see.
+    changed. Graph inputs are left out: the caller is meant to see writes to them.
     """
     written = find_written_memory(graph)
     return [
@@ -72,7 +72,7 @@ def find_overwritten(graph: fx.Graph, cuts: Iterable[int]) -> list[tuple[int, fx
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that a call writes to in place, as far as its form and schema show it."""
+    """Return the inputs that a call writes to in place, as far as its form and schema show."""
     values = leaves(node.kwargs.get("out"))
     if _is_in_place(node):
         values += leaves(node.args[0] if node.args else node.kwargs.get("input"))
@@ -85,15 +85,15 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
-    # Functions and methods of torch's have the names and the arguments of their operators.
+    # torch's functions and methods have the names and the arguments of their operators.
     is_named = node.op == "call_method" or inspect.isbuiltin(node.target)
     written = list(_torch.written_arguments(node.target, name_of(node) if is_named else ""))
     if node.op == "call_function" and inspect.isfunction(node.target):
-        # Functions of torch.nn.functional have no schema.
+        # Functions in torch.nn.functional have no schema.
         names = _parameter_names(node.target)
         written += [(names.index(name), name) for name in _torch.RUNNING_AVERAGES if name in names]
         if "max_norm" in names and _argument(node, names.index("max_norm"), "max_norm") is not None:
-            written.append((names.index("weight"), "weight"))  # an embedding's rows get shorter
+            written.append((names.index("weight"), "weight"))  # an embedding shortens its rows
     return written
 
 
