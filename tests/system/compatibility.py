@@ -26,23 +26,23 @@ _EAGER = "eager raises "  # of a cell, until its row is written
 _INTRODUCTION = """\
 # What works
 
-Each row trains a small model on two gloo processes, with different data on each, for at least
-three steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are
-clipped in every row that has no sparse ones. The inner compiler is `aot_eager`, or Inductor where
-a row says so. `python -m tests.system.compatibility` writes this page, here with torch {torch};
+Each row trains a small model on two gloo processes, with different data on each, for at least three
+steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are clipped
+in every row without sparse ones. The inner compiler is `aot_eager`, or Inductor where a row says
+so. `python -m tests.system.compatibility` writes this page, here with torch {torch};
 `tests/system/test_training.py` checks ddpopt's columns: *forward* and *backward* are its two
-splits. The rows here are about models; [What works in training](compatibility-training.md) has
-those about DDP's options, hooks and the loop, [Architectures](architectures.md) those about tiny
-models of transformers and timm. [Releases of torch](releases.md) says what was run on which.
+splits. The rows here cover models; [What works in training](compatibility-training.md) covers DDP's
+options, hooks and the loop, [Architectures](architectures.md) tiny models from transformers and
+timm. [Releases of torch](releases.md) says what was run on which.
 
-- *3/4*: equal to eager DDP, with the graph in three sections, for four buckets of the Reducer. With
-  graph breaks and recompiles there is one number of sections for each graph: *2+2/8*. *whole* is
-  equal too, and was not split; `explain` and the log say why.
+- *3/4*: equal to eager DDP, with the graph in three sections, for the Reducer's four buckets. With
+  graph breaks and recompiles, there is one number of sections per graph: *2+2/8*. *whole* is equal
+  too, but was not split; `explain` and the log say why.
 - The in-tree optimizer is PyTorch's own, with `backend="aot_eager"` or `"inductor"`. It refuses
   caps below its first bucket's, 1 MiB; for these models that is lowered to the row's cap. Its
-  buckets may be others than ddpopt's: they are formed from the order in which gradients first
-  arrive, and within one of its sections that is arbitrary, so it can have more of them.
-- *eager raises*: the error in the note, and so does the compiled model.
+  buckets may differ from ddpopt's: they follow the order in which gradients first arrive, which is
+  arbitrary within one of its sections, so it can have more of them.
+- *eager raises*: eager DDP raises the error in the note; so does the compiled model.
 
 """
 

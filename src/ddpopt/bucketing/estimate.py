@@ -119,7 +119,7 @@ def _trace(
     """Trace forward and backward into one graph of aten operations.
 
     The graph returns the loss and the gradients of the parameters, None for an unused one. The
-    parameters are returned as fake tensors on the device that was traced for.
+    parameters of a model on the meta device are returned as fake tensors on the device traced for.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

@@ -25,9 +25,9 @@ update, which takes u seconds (its first part, before which no gather can begin,
 Forward, of f seconds, is late by the maximum of g - u - f * (1 - t / B), for a backward of B
 seconds, or not at all. So the same problem is solved for two sets of ready times, t and f / B * t;
 and, since a plan for which neither maximum can be reduced without increasing the other also has the
-smallest max(first, second + d) for some d, for the sets max(t, f / B * t + d), with d from -u to
-B - f. The plan with the shortest iteration is taken; it is at most half a step of d longer than the
-best. One more bucket costs one cut and two launches; half of that is charged to each maximum.
+smallest max(first, second + d) for some d, for the sets max(t, f / B * t + d), with d from
+min(0, B - f) - u to max(0, B - f). The plan with the shortest iteration is taken; it is at most
+half a step of d longer than the best. One more bucket costs one cut and two launches; half of that is charged to each maximum.
 """
 
 from __future__ import annotations

@@ -41,28 +41,28 @@ _WORDS = {
 _INTRODUCTION = """\
 # Architectures
 
-{number} architectures of transformers {transformers} and timm {timm}, tiny and with random weights,
-each trained for three steps by two gloo ranks with different data on each. Losses, the gradients
-of each step, parameters and buffers are compared with eager DDP, to the bit; where they are not
-equal, the unsplit compile decides, as in [the fuzz](fuzzing.md#random-models). Caps are chosen so
-that there are about six buckets. `tests/system/test_architectures.py` runs a handful. This page and
-those with the rows are written by
+{number} architectures from transformers {transformers} and timm {timm}, tiny and with random
+weights, each trained for three steps on two gloo ranks with different data on each. Losses, each step's
+gradients, parameters and buffers are compared with eager DDP, bit for bit; where they differ, the
+unsplit compile decides, as in [the fuzz](fuzzing.md#random-models). Caps are chosen so that there
+are about six buckets. `tests/system/test_architectures.py` runs a handful. This page and those with
+the rows are written by
 
 <!-- test: skip, it takes hours; tests/system/test_architectures.py runs a handful -->
 ```
 python -m tests.system.architectures --log architectures.jsonl --document
 ```
 
-which takes some hours, can be continued, and needs `pip install transformers timm`; here with torch
-{torch} and the inner compiler `aot_eager`. {done} of {all} runs are done.
+which takes several hours, can be resumed, and needs `pip install transformers timm`; here with
+torch {torch} and the inner compiler `aot_eager`. {done} of {all} runs are done.
 
-- *whole* is `torch.compile(ddp)`, *regional* `layer.compile()` of each repeated layer before DDP is
-  made. *Checkpointed* is the model's own: `gradient_checkpointing_enable()` of transformers,
-  `set_grad_checkpointing()` of timm. Models that have none have no such rows.
-- *5+1/5*: equal to eager DDP to the bit, with a graph in five sections and one that is whole, for
-  five buckets of the Reducer. *rounded 5/5*: equal within 1e-4 of the largest element. *as unsplit
-  5/5*: not what eager gives, but what the unsplit compile gives.
-- *looks for unused*: parameters get no gradient, so DDP has `find_unused_parameters=True`.
+- *whole* is `torch.compile(ddp)`, *regional* `layer.compile()` on each repeated layer before DDP is
+  made. *Checkpointed* is the model's own: `gradient_checkpointing_enable()` in transformers,
+  `set_grad_checkpointing()` in timm. Models that have none have no such rows.
+- *5+1/5*: bitwise equal to eager DDP, with one graph in five sections and one whole, for the
+  Reducer's five buckets. *rounded 5/5*: equal within 1e-4 of the largest element. *as unsplit 5/5*:
+  not what eager gives, but what the unsplit compile gives.
+- *looks for unused*: some parameters get no gradient, so DDP has `find_unused_parameters=True`.
 
 """
 
