@@ -27,7 +27,8 @@ seconds, or not at all. So the same problem is solved for two sets of ready time
 and, since a plan for which neither maximum can be reduced without increasing the other also has the
 smallest max(first, second + d) for some d, for the sets max(t, f / B * t + d), with d from
 min(0, B - f) - u to max(0, B - f). The plan with the shortest iteration is taken; it is at most
-half a step of d longer than the best. One more bucket costs one cut and two launches; half of that is charged to each maximum.
+half a step of d longer than the best. One more bucket costs one cut and two launches; half of that
+is charged to each maximum.
 """
 
 from __future__ import annotations

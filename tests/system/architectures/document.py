@@ -42,11 +42,11 @@ _INTRODUCTION = """\
 # Architectures
 
 {number} architectures from transformers {transformers} and timm {timm}, tiny and with random
-weights, each trained for three steps on two gloo ranks with different data on each. Losses, each step's
-gradients, parameters and buffers are compared with eager DDP, bit for bit; where they differ, the
-unsplit compile decides, as in [the fuzz](fuzzing.md#random-models). Caps are chosen so that there
-are about six buckets. `tests/system/test_architectures.py` runs a handful. This page and those with
-the rows are written by
+weights, each trained for three steps on two gloo ranks with different data on each. Losses, each
+step's gradients, parameters and buffers are compared with eager DDP, bit for bit; where they
+differ, the unsplit compile decides, as in [the fuzz](fuzzing.md#random-models). Caps are chosen
+so that there are about six buckets. `tests/system/test_architectures.py` runs a handful. This
+page and those with the rows are written by
 
 <!-- test: skip, it takes hours; tests/system/test_architectures.py runs a handful -->
 ```
