@@ -33,7 +33,7 @@ TITLES = {
     "without": "torch.compile, the backward graph is one piece",
     "with": 'torch.compile(ddp, backend="ddpopt")',
 }
-NUM_WARM_STEPS = 20  # buckets="auto" looks for buckets, then compares them, for sixteen
+NUM_WARM_STEPS = 28  # buckets="auto" looks for buckets, then compares them, for up to 25
 NUM_STEPS = 9
 PORT = 29500
 

@@ -824,7 +824,7 @@ def _tune(rank: int, split: str, attached: int, is_kept: bool) -> Any:
             mock.patch.object(stopwatch._waits, "waited_s", return_value=0.0),
             mock.patch.object(tuner, "judge", return_value=verdict),
         ):
-            for k, x in enumerate(batches(rank, [(8, WIDTH)] * (attached + 20))):
+            for k, x in enumerate(batches(rank, [(8, WIDTH)] * (attached + 28))):
                 if k == attached:
                     training.attach()
                 training.step(x)

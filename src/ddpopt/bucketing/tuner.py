@@ -58,6 +58,9 @@ class _Stage(NamedTuple):
 # Buckets are rebuilt in a Reducer's second step, and caches fill.
 _SEARCH = _Stage("looking for better buckets", 3, 8)
 _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
+# Before a change is taken back: other work on a machine may have disturbed the comparison.
+_SECOND_LOOK = _Stage("comparing new buckets with those before once more", 1, 8)
+_COMPARISONS = (_COMPARISON, _SECOND_LOOK)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 # They outlive `torch._dynamo.reset()`, which one rank may call alone.
@@ -233,12 +236,12 @@ class _Tuner(Observer):
         stopwatch.remove()
         self._stopwatch = self._appointment = self._stage = None
         state.of(ddp).end_search()
-        expected = (None, self.best if stage is _COMPARISON else self._first)
+        expected = (None, self.best if stage in _COMPARISONS else self._first)
         problem = appointment.keep(_find_obstacle(ddp, expected, self.source))
         if problem:
             self._give_up(ddp, stage, problem)
-        elif stage is _COMPARISON:
-            self._judge(ddp, stopwatch.measured())
+        elif stage in _COMPARISONS:
+            self._judge(ddp, stage, stopwatch.measured())
         elif stage is _GIVEN:
             self._take_given(ddp)
         else:
@@ -280,10 +283,13 @@ class _Tuner(Observer):
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
-    def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
-        """Undo the change if iterations did not get shorter."""
+    def _judge(self, ddp: DistributedDataParallel, stage: _Stage, measured: Measured) -> None:
+        """Undo the change if, twice, iterations did not get shorter."""
+        verdict = judge(self._own.measured, gather(ddp, measured, stage.title), self._gain)
+        if verdict.is_worse and stage is _COMPARISON:
+            self._stage = _SECOND_LOOK
+            return
         own, self._own = self._own, _Own((), ())
-        verdict = judge(own.measured, gather(ddp, measured, _COMPARISON.title), self._gain)
         self._tell(ddp, verdict.text)
         if verdict.is_worse:
             rebucket.take_back(ddp, own.buckets, own.caps_bytes)
@@ -300,7 +306,7 @@ class _Tuner(Observer):
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
         self._stage = None
-        if stage is _COMPARISON:  # the buckets have changed, and stay that way
+        if stage in _COMPARISONS:  # the buckets have changed, and stay that way
             self._note(news := f"what came of it is not known: {problem}")
             _logs.info("%s", news)
         else:
