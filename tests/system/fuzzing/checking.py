@@ -127,14 +127,15 @@ def check(rank: int, case: Case, plant: str) -> Finding:
 
 def _check(rank: int, case: Case, plant: str) -> Finding:
     eager = _attempt(case, rank, lambda module: module)
+    compiled = functools.partial(_attempt, case, rank, functools.partial(_compile, case))
     with planted.bug(plant):
-        ours = _attempt(case, rank, functools.partial(_compile, case), case.is_sharded)
+        ours = compiled(case.is_sharded)
     if eager.raised_anywhere:
         return Finding(outcome=REFUSED, detail=eager.error)
     if case.inner == "inductor" and not ours.raised_anywhere:
-        warm = _attempt(case, rank, functools.partial(_compile, case))
+        warm = compiled(case.is_sharded)
         if warm.raised_anywhere or anywhere(not _are_same(warm, ours) or warm.plans != ours.plans):
-            told = warm.error or _difference(case, warm, ours)
+            told = warm.error or _difference(case, warm, ours) or "another plan, or other bits"
             return Finding(outcome=RAISES if warm.error else DIFFERS, detail=f"warm start: {told}")
     if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
