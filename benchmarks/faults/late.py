@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +32,7 @@ from ddpopt.algorithms import ShardedUpdate, attach
 from ddpopt.algorithms._runtime.shards import Shard
 
 PLAIN, SHARDED, NO_WAITS = "plain DDP", "ShardedUpdate", "ShardedUpdate, readers do not wait"
-_NUM_RANKS, _NUM_STEPS, _PORT = 2, 10, 29500
+_NUM_RANKS, _NUM_STEPS = 2, 10
 _TOLERANCE = 1e-5  # fusions that a wait divides round otherwise
 
 
@@ -74,7 +72,6 @@ def train(way: str, is_compiled: bool) -> dict[str, Any]:
 
 
 def _be_a_rank(way: str, is_compiled: bool, output: Path) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = train(way, is_compiled)
     torch.save(found, output / f"rank{dist.get_rank()}.pt")
@@ -84,24 +81,9 @@ def _be_a_rank(way: str, is_compiled: bool, output: Path) -> None:
 
 def _run(cluster: Cluster, way: str, is_compiled: bool) -> list[dict[str, Any]]:
     """Return what the ranks found."""
-    shared = {
-        **os.environ,
-        **cluster.environment(),
-        "MASTER_ADDR": cluster.address(0),
-        "MASTER_PORT": str(_PORT),
-        "WORLD_SIZE": str(_NUM_RANKS),
-    }
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "benchmarks.faults.late", "--way", way, "--output", folder]
-        ranks = [
-            subprocess.Popen(
-                [*cluster.command_prefix(rank), *worker, *["--compile"] * is_compiled],
-                env={**shared, "RANK": str(rank)},
-            )
-            for rank in cluster.local_ranks
-        ]
-        statuses = [rank.wait() for rank in ranks]
-        if any(statuses):
+        if any(cluster.run([*worker, *["--compile"] * is_compiled])):
             raise RuntimeError(f"a rank of {way} failed")
         return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in cluster.local_ranks]
 

@@ -27,6 +27,7 @@ PREFIX = "ddpopt"
 FREE = "free"
 _INTERFACE = "eth0"
 _SUBNET = "10.77.0"  # seen inside of the namespaces only
+_PORT = 29500  # of rank 0
 _SHAPE = ("burst", "256kb", "latency", "200ms")
 _OWN_NAME = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{6}}-\w+")
 _REMOVE = 'read -r _; for name in "$@"; do ip netns del "$name"; done 2>/dev/null'
@@ -90,6 +91,33 @@ class Cluster:
     def address(self, rank: int) -> str:
         """Return where the other ranks reach a rank."""
         return f"{_SUBNET}.{rank + 1}" if self.is_shaped else "127.0.0.1"
+
+    def run(self, command: Sequence[str]) -> list[int]:
+        """Run a command on each rank, with a core and a thread of its own; return exit statuses.
+
+        It finds in its environment what `init_process_group("gloo")` reads there.
+        """
+        cores = sorted(os.sched_getaffinity(0))
+        shared = {
+            **os.environ,
+            **self.environment(),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(_PORT),
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(self.num_ranks),
+        }
+        ranks = [
+            subprocess.Popen(
+                [
+                    *self.command_prefix(rank),
+                    *("taskset", "-c", str(cores[rank % len(cores)])),
+                    *command,
+                ],
+                env={**shared, "RANK": str(rank)},
+            )
+            for rank in self.local_ranks
+        ]
+        return [rank.wait() for rank in ranks]
 
 
 @contextlib.contextmanager

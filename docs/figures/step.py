@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +33,6 @@ TITLES = {
 }
 NUM_WARM_STEPS = 28  # buckets="auto" looks for buckets, then compares them, for up to 25
 NUM_STEPS = 9
-PORT = 29500
 
 FORWARD, BACKWARD, HIDDEN, EXPOSED = "#8c959f", "#57606a", "#0969da", "#cf222e"
 
@@ -192,32 +189,11 @@ def record_all(args: argparse.Namespace) -> None:
         if not cluster.is_shaped:
             sys.exit(f"no network is emulated: {why_not_emulated()}")
         cluster.set_rate(args.rate)
-        cores = sorted(os.sched_getaffinity(0))
-        shared = {
-            **os.environ,
-            **cluster.environment(),
-            "MASTER_ADDR": cluster.address(0),
-            "MASTER_PORT": str(PORT),
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(cluster.num_ranks),
-        }
         for way in WAYS:
             print(f"recording {way} ddpopt's cuts", flush=True)
             command = [sys.executable, __file__, "--way", way, "--folder", str(args.folder)]
             command += ["--model", args.model, "--buckets", args.buckets]
-            ranks = [
-                subprocess.Popen(
-                    [
-                        *cluster.command_prefix(rank),
-                        *("taskset", "-c", str(cores[rank % len(cores)])),
-                        *command,
-                    ],
-                    env={**shared, "RANK": str(rank)},
-                )
-                for rank in cluster.local_ranks
-            ]
-            statuses = [rank.wait() for rank in ranks]
-            if any(statuses):
+            if any(cluster.run(command)):
                 sys.exit(f"a rank failed {way} ddpopt's cuts")
 
 

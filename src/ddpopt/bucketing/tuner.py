@@ -8,7 +8,8 @@ forward that follows one and the same backward, ranks meet through the process g
 time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. From there on
 they are at the same place and use collectives: they measure the network and gather the times, rank
 0 plans and broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A
-few iterations later they meet once more, and undo the change if iterations did not get shorter.
+few iterations later they meet once more, to compare. If iterations did not get shorter they compare
+a second time, since other work on a machine may have disturbed the first, and then undo the change.
 
 A plan from a file is applied at such a meeting too, after the second backward.
 

@@ -409,30 +409,40 @@ function panelOf(kind) {
   const reduced = content.buckets.filter((bucket) => bucket[kind]);
   const gathers = content.buckets.map((bucket) => gatherOf(kind, bucket)).filter(Boolean);
   if (!summary && !reduced.length) return null;
-  const finished = reduced.map((bucket) => bucket[kind].finished_s ?? 0);
+  const finished = reduced.length
+    ? Math.max(...reduced.map((bucket) => bucket[kind].finished_s ?? 0))
+    : summary.backward_s;
+  const waited = sum(gathers.map(({ read, had }) => had - read));
+  // A predicted exposure includes what forward waits for, a measured one does not.
+  const exposed =
+    summary?.exposed_s == null
+      ? null
+      : Math.max(0, summary.exposed_s - (kind === "predicted" ? waited : 0));
   const steps = summary?.num_steps;
+  const times = { backward: summary?.backward_s, communication: summary?.communication_s, exposed };
   return {
     kind,
     title: capital(kind),
     note: join([
       steps ? (steps === 1 ? "one step" : `median of ${steps} steps`) : "",
-      ...["backward", "communication", "exposed"].map((name) =>
-        summary?.[`${name}_s`] == null ? "" : `${name} ${duration(summary[`${name}_s`])}`,
+      ...Object.entries(times).map(([name, time]) =>
+        time == null ? "" : `${name} ${duration(time)}`,
       ),
       gathers.length
-        ? `forward ${duration(summary.forward_s)} waits ${duration(
-            sum(gathers.map(({ read, had }) => had - read)),
-          )} for gathers`
+        ? `forward ${duration(summary.forward_s)} waits ${duration(waited)} for gathers`
         : "",
     ]),
-    work: [...(gathers.length ? [forwardOf(summary)] : []), ...workOf(kind, summary, reduced)],
+    work: [
+      ...(gathers.length ? [forwardOf(summary)] : []),
+      ...workOf(summary, exposed ? finished - exposed : summary?.backward_s),
+    ],
     rows: pack([
       ...gathers.reverse(),
       ...reduced.map((bucket) => ({ bucket, times: bucket[kind] })),
     ]),
     hasGathers: gathers.length > 0,
-    end: summary ? Math.max(summary.backward_s, ...finished) : null,
-    exposed: summary?.exposed_s ?? null,
+    end: summary ? Math.max(summary.backward_s, finished) : null,
+    exposed: exposed ? { start: finished - exposed, stop: finished } : null,
   };
 }
 
@@ -446,8 +456,8 @@ function forwardOf(summary) {
   };
 }
 
-/** The bars of the computation lane: sections where they were measured, else one. */
-function workOf(kind, summary, reduced) {
+/** The bars of the computation lane: sections where they were measured, else one up to `stop`. */
+function workOf(summary, stop) {
   if (!summary) return [];
   const sections = (summary.sections ?? []).filter((section) => section.kind === "backward");
   if (sections.length) {
@@ -465,11 +475,6 @@ function workOf(kind, summary, reduced) {
       ],
     }));
   }
-  // The last bucket may be ready later than this: communication slows computation down.
-  const stop = Math.max(
-    summary.backward_s - (summary.exposed_s ?? 0),
-    ...reduced.map((bucket) => bucket[kind].ready_s),
-  );
   return [
     {
       start: 0,
@@ -579,22 +584,18 @@ function drawPanel(panel, x, top, far) {
   );
 }
 
-function drawExposed(panel, x, top, bottom) {
-  if (!panel.exposed || panel.exposed <= 0) return null;
-  const [from, to] = [x(panel.end - panel.exposed), x(panel.end)];
-  const text = [`exposed ${duration(panel.exposed)}`, duration(panel.exposed)].find(
-    (each) => each.length * 7.6 + 8 < to - from,
-  );
+function drawExposed({ exposed }, x, top, bottom) {
+  if (!exposed) return null;
+  const [from, to] = [x(exposed.start), x(exposed.stop)];
+  const time = duration(exposed.stop - exposed.start);
+  const text = [`exposed ${time}`, time].find((each) => each.length * 7.6 + 8 < to - from);
   const area = draw(
     "g",
     { class: "mark still" },
     draw("rect", { class: "exposed", x: from, y: top, width: to - from, height: bottom - top }),
     text ? draw("text", { class: "exposed-label", x: (from + to) / 2, y: top + 17 }, text) : null,
   );
-  tip(area, () => [
-    "Exposed communication",
-    `${duration(panel.exposed)} in which nothing is computed`,
-  ]);
+  tip(area, () => ["Exposed communication", `${time} in which nothing is computed`]);
   return area;
 }
 
@@ -691,7 +692,7 @@ function gatherTip(kind, item) {
 
 function legend(panels) {
   const hasGathers = panels.some((panel) => panel.hasGathers);
-  const hasExposed = panels.some((panel) => panel.exposed > 0);
+  const hasExposed = panels.some((panel) => panel.exposed);
   const items = [
     ["work", hasGathers ? "computation" : "computation of backward"],
     ["ready", "bucket ready"],
