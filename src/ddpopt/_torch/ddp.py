@@ -342,23 +342,37 @@ def watch_ddp_forward(
     if hasattr(original, "ddpopt_replaces"):
         return
     disable: Any = torch.compiler.disable  # it has no types
-    current_callback = names.FRAME_CALLBACK.get()
+    current_callback, skip_code = names.FRAME_CALLBACK.get(), names.SKIP_CODE.get()
 
     def report(ddp: DistributedDataParallel, callback: Any) -> None:
         after(ddp, innermost_backend(callback) if callable(callback) else None)
 
     begin, end = disable(before), disable(report)
 
-    def inside_ddp_forward(self: DistributedDataParallel) -> Iterator[None]:
-        begin(self)
-        with original(self):
-            yield
-        end(self, current_callback())  # asked here: `disable` removes it
+    class Watched:
+        """The context of one forward."""
 
-    # Dynamo is to skip this frame, as it skips the original's, but not the module's below. It skips
-    # marked generators and contextlib; it would compile classes of ours at each call.
-    context = contextlib.contextmanager(disable(inside_ddp_forward, recursive=False))
-    watched: Any = functools.wraps(original)(context)
+        def __init__(self, ddp: DistributedDataParallel) -> None:
+            self.ddp = ddp
+            self.original = original(ddp)
+
+        def __enter__(self) -> None:
+            begin(self.ddp)
+            self.original.__enter__()
+
+        def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+            is_handled = self.original.__exit__(kind, error, trace)
+            if kind is None:
+                end(self.ddp, current_callback())  # asked here: `disable` removes it
+            return is_handled
+
+    def inside_ddp_forward(self: DistributedDataParallel) -> Watched:
+        return Watched(self)
+
+    # Dynamo would compile these frames. With `disable` it would look at them in each step.
+    for function in (Watched.__init__, Watched.__enter__, Watched.__exit__, inside_ddp_forward):
+        skip_code(function.__code__)
+    watched: Any = functools.wraps(original)(inside_ddp_forward)
     watched.ddpopt_replaces = original
     names.INSIDE_DDP_FORWARD.set(DistributedDataParallel, watched)
 

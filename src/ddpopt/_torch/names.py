@@ -45,6 +45,7 @@ class Need(enum.Enum):
     BACKWARD = "split='backward'"
     CACHE = "taking cut backwards from torch's cache"
     SIDE_BY_SIDE = "compiling the C++ of sections side by side"
+    LAZY = "making the code of a graph only where it is needed"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
@@ -208,6 +209,7 @@ INVALIDATE = PrivateName("CheckFunctionManager", "invalidate", Need.GUARD)
 GUARD_MANAGER = PrivateName("CheckFunctionManager", "guard_manager", Need.GUARD)
 ID_MATCHED_OBJS = PrivateName("GuardManagerWrapper", "id_matched_objs", Need.GUARD)
 FRAME_CALLBACK = ModuleName("torch._C._dynamo.eval_frame", "get_eval_frame_callback", Need.WATCH)
+SKIP_CODE = ModuleName(f"{_DYNAMO}.eval_frame", "skip_code", Need.WATCH)
 
 OPTIMIZE = ModuleName(_DYNAMO, "optimize", Need.COPY)
 OPTIMIZED_MODULE = ModuleName(_DYNAMO, "OptimizedModule", Need.COPY)
@@ -312,6 +314,7 @@ TO_FAKE_TENSOR = ModuleName(_UTILS, "to_fake_tensor", Need.SPLIT)
 FAKE_MODE = PrivateName("FakeTensor", "fake_mode", Need.BACKWARD)
 SHAPE_ENV = PrivateName("FakeTensorMode", "shape_env", Need.SPLIT)
 VALUES = PrivateName("ShapeEnv", "backed_var_to_val", Need.SPLIT)
+MAKE_GRAPH_MODULE = ModuleName("torch.fx._lazy_graph_module", "_make_graph_module", Need.LAZY)
 FREE_SYMBOLS = ModuleName("torch.fx.experimental.symbolic_shapes", "free_symbols", Need.SPLIT)
 SYMBOL_IS_TYPE = ModuleName(_SYMBOL, "symbol_is_type", Need.SPLIT)
 SYMBOL_TYPES = ModuleName(_SYMBOL, "SymT", Need.SPLIT)

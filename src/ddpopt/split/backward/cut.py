@@ -140,6 +140,6 @@ class _Builder:
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         """Return the graph with these outputs."""
         self._graph.output(tuple(outputs))
-        section = fx.GraphModule(self._gm, self._graph)
+        section = _torch.graph_module(self._gm, self._graph)
         section.meta = dict(self._gm.meta)
         return section

@@ -39,7 +39,7 @@ def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
         _read_again_for_each_user(node)
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             _move_next_to_producer(node, node.args[0])
-    copied = fx.GraphModule(gm, graph)
+    copied = _torch.graph_module(gm, graph)
     _torch.carry_dynamo_metadata(gm, copied)
     return copied
 

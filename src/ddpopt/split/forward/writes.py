@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Iterable, Sequence
@@ -136,8 +137,9 @@ def _is_in_place(node: fx.Node) -> bool:
     return _argument(node, place, "inplace") is True
 
 
-def _parameter_names(function: Any) -> list[str]:
+@functools.lru_cache(maxsize=256)  # a graph calls few functions, many times
+def _parameter_names(function: Any) -> tuple[str, ...]:
     try:
-        return list(inspect.signature(function).parameters)
+        return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return []  # builtins without a signature
+        return ()  # builtins without a signature
