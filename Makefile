@@ -2,8 +2,8 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
-# A file at a time in each of two processes; what tests have in common is in one file.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+# A file at a time in each process; what tests have in common is in one file.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder tests
 
 # What is promised to training, whatever the release of torch; pages, benchmarks and docs are not.
 CORE   := _torch split ranks checks data_parallel test_backend.py test_options.py test_config.py \
@@ -18,11 +18,11 @@ demo: .venv/installed
 
 # The quick set, five minutes on two cores. CONTRIBUTING.md says which tests are in it.
 test: .venv/installed
-	$(PYTEST) --set quick
+	$(PYTEST) -n 2 --set quick
 
-# All tests: the quick set, then the others.
+# All tests: the quick set, then the others, which often wait for what they started.
 test-all: test
-	$(PYTEST) --set rest
+	$(PYTEST) -n 3 --set rest
 
 # The core of the tests on another release: `make drift TORCH=torch==2.11.0`. What PyPI has for
 # Linux is the CUDA build, several GB, which runs on CPUs too; so it is no part of CI.

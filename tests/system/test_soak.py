@@ -208,9 +208,9 @@ def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
 # ---- eight ranks ------------------------------------------------------------------------------
 
 
-def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
+def _train_on_many(rank: int) -> tuple[int, bool]:
     ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     inputs = batches(rank, [(8, 64), (8, 64), (5, 64), (8, 64), (5, 64)])
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
@@ -220,11 +220,8 @@ def _train_on_many(rank: int, split: str) -> tuple[int, bool]:
     return len(plan.sections), told.board is None
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_eight_ranks_train_as_eager_and_compare_what_they_compile(
-    eight_ranks: Ranks, split: str
-) -> None:
-    results = eight_ranks.run(_train_on_many, split)
+def test_eight_ranks_train_as_eager_and_compare_what_they_compile(eight_ranks: Ranks) -> None:
+    results = eight_ranks.run(_train_on_many)
     assert len(set(results)) == 1
     num_sections, is_compared = results[0]
     assert num_sections > 1

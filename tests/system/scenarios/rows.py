@@ -22,16 +22,18 @@ ON_INDUCTOR = (
     "backward twice (retain_graph)",
 )
 
-# Of these the C++ takes up to a minute: of all sections, or of those of forward, where backward's
-# sections show the same.
+# Of these the C++ takes up to a minute.
 _SLOW = ("autocast", "dynamic batch")
-_SLOW_IN_FORWARD = (*_SLOW, "channels_last")
+# On the CPU, where each takes ten seconds: strides that Inductor chooses, and buffers it reuses.
+_IN_FORWARD = ("conv and batch norm", "in-place operators")
 
 
 def names_of(inner: str, split: str) -> tuple[str, ...]:
     """Return the rows that run with an inner compiler and a split."""
     if inner != "inductor":
         return tuple(SCENARIOS)
-    slow = _SLOW_IN_FORWARD if split == "forward" else _SLOW
-    left_out = slow if DEVICE.type == "cpu" else ()
-    return tuple(name for name in ON_INDUCTOR if name not in left_out)
+    if DEVICE.type != "cpu":
+        return ON_INDUCTOR
+    if split == "forward":
+        return _IN_FORWARD
+    return tuple(name for name in ON_INDUCTOR if name not in _SLOW)
