@@ -14,8 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+import ddpopt.backend
 from ddpopt import _torch
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+from tests.support.registration import uninstall
 
 CAP = 0.03
 
@@ -265,6 +267,19 @@ def test_nothing_is_compiled_anew_in_later_steps(one_rank: None) -> None:
         frames = torch._dynamo.utils.counters["frames"]["total"]
         train(ddp, batches(0, [(2, WIDTH)] * 3), compiled)
         assert torch._dynamo.utils.counters["frames"]["total"] == frames
+
+
+def test_dynamo_looks_at_no_more_frames_than_without_ddpopt(one_rank: None) -> None:
+    """Once ddpopt is loaded it has a context around all DDP forwards."""
+    counts = []
+    for install in (uninstall, ddpopt.backend.install):
+        torch._dynamo.reset()
+        install()
+        ddp = DistributedDataParallel(MLP())
+        frames = torch._dynamo.utils.counters["frames"]["total"]
+        train(ddp, batches(0, [(2, WIDTH)] * 3), torch.compile(ddp, backend="eager"))
+        counts.append(torch._dynamo.utils.counters["frames"]["total"] - frames)
+    assert counts[0] == counts[1] > 0
 
 
 def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
