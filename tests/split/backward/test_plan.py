@@ -124,6 +124,23 @@ def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
     assert plan.releases == ((0,), (1, 2))
 
 
+def test_a_gradient_within_a_by_product_is_still_made_for_its_own_bucket() -> None:
+    """Call 2 is made with bucket 1, whose value 1 it is fused with; it also reads bucket 0's, 0."""
+    reads = [{}, {}, {0: Tie.FUSED, 1: Tie.FUSED}, {1: NO}]
+    plan = _plan(_facts(reads, {0: (0,), 1: (1,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
+    assert isinstance(plan, BackwardCuts)
+    assert _sections(plan) == [[0], [1, 2], [3]]
+    assert plan.releases == ((0,), (1,), (2, 3))
+
+
+def test_a_by_product_with_an_effect_does_not_pass_another_effect() -> None:
+    """Call 2 would be made with bucket 0, but call 1 draws random numbers before it."""
+    reads = [{}, {}, {0: Tie.FUSED}, {0: NO, 1: NO}, {2: NO}]
+    gradients = {0: (0,), 1: (2,), 2: (3,), 3: (4,)}
+    facts = _facts(reads, gradients, ordered=(1, 2))
+    assert _sections(_plan(facts, [[0], [1, 2, 3]])) == [[0], [1, 2, 3, 4]]
+
+
 def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
     """No parameter, one bucket, and gradients that one call makes."""
     facts = _facts([{}, {0: NO}, {1: NO}], {0: (1,), 1: (1,), 2: (2,)})

@@ -32,4 +32,6 @@ KEPT: dict[str, Case] = {
         batches=((3,),) * 4,
         freezes=("", "", "", "thawed"),
     ),
+    # The fuzz trained the warm start without ShardedUpdate, and compared it with that.
+    "a warm start with sharded updates": Case(blocks=(), inner="inductor", is_sharded=True),
 }

@@ -117,7 +117,8 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
     """Move gradients that are by-products of an earlier stage's loops into that stage.
 
     A bias's gradient, for example, sums the values from which the weight's is computed. That is
-    free while they are in registers; a later section would have to read them from memory.
+    free while they are in registers; a later section would have to read them from memory. Calls with
+    effects stay where they are, in their order.
     """
     readers: list[list[int]] = [[] for _ in range(len(facts.reads))]
     for call, reads in enumerate(facts.reads):
@@ -126,6 +127,8 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
     for calls in facts.gradients.values():
         for gradient in calls:
             own = _fused_calls_of(gradient, facts, readers)
+            if any(facts.is_ordered[call] for call in own):
+                continue
             outside = [
                 (stage[source], tie in _FUSED)
                 for call in own
@@ -134,8 +137,8 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
             ]
             reads_from, is_fused = max(outside, default=(stage[gradient], False))
             if is_fused and reads_from < stage[gradient]:
-                for call in own:
-                    stage[call] = reads_from
+                for call in own:  # of which one may be a gradient of a still earlier stage
+                    stage[call] = min(stage[call], reads_from)
 
 
 _FUSED = (Tie.FUSED, Tie.UNROUNDED)
