@@ -125,11 +125,11 @@ def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
 
 
 def test_a_gradient_within_a_by_product_is_still_made_for_its_own_bucket() -> None:
-    """Call 2 is made with bucket 1, whose value 1 it is fused with; it also reads bucket 0's, 0."""
-    reads = [{}, {}, {0: Tie.FUSED, 1: Tie.FUSED}, {1: NO}]
-    plan = _plan(_facts(reads, {0: (0,), 1: (1,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
+    """Call 2 is made with bucket 1, whose gradient 0 it is fused with; it reads bucket 0's, 1."""
+    reads = [{}, {}, {0: Tie.FUSED, 1: Tie.FUSED}, {0: NO}]
+    plan = _plan(_facts(reads, {0: (1,), 1: (0,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
     assert isinstance(plan, BackwardCuts)
-    assert _sections(plan) == [[0], [1, 2], [3]]
+    assert _sections(plan) == [[1], [0, 2], [3]]
     assert plan.releases == ((0,), (1,), (2, 3))
 
 

@@ -117,8 +117,8 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
     """Move gradients that are by-products of an earlier stage's loops into that stage.
 
     A bias's gradient, for example, sums the values from which the weight's is computed. That is
-    free while they are in registers; a later section would have to read them from memory. Calls with
-    effects stay where they are, in their order.
+    free while they are in registers; a later section would have to read them from memory. Calls
+    with effects stay where they are, in their order.
     """
     readers: list[list[int]] = [[] for _ in range(len(facts.reads))]
     for call, reads in enumerate(facts.reads):
