@@ -16,6 +16,7 @@ from ddpopt import config
 from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.algorithms._runtime.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
 
@@ -35,11 +36,14 @@ def _setting(
     num_ranks: int,
     options: dict[str, Any],
     model: nn.Module | None = None,
-    timeout_s: float = 300,
+    timeout_s: float | None = None,
 ) -> tuple[Any, Any, Any] | None:
     """Return DDP on the first ranks with a bucket for each layer, its optimizer and the handle."""
-    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
-    if dist.get_rank() >= num_ranks:
+    if timeout_s is None:
+        group = first_ranks(num_ranks)
+    else:
+        group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
+    if group is None or dist.get_rank() >= num_ranks:
         return None
     torch.manual_seed(0)
     ddp = DistributedDataParallel(model or MLP(3), process_group=group, bucket_cap_mb=CAP_MB)

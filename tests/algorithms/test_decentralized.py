@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import Decentralized, attach
 from ddpopt.algorithms.decentralized import rotating_peer
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -39,8 +39,8 @@ class Scalar(nn.Module):
 
 
 def _consensus(rank: int, num_ranks: int, num_steps: int) -> list[float] | None:
-    group = dist.new_group(list(range(num_ranks)))
-    if rank >= num_ranks:
+    group = first_ranks(num_ranks)
+    if group is None:
         return None
     ddp = DistributedDataParallel(Scalar(), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
@@ -79,8 +79,8 @@ def _check_consensus(ranks: Ranks, num_ranks: int) -> None:
 
 def _setting(rank: int, num_ranks: int, **options: Any) -> tuple[Any, Any, Any] | None:
     """Return DDP on the first ranks, its optimizer and the handle, with other weights by rank."""
-    group = dist.new_group(list(range(num_ranks)))
-    if rank >= num_ranks:
+    group = first_ranks(num_ranks)
+    if group is None:
         return None
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(2), process_group=group)

@@ -17,6 +17,7 @@ from ddpopt import config
 from ddpopt.algorithms import LowPrecisionDecentralized, attach, low_precision
 from ddpopt.algorithms._runtime.quantization import EPSILON, compress, decompress
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
 
@@ -36,11 +37,14 @@ def _setting(
     num_ranks: int,
     options: dict[str, Any],
     model: nn.Module | None = None,
-    timeout_s: float = 300,
+    timeout_s: float | None = None,
 ) -> tuple[Any, Any, Any] | None:
     """Return DDP on the first ranks, its optimizer and the handle, with several buckets."""
-    group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
-    if dist.get_rank() >= num_ranks:
+    if timeout_s is None:
+        group = first_ranks(num_ranks)
+    else:
+        group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
+    if group is None or dist.get_rank() >= num_ranks:
         return None
     low_precision.BUCKET_BYTES = BUCKET_BYTES
     torch.manual_seed(0)

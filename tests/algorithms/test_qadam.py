@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
 from ddpopt.algorithms._runtime.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -188,8 +188,8 @@ def _setting(
     ddp_options: dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any] | None:
     """Return DDP on the first ranks with a bucket for each layer, its optimizer and the handle."""
-    group = dist.new_group(list(range(num_ranks)))
-    if dist.get_rank() >= num_ranks:
+    group = first_ranks(num_ranks)
+    if group is None:
         return None
     torch.manual_seed(0)
     ddp = DistributedDataParallel(
@@ -273,8 +273,8 @@ def test_momenta_are_averaged_as_the_simulator_does(
 
 
 def _train(rank: int, num_ranks: int, kind: str, num_steps: int) -> Any:
-    group = dist.new_group(list(range(num_ranks)))
-    if rank >= num_ranks:
+    group = first_ranks(num_ranks)
+    if group is None:
         return None
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(3), process_group=group, bucket_cap_mb=0.02)

@@ -27,6 +27,7 @@ from ddpopt.bucketing import rebucket, stopwatch, tuner
 from ddpopt.bucketing.decision import Verdict
 from tests.bucketing.test_rebucket import _plan_for
 from tests.bucketing.test_tuner import _given
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of, lose_rank_1
 
@@ -78,12 +79,6 @@ class Training:
         if self.handle is not None:
             self.handle.detach()
         return _flat(self.ddp)
-
-
-def _group(num_ranks: int) -> Any:
-    """Return a group of the first ranks, None on the others."""
-    group = dist.new_group(list(range(num_ranks)))
-    return group if dist.get_rank() < num_ranks else None
 
 
 # ---- the same result as plain DDP -------------------------------------------------------------
@@ -320,7 +315,7 @@ class Sometimes(nn.Module):
 
 
 def _model(rank: int, num_ranks: int, kind: str, options: dict[str, Any]) -> Any:
-    group = _group(num_ranks)
+    group = first_ranks(num_ranks)
     if group is None:
         return None
     found = []

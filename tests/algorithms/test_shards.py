@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddpopt.algorithms._runtime.exchange import Exchange
 from ddpopt.algorithms._runtime.shards import Shard, flatten, is_dense
+from tests.support.groups import first_ranks
 from tests.support.ranks import Ranks
 
 SHAPES = [(7,), (), (3, 5), (0,), (100,), (2, 3, 4, 4)]
 
 
 def _divide(rank: int, num_ranks: int) -> Any:
-    group = dist.new_group(list(range(num_ranks)))
-    if rank >= num_ranks:
+    group = first_ranks(num_ranks)
+    if group is None:
         return None
     torch.manual_seed(0)
     parameters = [torch.randn(shape) for shape in SHAPES]
