@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.algorithms import AsyncModelAverage, AsyncModelAverageHandle, attach
 from ddpopt.errors import AttachError, OptionError, PeerError
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
 
@@ -112,17 +113,6 @@ class Trial:
         return bool(answer)
 
 
-_groups: dict[int, dist.ProcessGroup] = {}
-
-
-def _first(num_ranks: int) -> dist.ProcessGroup | None:
-    """A group of the first ranks, made once; None on the others."""
-    if num_ranks not in _groups:
-        timeout = timedelta(seconds=HARD_TIMEOUT_S)
-        _groups[num_ranks] = dist.new_group(list(range(num_ranks)), timeout=timeout)
-    return _groups[num_ranks] if dist.get_rank() < num_ranks else None
-
-
 def _threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "ddpopt-async"]
 
@@ -133,7 +123,7 @@ def _threads() -> list[str]:
 def _train_apart(rank: int, num_repetitions: int) -> tuple[list[float], list[int]] | None:
     """Unequal numbers of steps on 3 ranks; return the mean's relative errors, and the rounds."""
     errors, rounds = [], []
-    group = _first(3)
+    group = first_ranks(3, HARD_TIMEOUT_S)
     if group is None:
         return None
     for interval_ms in (1, 2, 5, 12.5):
@@ -166,7 +156,7 @@ def test_the_mean_moves_by_the_updates_alone_however_many_steps_each_rank_makes(
 
 
 def _reach_mean(rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    group = _first(num_ranks)
+    group = first_ranks(num_ranks, HARD_TIMEOUT_S)
     if group is None:
         return None
     trial = Trial(group, OFTEN, Vector(1000), lr=0.0)
@@ -372,7 +362,7 @@ STATES = {
 
 
 def _run_state(rank: int, warmup_steps: int, run: Callable[[Trial], None]) -> tuple[bool, int]:
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, AsyncModelAverage(sync_interval_ms=1, warmup_steps=warmup_steps))
     run(trial)
@@ -396,7 +386,7 @@ def test_abort_resume_and_paused_work_in_each_state(
 
 
 def _abort_in_a_long_interval(rank: int) -> list[int]:
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, AsyncModelAverage(sync_interval_ms=3.6e6))
     rounds = []
@@ -416,7 +406,7 @@ def test_abort_does_not_wait_for_the_interval_and_resume_begins_with_a_round(ran
 def _detach_at_work(rank: int) -> tuple[bool, bool, list[str]]:
     """Detach without abort, with and without the average, and train on by DDP's allreduce."""
     answers = []
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     for average in (True, False):
         trial = Trial(group, OFTEN)
@@ -443,7 +433,7 @@ def test_detaching_while_rounds_are_made_ends_them(ranks: Ranks) -> None:
 
 
 def _accumulate(rank: int) -> tuple[float, int]:
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, OFTEN)
     num_steps = 20 + 10 * rank
@@ -471,7 +461,7 @@ def test_gradients_are_accumulated_under_no_sync(ranks: Ranks) -> None:
 
 def _skip_updates(rank: int) -> bool:
     """Forward and backward go on, as GradScaler has it after an overflow; no update ever."""
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, OFTEN)
 
@@ -512,7 +502,7 @@ class Watched(nn.Module):
 
 
 def _hold_weights(rank: int) -> tuple[bool, int]:
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, AsyncModelAverage(sync_interval_ms=1), Watched())
     trial.x = torch.full((), float(rank))
@@ -581,7 +571,7 @@ def test_a_compiled_model_trains_alike_and_attaching_makes_no_graphs(
 
 
 def _save_and_load(rank: int) -> list[str]:
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     algorithm = AsyncModelAverage(sync_interval_ms=1, warmup_steps=2)
     trial = Trial(group, algorithm)
@@ -761,7 +751,7 @@ def _wait_for_end(weak: weakref.ref[Any]) -> None:
 
 def _drop(rank: int) -> tuple[bool, list[str]]:
     """Drop the model while rounds are made and training has the lock."""
-    group = _first(2)
+    group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, OFTEN)
     trial.steps_until_rounds(2)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,14 +34,11 @@ def _setting(
     num_ranks: int,
     options: dict[str, Any],
     model: nn.Module | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float = 300,
 ) -> tuple[Any, Any, Any] | None:
     """Return DDP on the first ranks with a bucket for each layer, its optimizer and the handle."""
-    if timeout_s is None:
-        group = first_ranks(num_ranks)
-    else:
-        group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
-    if group is None or dist.get_rank() >= num_ranks:
+    group = first_ranks(num_ranks, timeout_s)
+    if group is None:
         return None
     torch.manual_seed(0)
     ddp = DistributedDataParallel(model or MLP(3), process_group=group, bucket_cap_mb=CAP_MB)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -37,14 +36,11 @@ def _setting(
     num_ranks: int,
     options: dict[str, Any],
     model: nn.Module | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float = 300,
 ) -> tuple[Any, Any, Any] | None:
     """Return DDP on the first ranks, its optimizer and the handle, with several buckets."""
-    if timeout_s is None:
-        group = first_ranks(num_ranks)
-    else:
-        group = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_s))
-    if group is None or dist.get_rank() >= num_ranks:
+    group = first_ranks(num_ranks, timeout_s)
+    if group is None:
         return None
     low_precision.BUCKET_BYTES = BUCKET_BYTES
     torch.manual_seed(0)

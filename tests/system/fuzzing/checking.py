@@ -127,13 +127,14 @@ def check(rank: int, case: Case, plant: str) -> Finding:
 
 def _check(rank: int, case: Case, plant: str) -> Finding:
     eager = _attempt(case, rank, lambda module: module)
-    compiled = functools.partial(_attempt, case, rank, functools.partial(_compile, case))
+    compile_ = functools.partial(_compile, case)
+    compiled = functools.partial(_attempt, case, rank, compile_, case.is_sharded)
     with planted.bug(plant):
-        ours = compiled(case.is_sharded)
+        ours = compiled()
     if eager.raised_anywhere:
         return Finding(outcome=REFUSED, detail=eager.error)
     if case.inner == "inductor" and not ours.raised_anywhere:
-        warm = compiled(case.is_sharded)
+        warm = compiled()
         if warm.raised_anywhere or anywhere(not _are_same(warm, ours) or warm.plans != ours.plans):
             told = warm.error or _difference(case, warm, ours) or "another plan, or other bits"
             return Finding(outcome=RAISES if warm.error else DIFFERS, detail=f"warm start: {told}")
