@@ -16,6 +16,8 @@ import ddpopt
 from ddpopt import Fallback
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.split.backward import gates
+from ddpopt.split.backward.compile import _compile_sections
+from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.backward.facts import read_backward, refuse_linked_calls
 from ddpopt.split.forward.facts import read_facts
 from ddpopt.split.plan import SplitPlan
@@ -320,3 +322,16 @@ def test_what_is_not_known_to_be_pure_keeps_its_place() -> None:
     facts = read_backward(fx.GraphModule(nn.Module(), graph), {})
     assert list(facts.is_ordered) == [False, True, True, True]
     assert not any(facts.is_repeat)
+
+
+def test_sections_share_a_compile_only_if_the_same_inputs_are_saved_tensors() -> None:
+    """Inductor looks at each call whether other inputs are aligned, but not those."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(torch.ops.aten.mm.default, (x, y)),))
+    gm = fx.GraphModule(nn.Module(), graph)
+    fields: Any = {"graph": gm, "keeps": (), "drops": (), "releases": ()}
+    sections = [SectionGraph(takes=takes, **fields) for takes in ((0, 1), (1, 2), (2, 1), (1, 2))]
+    values = [torch.ones(2, 2) for _ in range(3)]
+    _, places = _compile_sections(sections, values, {0, 1}, lambda *_: lambda: gm.forward, "0/0")
+    assert places == [0, 1, 2, 1]
