@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
+from ddpopt.split import runner
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 
@@ -291,6 +293,51 @@ def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
             for x in batches(0, [(2, WIDTH)] * 15):
                 compiled(x).sum().backward()
         compiled(torch.randn(2, WIDTH)).sum().backward()
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+def _has_aliases(output: torch.Tensor) -> bool:
+    """Whether gradients are held back to put them in order."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [source for source, _ in node.next_functions]
+    return any(node.name() == "_AliasBackward" for node in seen)
+
+
+def test_who_never_leaves_no_sync_runs_the_compiled_graph(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP never sees an order; it sees one in the first step that communicates, and only there."""
+    monkeypatch.setattr(runner, "_MOST_UNSEEN", 5)
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    ordered = []
+    for is_synced in [False] * 8 + [True, False, True, False]:
+        with contextlib.nullcontext() if is_synced else ddp.no_sync():
+            output = compiled(torch.randn(2, WIDTH))
+            ordered.append(_has_aliases(output))
+            output.sum().backward()
+    assert ordered == [True] * 5 + [False] * 3 + [True] + [False] * 3
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_of_a_forward_under_no_sync_may_be_seen(
+    one_rank: None, split: str, is_first: bool
+) -> None:
+    """Two forwards with one backward, of which one ran under no_sync: DDP sees the sums arrive."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp, split)
+    for x, y in zip(*[iter(batches(0, [(2, WIDTH)] * 8))] * 2, strict=True):
+        with ddp.no_sync() if is_first else contextlib.nullcontext():
+            first = compiled(x)
+        with contextlib.nullcontext() if is_first else ddp.no_sync():
+            second = compiled(y)
+        (first * second).sum().backward()
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
 
 

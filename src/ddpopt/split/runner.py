@@ -22,6 +22,7 @@ from ddpopt.split.plan import SplitPlan
 Compiled = Callable[..., Any]
 
 _MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed them
+_MOST_UNSEEN = 100  # graphs run under no_sync after which no sum of gradients is expected
 
 
 class GraphRunner:
@@ -49,7 +50,7 @@ class GraphRunner:
             return self._compiled(*args)
         known = state.of(ddp)
         known.keep(self._plan, self._nodes)
-        if _torch.will_rebuild_buckets(ddp):
+        if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
             self._settled_ddp = weakref.ref(ddp)
@@ -59,6 +60,18 @@ class GraphRunner:
     def unsettle(self) -> None:
         """Look at the next DDP module again: its buckets have changed."""
         self._settled_ddp = lambda: None
+
+
+def _may_be_seen(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP may see in which order the gradients of this forward arrive.
+
+    It sees every backward from a forward that communicates to the end of its allreduces. One of a
+    forward under no_sync may be among them, as where two forwards have one loss, so only a module
+    that goes on and on under no_sync is taken for one whose gradients DDP never sees.
+    """
+    known = state.of(ddp)
+    known.num_unseen = 0 if ddp.require_backward_grad_sync else known.num_unseen + 1
+    return known.num_unseen <= _MOST_UNSEEN
 
 
 def waiting_first(compiled: Compiled) -> Compiled:
