@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,52 @@ def test_gradients_of_a_forward_under_no_sync_may_be_seen(
             second = compiled(y)
         (first * second).sum().backward()
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+def _told_of_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records]
+    return [text for text in texts if "other buckets than planned" in text]
+
+
+class Normed(MLP):
+    """Eager autograd gives the gradients of its layers in another order than compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x)).relu()
+        return x
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("num_eager", [2, 3, 12])
+def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
+    one_rank: None, caplog: pytest.LogCaptureFixture, num_eager: int, split: str
+) -> None:
+    """They are final by then, and formed from the order of eager steps."""
+    ddp = DistributedDataParallel(Normed(), bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)] * num_eager))
+    train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp, split))
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert len(ddpopt.explain(ddp).plans[0].sections) > 1
+    assert not _told_of_buckets(caplog)
+
+
+def test_one_eager_step_before_is_named_as_the_cause(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DDP has formed its buckets from it, and does not tell them before the step after next."""
+    ddp = DistributedDataParallel(Normed(), bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)]))
+    train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp))
+    (text,) = _told_of_buckets(caplog)
+    assert "it ran eagerly or took other branches: compile before the first step" in text
+    found = re.search(r"is in bucket (\d+) with others than planned \(bucket (\d+)\)", text)
+    assert found is not None
+    assert found[1] != found[2]
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])

@@ -107,8 +107,9 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
             _logs.warning(
                 "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
                 "than planned (bucket %d), so allreduces from there on may start late. Gradients "
-                "of the first step arrived in another order: let the first step run the same "
-                "graphs and branches as later ones, on rank 0 above all",
+                "of the first step arrived in another order, since it ran eagerly or took other "
+                "branches: compile before the first step, and let it run the same graphs and "
+                "branches as later ones, on rank 0 above all",
                 found.parameter.name,
                 plan.graph,
                 found.actual,

@@ -125,8 +125,9 @@ class DDPState:
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it reported them, or as they were given to it."""
         known, ddp = self.told_buckets or self._given_buckets, self._module()
-        if known is None and not _torch.follows_arrival_order(ddp):
-            known = self._given_buckets = _torch.final_buckets(ddp)  # final from the start
+        if known is None and self.told_buckets is None and not _torch.will_rebuild_buckets(ddp):
+            # They are final from the start, or since steps that ran no code of ours.
+            known = self._given_buckets = _torch.final_buckets(ddp)
         return known
 
     @property
