@@ -138,6 +138,32 @@ def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
     assert "torch.compile(part) does" in text
 
 
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_dynamos_limit_is_named_where_it_is_why_nothing_was_compiled(
+    one_rank: None, caplog: pytest.LogCaptureFixture, limit: str, is_inside: bool
+) -> None:
+    """To each model of the class from there on, with its value and what to do; and that works."""
+
+    def run(depth: int) -> DistributedDataParallel:
+        module = _compile(MLP(depth)) if is_inside else MLP(depth)
+        ddp = DistributedDataParallel(module, bucket_cap_mb=CAP)
+        train(ddp, batches(0, [(2, WIDTH)] * 2), ddp if is_inside else _compile(ddp))
+        return ddp
+
+    with torch._dynamo.config.patch({limit: 2}):
+        for depth in (3, 4, 5, 6):
+            run(depth)
+        texts = _warnings(caplog)
+        assert len(texts) == 2
+        for text in texts:
+            assert f"MLP.forward as often as torch._dynamo.config.{limit} allows (2)" in text
+            assert "torch._dynamo.reset()" in text
+        torch._dynamo.reset()
+        assert ddpopt.explain(run(5)).plans
+    assert len(_warnings(caplog)) == 2
+
+
 def test_no_such_warning_where_a_trainer_evaluates_first(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,17 @@ def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
     return names.TRACE_RULES_CHECK.get()(function)
+
+
+def find_reached_limit(module: torch.nn.Module) -> str | None:
+    """Say which forward in a module Dynamo has compiled as often as a limit of its allows."""
+    for part, row in itertools.product(
+        module.modules(), (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT)
+    ):
+        code = getattr(part.forward, "__code__", None)
+        if code is not None and len(names.CACHE_ENTRIES.get()(code)) >= row.get():
+            return f"{type(part).__name__}.forward as often as {row} allows ({row.get()})"
+    return None
 
 
 # ---- When it is compiled anew ------------------------------------------------------------------

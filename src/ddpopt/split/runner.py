@@ -173,7 +173,17 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
         return
     name, detail = type(ddp.module).__name__, ""
     try:
-        if _torch.is_skipped_by_dynamo(ddp.module.forward):
+        if limit := _torch.find_reached_limit(ddp.module):
+            _logs.warning(
+                "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo has "
+                "compiled %s, and leaves other models with it alone; raise that limit, or call "
+                "torch._dynamo.reset() before the next model",
+                name,
+                limit,
+            )
+            return
+        is_skipped = _torch.is_skipped_by_dynamo(ddp.module.forward)
+        if is_skipped and not _torch.is_compiled_module(ddp.module):
             _logs.warning(
                 "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
                 "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
