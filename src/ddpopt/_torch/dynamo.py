@@ -75,6 +75,16 @@ def is_compiled_autograd_on() -> bool:
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
+def traces_backward_around(ddp: torch.nn.Module) -> bool:
+    """Whether Dynamo compiles what calls a DDP module that runs, and a `backward()` in it too."""
+    if not names.TRACE_AUTOGRAD.get():
+        return False
+    code = torch.compile(ddp.forward, backend="eager").__code__  # that of all compiled functions
+    found = [(f.f_code is code, unwrap_compiled(f.f_locals.get("self")) is ddp) for f in frames()]
+    are_compiled = [is_compiled for is_compiled, is_ddp in found if is_compiled or is_ddp]
+    return False in are_compiled and are_compiled[-1]  # the outermost
+
+
 def suppresses_errors() -> bool:
     """Whether Dynamo runs eagerly what a backend fails to compile."""
     try:
@@ -209,8 +219,8 @@ def checkpointed_region() -> object | None:
 # ---- What torch.compile made -------------------------------------------------------------------
 
 
-def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that `torch.compile` wrapped, or the module itself."""
+def unwrap_compiled(module: Any) -> Any:
+    """Return the module that `torch.compile` wrapped, or the object itself."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
     return names.ORIG_MOD.of(module) if is_wrapper else module
 
