@@ -102,6 +102,47 @@ def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
     assert reported[0] == reported[1]
 
 
+class Bigger(nn.Module):
+    """Has a module that is compiled, whose parameters have other indices in it, and a head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.head, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters(
+    one_rank: None, caplog: pytest.LogCaptureFixture, split: str
+) -> None:
+    """Names and indices are those in the bigger model; it is not told of the other's buckets."""
+    first = DistributedDataParallel(_compile_forward(MLP(), split), bucket_cap_mb=CAP)
+    train(first, batches(0, [(2, WIDTH)] * 4))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    eager, second = twins(Bigger(MLP()), bucket_cap_mb=CAP)
+    _compile_forward(second.module.inner, split)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    assert_equal_states(train(second, inputs), train(eager, inputs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    (ours,), (theirs,) = ddpopt.explain(second).plans, ddpopt.explain(first).plans
+    assert [p.name for p in ours.arrival] == [f"inner.{p.name}" for p in theirs.arrival]
+    assert set(ours.arrival) <= set(_torch.reducer_parameters(second).values())
+    assert [p.name for b in ours.buckets for p in b.parameters] == [p.name for p in ours.arrival]
+    assert [s.parameters for s in ours.sections] == [
+        tuple(f"inner.{name}" for name in s.parameters) for s in theirs.sections
+    ]
+    assert [s.completes for s in ours.sections] == [s.completes for s in theirs.sections]
+    assert not _told_of_buckets(caplog)
+    assert not _warnings(caplog)
+
+
+def _compile_forward(module: nn.Module, split: str) -> nn.Module:
+    module.forward = _compile(module.forward, split)  # type: ignore[method-assign]
+    return module
+
+
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "compiled nothing" in r.getMessage()]
 

@@ -75,7 +75,8 @@ def compile_under_ddp(
         compiled = waiting_first(compiled)
     _announce(ddp, plan, nodes, options)
     slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
-    return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
+    ordered = order_first_arrival(compiled, slots)
+    return GraphRunner(plan, nodes, compiled, ordered, survey.arguments)
 
 
 def compile_whole(
@@ -98,7 +99,7 @@ def compile_whole(
         compiled = telling(compiled, Label(plan.graph, 0))
         if state.of(ddp).waits_in_forward:
             compiled = waiting_first(compiled)
-        return GraphRunner(plan, nodes, compiled, compiled)
+        return GraphRunner(plan, nodes, compiled, compiled, {})
     return compiled
 
 

@@ -6,7 +6,8 @@ It compiles nothing. Its cost per step is one look at which DDP module is active
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
 from ddpopt.errors import TorchDriftError
-from ddpopt.reducer import find_misplaced
+from ddpopt.reducer import find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.backward.gates import refuse_double_backward
 from ddpopt.split.plan import SplitPlan
@@ -25,6 +26,7 @@ _MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed the
 _MOST_UNSEEN = 100  # graphs run under no_sync after which no sum of gradients is expected
 
 
+@dataclass(eq=False)
 class GraphRunner:
     """Calls a compiled graph, or `ordered` in its place until the Reducer has its final buckets.
 
@@ -32,16 +34,12 @@ class GraphRunner:
     one that it was compiled for, so the active module is looked up at each call.
     """
 
-    _settled_ddp: Callable[[], DistributedDataParallel | None]
-
-    def __init__(
-        self, plan: SplitPlan, nodes: state.Nodes, compiled: Compiled, ordered: Compiled
-    ) -> None:
-        self._plan = plan
-        self._nodes = nodes
-        self._compiled = compiled
-        self._ordered = ordered
-        self.unsettle()
+    _plan: SplitPlan
+    _nodes: state.Nodes
+    _compiled: Compiled
+    _ordered: Compiled
+    _arguments: Mapping[int, int]  # by the indices of the parameters that they bring in
+    _settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on Dynamo's arguments."""
@@ -49,13 +47,28 @@ class GraphRunner:
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
         known = state.of(ddp)
-        known.keep(self._plan, self._nodes)
+        if known.nodes.get(self._plan.graph) is not self._nodes:
+            known.keep(self._plan_for(ddp, args), self._nodes)
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
             self._settled_ddp = weakref.ref(ddp)
             known.settle(self)
         return self._compiled(*args)
+
+    def _plan_for(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> SplitPlan:
+        """Return the plan with the parameters of a DDP module that runs another one's code.
+
+        If it has others around them, the graph is planned alone: it was cut at other buckets.
+        """
+        plan, reduced = self._plan, _torch.reducer_parameters(ddp)
+        planned = {parameter for bucket in plan.buckets for parameter in bucket.parameters}
+        if planned == set(reduced.values()) or not planned:
+            return plan
+        given = {index: args[argument] for index, argument in self._arguments.items()}
+        own = {p.name: reduced[v] for p in plan.arrival if (v := given.get(p.index)) in reduced}
+        buckets = predict_buckets([*own.values()], state.of(ddp).rules)
+        return plan.with_parameters(own).with_buckets(buckets)
 
     def unsettle(self) -> None:
         """Look at the next DDP module again: its buckets have changed."""
