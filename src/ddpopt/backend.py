@@ -8,6 +8,7 @@ DDPOptimizer.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from ddpopt.ranks import agreement, faults
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
-from ddpopt.split.runner import warn_if_nothing_compiled
 
 
 def backend(
@@ -157,7 +157,7 @@ def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
     is_ours = ran_under is backend
     _events.after_forward(ddp, is_ours)
     if is_ours:
-        warn_if_nothing_compiled(ddp)
+        _warn_if_nothing_compiled(ddp)
 
 
 class _FirstForward(Observer):
@@ -169,7 +169,43 @@ class _FirstForward(Observer):
         ignore(ddp, Turn.COMPILED)
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
             if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):
-                warn_if_nothing_compiled(ddp)
+                _warn_if_nothing_compiled(ddp)
+
+
+_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
+    """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
+    if ddp in _checked:
+        return
+    _checked.add(ddp)
+    if state.of(ddp).plans or state.has_drifted:
+        return
+    name = type(ddp.module).__name__
+    why = (
+        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
+        "part.compile() compiles nothing, but torch.compile(part) does"
+    )
+    try:
+        if limit := _torch.find_reached_limit(ddp.module):
+            why = (
+                f"Dynamo has compiled {limit}, and leaves other models with it alone; raise that "
+                "limit, or call torch._dynamo.reset() before the next model"
+            )
+        elif _torch.is_skipped_by_dynamo(ddp.module.forward) and not _torch.is_compiled_module(
+            ddp.module
+        ):
+            why = (
+                f"Dynamo skips frames of {type(ddp.module).__module__}, and the first frame under "
+                "DDP is one. Compile before wrapping, DDP(torch.compile(model, backend='ddpopt')), "
+                f"or wrap a module of your own that calls the {name}"
+            )
+    except TorchDriftError as error:
+        why = f"{why}; {error}"
+    _logs.warning(
+        "torch.compile compiled nothing of this DistributedDataParallel(%s): %s", name, why
+    )
 
 
 backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()

@@ -44,11 +44,11 @@ def _stems(folder: Path, suffix: str) -> set[str]:
 
 
 def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_path: Path) -> None:
-    """As code and as DOT; the plan is the one that explain shows, enumerations by name."""
+    """As code; the plan is the one that explain shows, enumerations by name."""
     ddp = _train(tmp_path, split="forward")
     (folder,) = _compile_folders(tmp_path)
     graphs = {"original", "section_0", "section_1", "section_2", "stitched"}
-    assert _stems(folder, ".py") == _stems(folder, ".dot") == graphs
+    assert _stems(folder, ".py") == graphs
     assert (folder / "original.py").read_text().count("torch._C._nn.linear(") == 6
     for k in range(3):
         assert (folder / f"section_{k}.py").read_text().count("torch._C._nn.linear(") == 2
@@ -57,21 +57,6 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_
     written = json.loads((folder / "plan.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
     assert folder.name == plan.graph.replace("/", "_")
-
-
-def test_the_originals_dot_shows_sections_and_parameters(one_rank: None, tmp_path: Path) -> None:
-    """Of a forward split: twelve parameters of six layers; a cluster a section."""
-    _train(tmp_path, split="forward")
-    (folder,) = _compile_folders(tmp_path)
-    dot = (folder / "original.dot").read_text()
-    ids = {name: node for node, name in re.findall(r"^  (n\d+) \[label=\"(\w+)", dot, re.MULTILINE)}
-    layers = ["linear", *(f"linear_{k}" for k in range(1, 6))]
-    for k in range(3):
-        (members,) = re.findall(rf'label="section {k}"; (.*) }}', dot)
-        for layer in layers:
-            assert (f"{ids[layer]};" in members) == (layer in layers[2 * k : 2 * k + 2])
-    assert dot.count("(parameter)") == 12
-    assert (folder / "section_1.dot").read_text().count("(parameter)") == 4
 
 
 def test_a_backward_split_leaves_the_backward_and_its_sections(
@@ -85,9 +70,6 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
     whole = (folder / "original_backward.py").read_text()
     parts = "".join((folder / f"{name}.py").read_text() for name in sorted(sections))
     assert whole.count("torch.ops.aten.mm") == parts.count("torch.ops.aten.mm") > 0
-    dot = (folder / "original_backward.dot").read_text()
-    assert all(f'label="section {k}"' in dot for k in range(3))
-    assert "(parameter)" in dot
     (plan,) = ddpopt.explain(ddp).plans
     written = json.loads((folder / "plan.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
@@ -217,13 +199,13 @@ def test_a_dump_that_fails_costs_one_warning_and_no_training(
 def test_off_nothing_is_formatted_or_written(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither code nor a drawing."""
+    """Not even code."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("formatted while dumps are off")
 
     monkeypatch.chdir(tmp_path)
-    for name in ("to_dot", "find_parameters", "_folder_of"):
+    for name in ("_code", "_folder_of"):
         monkeypatch.setattr(dump, name, refuse)
     _train("")
     assert not list(tmp_path.iterdir())

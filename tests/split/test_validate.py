@@ -23,7 +23,7 @@ from ddpopt.split import driver
 from ddpopt.split.backward.cut import SectionGraph, cut_backward
 from ddpopt.split.backward.facts import read_backward
 from ddpopt.split.backward.plan import final_positions, plan_backward
-from ddpopt.split.nodes import call_nodes, is_copy, name_of
+from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.validate import validate_backward, validate_forward
 from tests.support.models import MLP, WIDTH
@@ -158,7 +158,7 @@ def _repeat(gm: fx.GraphModule, target: Any) -> None:
 
 
 def _skip_copies(gm: fx.GraphModule) -> None:
-    copies = [node for node in gm.graph.nodes if is_copy(node)]
+    copies = [node for node in gm.graph.nodes if IS_COPY in node.meta]
     assert copies
     for node in copies:
         node.replace_all_uses_with(node.args[0])

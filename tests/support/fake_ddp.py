@@ -41,6 +41,7 @@ class FakeDDP(DistributedDataParallel):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delay_all_reduce_params: list[nn.Parameter] = []
         self.require_backward_grad_sync = True
         self.process_group = dist.GroupMember.NON_GROUP_MEMBER
         state.of(self).is_copy = True  # there are no ranks to agree with

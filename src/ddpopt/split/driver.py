@@ -71,8 +71,7 @@ def compile_under_ddp(
         raise
     except Exception as error:
         reason = _REASONS.get(type(error), Fallback.SPLIT_FAILED)
-        is_named = isinstance(error, (SectionCompileError, NotProvenError))
-        detail = str(error) if is_named else f"{type(error).__name__}: {error}"
+        detail = f"{type(error).__name__}: {error}"
         return compile_whole(gm, example_inputs, ddp, options, reason, detail)
     if plan.fallback is not None:
         write(gm, plan, [Shown("original", gm)])
@@ -271,7 +270,7 @@ def _split(
         for k, node in enumerate(stitched.graph.find_nodes(op="call_module"))
         if isinstance(graph := stitched.get_submodule(str(node.target)), fx.GraphModule)
     ]
-    show(gm, plan, [Shown("original", gm, nodes), *pieces, Shown("stitched", stitched)])
+    show(gm, plan, [Shown("original", gm), *pieces, Shown("stitched", stitched)])
     compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
     return _Split(plan, nodes, compiled)
 
@@ -300,10 +299,8 @@ def _split_backward(
         sections = cut_backward(backward, cuts)
         validate_backward(backward, plan, sections, saved, arguments)
         nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
-        made = call_nodes(backward.graph)
-        members = [[made[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
         pieces = [Shown(f"backward_section_{k}", s.graph) for k, s in enumerate(sections)]
-        whole = [Shown("original", gm), Shown("original_backward", backward, members)]
+        whole = [Shown("original", gm), Shown("original_backward", backward)]
         show(gm, plan, [*whole, *pieces])
         return BackwardCut(plan, nodes, sections)
 

@@ -4,14 +4,12 @@
         a cut backward: original_backward.py, backward_section_0.py, ...
         a cut forward: section_0.py, ..., stitched.py
 
-Each graph is written as code and in Graphviz's DOT language. Nothing is formatted for outputs that
-are off, and a failing dump costs a warning, never the training run. `dump_dir` may be shared with
-other users: see [Note: files of others] in _files.py.
+Nothing is formatted for outputs that are off, and a failing dump costs a warning, no training run.
+`dump_dir` may be shared with other users: see [Note: files of others] in _files.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -19,21 +17,19 @@ import operator
 import os
 import re
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
 from ddpopt import _logs, _torch, config
 from ddpopt._files import PrivateFolder
-from ddpopt.split.nodes import describe, graph_name, is_call
-from ddpopt.split.plan import NodeText, SplitPlan
+from ddpopt.split.nodes import graph_name
+from ddpopt.split.plan import SplitPlan
 
 _LONGEST_NAME = 60  # of a folder
-_PARAMETER, _BOUNDARY, _CALL = "#ffe9a8", "#dddddd", "#ffffff"  # how nodes are filled
 
 # One per compile, by Dynamo's graph, and one per process, by `dump_dir` and process id.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, PrivateFolder] = weakref.WeakKeyDictionary()
@@ -42,11 +38,10 @@ _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
 class Shown(NamedTuple):
-    """A graph and its name; if it is the one that was cut, with the nodes of each section."""
+    """A graph and its name."""
 
     name: str
     graph: fx.GraphModule
-    sections: Sequence[Sequence[NodeText | fx.Node]] = ()
 
 
 def is_showing() -> bool:
@@ -76,11 +71,8 @@ def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
         by_name = operator.attrgetter("name")  # of an enum member
         content = json.dumps(dataclasses.asdict(plan), indent=1, default=by_name)
         folder.write_text("plan.json", content + "\n")
-        for name, graph, sections in graphs:
-            section_of = {n.name: f"section {k}" for k, nodes in enumerate(sections) for n in nodes}
+        for name, graph in graphs:
             folder.write_text(f"{name}.py", _code(graph))
-            dot = to_dot(graph, section_of, find_parameters(graph, gm))
-            folder.write_text(f"{name}.dot", dot)
     except Exception as error:  # whatever it is, a dump is not worth a training run
         _given_up.add(dump_dir)
         _logs.warning(
@@ -122,59 +114,3 @@ def _rank() -> str:
     if dist.is_available() and dist.is_initialized():
         return str(dist.get_rank())
     return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"
-
-
-def to_dot(gm: fx.GraphModule, section_of: Mapping[str, str], parameters: Collection[str]) -> str:
-    """Return a graph in DOT: each node with its name, target and shape.
-
-    `section_of` gives the section of a node by the node's name; a section's nodes are drawn in one
-    box. `parameters` are the names of nodes to be marked.
-    """
-    ids = {node: f"n{index}" for index, node in enumerate(gm.graph.nodes)}
-    lines = [
-        "digraph {",
-        '  node [shape=box, style="filled", fontname="monospace", fontsize=10];',
-        '  graph [fontname="monospace", labeljust="l"];',
-    ]
-    for node, text in zip(gm.graph.nodes, describe(gm.graph.nodes), strict=True):
-        is_parameter = node.name in parameters
-        label = [text.name, "(parameter)" if is_parameter else "", text.target, text.shape]
-        color = _PARAMETER if is_parameter else _CALL if is_call(node) else _BOUNDARY
-        shown = _quote("\n".join(filter(None, label)))
-        lines.append(f"  {ids[node]} [label={shown}, fillcolor={_quote(color)}];")
-    for index, section in enumerate(dict.fromkeys(section_of.values())):
-        members = " ".join(
-            f"{ids[node]};" for node in gm.graph.nodes if section_of.get(node.name) == section
-        )
-        lines.append(f"  subgraph cluster_{index} {{ label={_quote(section)}; {members} }}")
-    lines += [f"  {ids[source]} -> {ids[node]};" for node in ids for source in node.all_input_nodes]
-    return "\n".join([*lines, "}", ""])
-
-
-def _quote(text: str) -> str:
-    """Return a DOT string that shows `text` as it is."""
-    # In Graphviz only a quote ends a string, but it interprets backslashes and entities.
-    escaped = text.replace("&", "&amp;").replace("\\", "\\\\")
-    escaped = escaped.replace('"', '\\"').replace("\n", "\\n")
-    return f'"{"".join(c for c in escaped if c.isprintable())}"'
-
-
-def find_parameters(gm: fx.GraphModule, original: fx.GraphModule) -> set[str]:
-    """Return the names of the nodes of `gm` that bring parameters in.
-
-    `original` is the graph that Dynamo made; `gm` may belong to its backward.
-    """
-    found = {node.name for node in gm.graph.nodes if _is_parameter(gm, node)}
-    given = list(original.graph.find_nodes(op="placeholder"))
-    for node, index in _torch.argument_placeholders(gm).items():
-        if index < len(given) and _is_parameter(original, given[index]):
-            found.add(node.name)
-    return found
-
-
-def _is_parameter(gm: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "get_attr":
-        with contextlib.suppress(AttributeError):  # it is a buffer, or a constant
-            return isinstance(gm.get_parameter(str(node.target)), torch.nn.Parameter)
-    value = node.meta.get("example_value")
-    return node.op == "placeholder" and isinstance(value, torch.nn.Parameter)

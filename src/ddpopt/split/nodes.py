@@ -90,17 +90,7 @@ def sets_mode(node: fx.Node) -> bool:
     return name_of(node) in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 
 
-_COPY = "ddpopt_copy"
-
-
-def mark_as_copy(node: fx.Node) -> None:
-    """Note that a call of our own passes on a value as it is."""
-    node.meta[_COPY] = True
-
-
-def is_copy(node: fx.Node) -> bool:
-    """Whether a call was marked as a copy."""
-    return _COPY in node.meta
+IS_COPY = "ddpopt_is_copy"  # in the `meta` of a call of our own that passes on a value as it is
 
 
 def uses_streams(graph: fx.Graph) -> bool:

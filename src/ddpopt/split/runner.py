@@ -14,7 +14,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
-from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.backward.gates import refuse_double_backward
@@ -177,47 +176,3 @@ class _Alias(torch.autograd.Function):
 
 
 _alias: Callable[[torch.Tensor], torch.Tensor] = _Alias.apply
-
-
-_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
-def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
-    """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
-    if ddp in _checked:
-        return
-    _checked.add(ddp)
-    if state.of(ddp).plans or state.has_drifted:
-        return
-    name, detail = type(ddp.module).__name__, ""
-    try:
-        if limit := _torch.find_reached_limit(ddp.module):
-            _logs.warning(
-                "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo has "
-                "compiled %s, and leaves other models with it alone; raise that limit, or call "
-                "torch._dynamo.reset() before the next model",
-                name,
-                limit,
-            )
-            return
-        is_skipped = _torch.is_skipped_by_dynamo(ddp.module.forward)
-        if is_skipped and not _torch.is_compiled_module(ddp.module):
-            _logs.warning(
-                "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
-                "frames of %s, and the first frame under DDP is one. Compile before wrapping, "
-                "DDP(torch.compile(model, backend='ddpopt')), or wrap a module of your own that "
-                "calls the %s",
-                name,
-                type(ddp.module).__module__,
-                name,
-            )
-            return
-    except TorchDriftError as error:
-        detail = f"; {error}"
-    _logs.warning(
-        "torch.compile compiled nothing of this DistributedDataParallel(%s); "
-        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
-        "part.compile() compiles nothing, but torch.compile(part) does%s",
-        name,
-        detail,
-    )

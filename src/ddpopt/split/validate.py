@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +27,8 @@ from ddpopt.split.backward.cut import SectionGraph
 from ddpopt.split.backward.facts import gradient_nodes, repeats_of
 from ddpopt.split.forward.writes import written_by
 from ddpopt.split.nodes import (
+    IS_COPY,
     attribute_of,
-    is_copy,
     is_differentiable,
     is_pure,
     name_of,
@@ -81,7 +80,7 @@ class _Program:
             if node.op == "call_module" and is_stitched:
                 section = attribute_of(gm, node)
                 values[node] = self.run(section, [values[n] for n in node.args])
-            elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):
+            elif node.op == "call_function" and is_stitched:  # takes a section's result apart
                 values[node] = values[node.args[0]][node.args[1]]
             elif node.op not in ("placeholder", "output"):
                 values[node] = self._call(gm, node, values)
@@ -90,7 +89,7 @@ class _Program:
     def _call(self, gm: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> _Value:
         read = [values[source] for source in node.all_input_nodes]
         memory = self._memory_of(node, read)
-        if is_copy(node):
+        if IS_COPY in node.meta:
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
             return _Value(self.number(("attribute", id(attribute_of(gm, node)))), memory)

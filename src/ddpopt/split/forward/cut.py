@@ -23,7 +23,7 @@ from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
 from ddpopt.split.forward.writes import find_overwritten, written_by
-from ddpopt.split.nodes import call_nodes, is_differentiable, mark_as_copy
+from ddpopt.split.nodes import IS_COPY, call_nodes, is_differentiable
 from ddpopt.split.plan import Section
 
 
@@ -117,8 +117,7 @@ def _pass_on(
     section = section_of[place]
     with place.graph.inserting_before(place):
         passed = place.graph.call_method(method, (value,))
-    passed.meta = dict(value.meta)
-    mark_as_copy(passed)
+    passed.meta = {**value.meta, IS_COPY: True}
     value.replace_all_uses_with(
         passed,
         delete_user_cb=lambda user: user is not passed and section_of.get(user, section) >= section,
