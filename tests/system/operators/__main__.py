@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.system.operators.models import DIFFERENTIABLE, calls_of
+from tests.system.operators.models import NAMES, calls_of
 from tests.system.operators.running import Result, check
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.system.operators", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=DIFFERENTIABLE, help="operators by name")
+    parser.add_argument("--only", nargs="+", default=NAMES, help="operators by name")
     parser.add_argument("--first", default="", help="begin with this one")
     parser.add_argument("--samples", type=int, default=2, help="calls of each, at most")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after")

@@ -23,7 +23,9 @@ WIDTH = 4
 _DTYPES = (torch.float32, torch.complex64, torch.float64)  # the first that an operator has
 _OPERATORS = {info.full_name: info for info in op_db}
 _MODULES = {info.formatted_name.replace("nn_", "nn."): info for info in module_db}
-DIFFERENTIABLE = (*(n for n, info in _OPERATORS.items() if info.supports_autograd), *_MODULES)
+_DIFFERENTIABLE = [name for name, info in _OPERATORS.items() if info.supports_autograd]
+_IN_PLACE = [n for n in _DIFFERENTIABLE if _OPERATORS[n].inplace_variant is not None]
+NAMES = (*_DIFFERENTIABLE, *_MODULES, *(f"{name}:in_place" for name in _IN_PLACE))
 
 
 class Sample(NamedTuple):
@@ -38,7 +40,7 @@ class Sample(NamedTuple):
 def samples_of(name: str) -> list[Sample]:
     """Return the calls that torch tests an operator or a module with, the same ones each time.
 
-    `name` may end in `:in place`, for the operator's variant that writes into its input.
+    `name` may end in `:in_place`, for the operator's variant that writes into its input.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what torch itself should no longer use
