@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 STRANGEST = {
-    "effects": "linalg.inv linalg.cholesky linalg.solve linalg.eigh linalg.lu_factor logdet "
-    "cholesky_inverse tensorinv",
+    "effects": "linalg.inv linalg.cholesky linalg.solve linalg.lu_factor linalg.matrix_power "
+    "linalg.tensorinv linalg.tensorsolve linalg.det",
     "views": "as_strided diagonal unfold unbind split chunk view_as transpose:in_place real H "
     "squeeze.multiple expand as_strided_scatter diagonal_scatter slice_scatter",
     "in place": "add:in_place exp:in_place masked_fill:in_place index_put:in_place cumsum:in_place "
@@ -20,10 +20,10 @@ STRANGEST = {
     "random": "nn.functional.dropout nn.functional.rrelu bernoulli normal multinomial rand_like "
     "nn.functional.fractional_max_pool2d nn.functional.scaled_dot_product_attention "
     "nn.FractionalMaxPool3d nn.TransformerEncoderLayer",
-    "sizes that data decide": "nonzero masked_select unique argwhere repeat_interleave bincount "
-    "item __getitem__ nn.functional.one_hot",
-    "empty": "sum cat matmul cdist linalg.qr linalg.det nn.functional.linear index_select "
-    "nn.functional.interpolate.bilinear",
+    "sizes that data decide": "nonzero masked_select argwhere repeat_interleave bincount item "
+    "__getitem__ nn.functional.one_hot nonzero_static",
+    "empty": "cat matmul cdist linalg.eig linalg.det nn.functional.linear prod softmax "
+    "nn.functional.layer_norm nn.BatchNorm2d",
 }
 
 

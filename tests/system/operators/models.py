@@ -20,7 +20,7 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
 
 WIDTH = 4
-_DTYPES = (torch.float32, torch.complex64, torch.float64)  # the first that an operator has
+_DTYPES = (torch.float32, torch.complex64, torch.int64)  # the first that an operator has
 _OPERATORS = {info.full_name: info for info in op_db}
 _MODULES = {info.formatted_name.replace("nn_", "nn."): info for info in module_db}
 _DIFFERENTIABLE = [name for name, info in _OPERATORS.items() if info.supports_autograd]
@@ -58,7 +58,7 @@ def _draw(name: str) -> list[Sample]:
     function = info.inplace_variant if is_in_place else info.op
     return [
         Sample(lambda: function, (sample.input, *sample.args), sample.kwargs)
-        for sample in info.sample_inputs("cpu", dtype, requires_grad=True)
+        for sample in info.sample_inputs("cpu", dtype, requires_grad=dtype != torch.int64)
     ]
 
 
@@ -77,13 +77,13 @@ def _samples_of_module(info: Any) -> list[Sample]:
 
 
 def calls_of(name: str, *, is_empty: bool = False) -> Iterator[tuple[int, Sample]]:
-    """Give an operator's calls by number, first the middle one and the last.
+    """Give an operator's calls by number, first the last and the middle one.
 
     With `is_empty`, only those that are given a tensor without elements.
     """
     samples = samples_of(name)
     last = len(samples) - 1
-    for number in dict.fromkeys([len(samples) // 2, last, *range(last)] if samples else []):
+    for number in dict.fromkeys([last, len(samples) // 2, *range(last)] if samples else []):
         tensors = tensors_in((samples[number].arguments, samples[number].keywords))
         if not is_empty or any(tensor.numel() == 0 for tensor in tensors):
             yield number, samples[number]
