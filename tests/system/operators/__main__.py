@@ -79,6 +79,8 @@ def _print_counts(log: _Log) -> None:
     print(f"{len(names)} operators, {len(results)} cases, {sum(is_cut)} of {len(is_cut)} split")
     for outcome, count in outcomes.most_common():
         print(f"{count:6} {outcome}")
+    for reason, count in collections.Counter(r.reason for r in results.values()).items():
+        print(f"{count:6} {reason or 'cut as asked, or discarded'}")
     print(f"{len(failing)} failing operators: {', '.join(failing)}")
 
 

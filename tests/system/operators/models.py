@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
@@ -65,25 +66,28 @@ def _draw(name: str) -> list[Sample]:
 def _samples_of_module(info: Any) -> list[Sample]:
     draw, dtype, settings = info.module_inputs_func, _DTYPES[0], {"requires_grad": True}
     return [
-        Sample(
-            functools.partial(info.module_cls, *made.args, **made.kwargs),
-            called.args,
-            called.kwargs,
-        )
+        Sample(functools.partial(_make, info.module_cls, sample), called.args, called.kwargs)
         for sample in draw(info, device="cpu", dtype=dtype, training=True, **settings)
         if (called := sample.forward_input) is not None
-        for made in [sample.constructor_input]
     ]
 
 
+def _make(module_class: type[nn.Module], sample: Any) -> nn.Module:
+    made, called = sample.constructor_input, sample.forward_input
+    module = module_class(*made.args, **made.kwargs)
+    if isinstance(module, LazyModuleMixin):  # DDP refuses it before its first call
+        module(*called.args, **called.kwargs)
+    return module
+
+
 def calls_of(name: str, *, is_empty: bool = False) -> Iterator[tuple[int, Sample]]:
-    """Give an operator's calls by number, first the last and the middle one.
+    """Give an operator's calls by number, first the middle one and the last.
 
     With `is_empty`, only those that are given a tensor without elements.
     """
     samples = samples_of(name)
     last = len(samples) - 1
-    for number in dict.fromkeys([last, len(samples) // 2, *range(last)] if samples else []):
+    for number in dict.fromkeys([len(samples) // 2, last, *range(last)] if samples else []):
         tensors = tensors_in((samples[number].arguments, samples[number].keywords))
         if not is_empty or any(tensor.numel() == 0 for tensor in tensors):
             yield number, samples[number]

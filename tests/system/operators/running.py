@@ -17,13 +17,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import Fallback
 from tests.system.fuzzing.checking import (
     AS_UNSPLIT,
     DIFFERS,
     EQUAL,
     FAILURES,
     NOT_SPLIT,
-    OUR_ERRORS,
     RAISES,
     REFUSED,
     REFUSED_UNSPLIT,
@@ -49,12 +49,15 @@ _IN_ONE_GRAPH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one split, in the words of the fuzz."""
+    """What came of one split, in the words of the fuzz.
+
+    `reason` is the name of why a graph was compiled whole, or cut in forward instead.
+    """
 
     outcome: str
     detail: str = ""
     num_sections: int = 1
-    split: str = ""
+    reason: str = ""
 
     @property
     def is_failure(self) -> bool:
@@ -74,8 +77,8 @@ class _Attempt:
     error: Exception | None = None
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     num_sections: int = 1
-    split: str = ""
-    trouble: str = ""  # why the graph was not split as it should be, where that is our fault
+    reason: str = ""
+    trouble: str = ""  # the reason, where that is a fault of ours
 
     def said(self) -> str:
         """Return the error's traceback, or the trouble."""
@@ -103,7 +106,9 @@ def _judge(
         outcome, detail = _compare(ours, eager, train_unsplit())
     if outcome == DIFFERS and not _is_determined(sample, eager, train_unsplit()):
         outcome = UNDETERMINED
-    return Result(outcome=outcome, detail=detail, num_sections=ours.num_sections, split=ours.split)
+    return Result(
+        outcome=outcome, detail=detail, num_sections=ours.num_sections, reason=ours.reason
+    )
 
 
 def _is_determined(sample: Sample, eager: _Attempt, unsplit: _Attempt) -> bool:
@@ -166,12 +171,13 @@ def _train(sample: Sample, options: dict[str, Any] | None) -> _Attempt:
     for name, buffer in model.named_buffers():
         values[f"buffer {name}"] = _comparable(buffer)
     plans = ddpopt.explain(ddp).plans
-    troubles = [p.headline() for p in plans if {p.fallback, p.instead} & set(OUR_ERRORS)]
+    reasons = [reason for p in plans for reason in (p.fallback, p.instead) if reason is not None]
+    is_fault = any(not r.is_expected and r is not Fallback.NO_LEGAL_CUT for r in reasons)
     return _Attempt(
         values=values,
         num_sections=max((len(plan.sections) for plan in plans), default=1) or 1,
-        split=" ".join(plan.split for plan in plans if plan.sections),
-        trouble="; ".join(troubles),
+        reason=" ".join(reason.name for reason in reasons),
+        trouble="; ".join(plan.headline() for plan in plans) if is_fault else "",
     )
 
 
