@@ -12,14 +12,14 @@ STRANGEST = {
     "linalg.tensorinv linalg.tensorsolve linalg.det",
     "views": "as_strided diagonal unfold unbind split chunk view_as transpose:in_place real H "
     "squeeze.multiple expand as_strided_scatter diagonal_scatter slice_scatter",
-    "in place": "add:in_place exp:in_place masked_fill:in_place index_put:in_place cumsum:in_place "
-    "index_copy clamp:in_place",
+    "in place": "add:in_place mul:in_place exp:in_place masked_fill:in_place "
+    "index_put:in_place cumsum:in_place index_copy clamp:in_place",
     "complex": "view_as_complex view_as_real imag polar angle conj_physical fft.rfft istft stft",
-    "several outputs": "svd linalg.eig topk sort aminmax frexp var_mean cummax linalg.lstsq "
+    "several outputs": "svd linalg.eig topk sort aminmax frexp var_mean cummax lu "
     "max.reduction_with_dim meshgrid.list_of_tensors nn.functional.batch_norm nn.LSTM",
     "random": "nn.functional.dropout nn.functional.rrelu bernoulli normal multinomial rand_like "
     "nn.functional.fractional_max_pool2d nn.functional.scaled_dot_product_attention "
-    "nn.FractionalMaxPool3d nn.TransformerEncoderLayer",
+    "nn.functional.alpha_dropout nn.TransformerEncoderLayer",
     "sizes that data decide": "nonzero masked_select argwhere repeat_interleave bincount item "
     "__getitem__ nn.functional.one_hot nonzero_static",
     "empty": "cat matmul cdist linalg.eig linalg.det nn.functional.linear prod softmax "
