@@ -10,7 +10,7 @@ CORE   := _torch split ranks checks data_parallel test_backend.py test_options.p
           test_reducer.py algorithms/test_api.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
-.PHONY: demo test test-all drift gpu lint docs clean
+.PHONY: demo test test-all operators drift gpu lint docs clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
@@ -23,6 +23,10 @@ test: .venv/installed
 # All tests: the quick set, then the others, which often wait for what they started.
 test-all: test
 	$(PYTEST) -n 3 --set rest
+
+# All operators and modules of torch's own database in DDP models, half an hour.
+operators: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.operators
 
 # The core of the tests on another release: `make drift TORCH=torch==2.11.0`. What PyPI has for
 # Linux is the CUDA build, several GB, which runs on CPUs too; so it is no part of CI.
