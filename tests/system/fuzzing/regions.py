@@ -137,6 +137,7 @@ KINDS: dict[str, type[Part]] = {
     "choose": blocks.Choose,
     "linalg": effects.Linalg,
     "collective": effects.Collective,
+    "statistics": effects.Statistics,
     **dict.fromkeys(effects.EFFECTS, effects.Effect),
     "residual": Residual,
     "parallel": Parallel,
