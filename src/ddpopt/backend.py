@@ -43,7 +43,6 @@ def backend(
     Raises:
         OptionError: an option is unknown or has an invalid value.
         UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
-        SectionCompileError: the inner compiler raised on a section.
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
     """
     resolved = resolve_options(mode, options)

@@ -26,14 +26,6 @@ class UnsupportedModeError(DDPOptError, RuntimeError):
     """
 
 
-class SectionCompileError(DDPOptError, RuntimeError):
-    """The inner compiler raised on one section; the message names it.
-
-    Try `options={"inner": "aot_eager"}` to see whether the inner compiler is at fault, or let that
-    section run uncompiled with `torch._dynamo.config.suppress_errors`.
-    """
-
-
 class RecomputationError(DDPOptError, RuntimeError):
     """A checkpoint's recomputation runs different code than its forward: gradients would be wrong.
 
@@ -138,6 +130,15 @@ class Fallback(enum.Enum):
         "between sections, spans them all); move it into a smaller part of the forward, or "
         "compile the submodules before they are wrapped"
     )
+    SECTION_FAILED = (
+        "the inner compiler raised the error below on one section, and not on the whole graph; "
+        "training goes on without overlap; please report it, or set options={'enabled': False} to "
+        "silence this"
+    )
+    NOT_PROVEN = (
+        "the sections could not be shown to compute what the graph computes; training goes on "
+        "without overlap; please report the difference below"
+    )
     SPLIT_FAILED = (
         "splitting the graph raised an error; training goes on without overlap; please report "
         "the error below, or set options={'enabled': False} to silence this"
@@ -150,7 +151,13 @@ class Fallback(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Whether the graph should be compiled this way; if not, overlap was lost."""
-        return self not in (Fallback.NO_LEGAL_CUT, Fallback.SPLIT_FAILED, Fallback.TORCH_DRIFT)
+        return self not in (
+            Fallback.NO_LEGAL_CUT,
+            Fallback.SECTION_FAILED,
+            Fallback.NOT_PROVEN,
+            Fallback.SPLIT_FAILED,
+            Fallback.TORCH_DRIFT,
+        )
 
 
 class ForwardInstead(enum.Enum):
@@ -165,7 +172,8 @@ class ForwardInstead(enum.Enum):
         "as 'max-autotune-no-cudagraphs'"
     )
     SUBCLASSES = (
-        "an input is a tensor subclass, which AOTAutograd takes apart; use split='forward' for it"
+        "an input is a tensor subclass, which AOTAutograd takes apart or does not take; use "
+        "split='forward' for it"
     )
     DEVICES = (
         "its gradients are on several devices, whose parts of backward run in threads of their "
@@ -176,8 +184,17 @@ class ForwardInstead(enum.Enum):
         "torch._dynamo.config.inline_inbuilt_nn_modules = True"
     )
     OTHER_OUTPUTS = (
-        "its backward graph returns more than gradients (effect tokens or random number state); "
-        "use split='forward' for it"
+        "its backward graph returns more than gradients (such as random number state); use "
+        "split='forward' for it"
+    )
+    EFFECTS = (
+        "its backward has operators with effects, as torch.linalg.solve's checks are, whose order "
+        "tokens keep in one graph; use split='forward' for it"
+    )
+    STREAMS = "its backward says on which stream calls run; compile the part on each by itself"
+    NOT_DESCRIBED = (
+        "AOTAutograd's descriptions of what its graphs return do not match what they return; "
+        "please report the numbers below"
     )
     FAILED = "cutting its backward graph raised an error; please report the error below"
     TORCH_DRIFT = (
@@ -188,7 +205,11 @@ class ForwardInstead(enum.Enum):
     @property
     def is_expected(self) -> bool:
         """Whether the graph or the settings are the reason, rather than a fault."""
-        return self not in (ForwardInstead.FAILED, ForwardInstead.TORCH_DRIFT)
+        return self not in (
+            ForwardInstead.NOT_DESCRIBED,
+            ForwardInstead.FAILED,
+            ForwardInstead.TORCH_DRIFT,
+        )
 
 
 class DDPMode(enum.Enum):
@@ -210,3 +231,7 @@ class CutRefusedError(Exception):
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
         self.reason = reason
         self.detail = detail
+
+
+class SectionCompileError(Exception):
+    """The inner compiler raised on one section; raised and caught inside ddpopt."""

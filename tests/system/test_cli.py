@@ -32,7 +32,7 @@ from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.main import find_command
 from ddpopt.cli.output import InputError
 from ddpopt.cli.process_groups import one_rank_group
-from ddpopt.errors import SectionCompileError
+from ddpopt.errors import TorchDriftError
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
 from tests.support.models import MLP
 from tests.system.documents import ROOT, environment
@@ -642,11 +642,11 @@ def test_work_that_fails_exits_with_1_and_the_message(
     """It is not the input's fault."""
 
     def fail(*_: Any) -> None:
-        raise SectionCompileError("the inner compiler raised on section 3")
+        raise TorchDriftError("torch has no such name")
 
     monkeypatch.setattr(simulate, "run_simulate", fail)
     assert main(("simulate", saved, "--world-size", "4")) == 1
-    assert capsys.readouterr().err == "ddpopt: the inner compiler raised on section 3\n"
+    assert capsys.readouterr().err == "ddpopt: torch has no such name\n"
 
 
 def _on_a_terminal(*arguments: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,22 +18,23 @@ from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.graphs import fake_mode_of
 from ddpopt._torch.names import ModuleName
 from ddpopt._torch.runtime import do_without
-from ddpopt.errors import TorchDriftError
+from ddpopt.errors import CutRefusedError, ForwardInstead, TorchDriftError
 
 
 @contextlib.contextmanager
-def section_tracing() -> Iterator[Callable[[], bool]]:
+def section_tracing() -> Iterator[Callable[..., Any]]:
     """Give the section compiled in this block a TracingContext of its own.
 
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
     whatever it compiles of that graph later: with one context for all sections it would find the
-    last one's metadata. Guards and fake mode stay shared. Yields a function that says whether
-    AOTAutograd compiled something: if so, the section's first call, made inside this block, returns
-    fake tensors with the strides that Inductor chose.
+    last one's metadata. Guards and fake mode stay shared. Yields a function that
+    calls the compiled section with its arguments, which has to be done inside this block, and gives
+    the fake tensors that it returns, with the strides that Inductor chose. They are None if
+    AOTAutograd compiled nothing, or if effect tokens take the places of some of them.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
-        yield lambda: False
+        yield lambda *_: None
         return
     context = copy.copy(outer)
     parameters = (names.PARAMS_FLAT, names.PARAMS_UNWRAPPED, names.PARAMS_INDEX)
@@ -40,9 +42,15 @@ def section_tracing() -> Iterator[Callable[[], bool]]:
         row.set(context, None)
     names.FAKIFY_FIRST_CALL.set(context, True)
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
+
+    def call_first(compiled: Callable[..., Any], *args: Any) -> Any:
+        metadata = names.FW_METADATA.of(context)
+        outputs = None if metadata is None else compiled(*args)
+        return None if outputs is not None and names.TOKENS.of(metadata) else outputs
+
     try:
         with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():
-            yield lambda: names.FW_METADATA.of(context) is not None
+            yield call_first
     finally:
         names.FAKIFY_FIRST_CALL.set(context, False)
         _forget_donated(context)
@@ -249,19 +257,49 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
     return [
         text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
-        for text in outputs_described(backward)
+        for text in _outputs_described(backward)
     ]
 
 
-def outputs_described(gm: fx.GraphModule) -> list[Any]:
-    """Return AOTAutograd's (hashable) description of each value that a graph returns."""
+def _outputs_described(gm: fx.GraphModule) -> list[Any]:
+    """Return AOTAutograd's (hashable) description of each value that a graph returns.
+
+    Raises:
+        CutRefusedError: values and descriptions do not match one to one.
+    """
     (output,) = gm.graph.find_nodes(op="output")
-    return list(output.meta.get("desc", ()))
+    described, num_values = list(output.meta.get("desc", ())), len(output.args[0])
+    if len(described) > num_values:  # Inductor has taken effect tokens out of the values only
+        tokens = (names.FORWARD_TOKEN.get(), names.BACKWARD_TOKEN.get())
+        described = [text for text in described if not isinstance(text, tokens)]
+    if len(described) != num_values:
+        detail = f"{num_values} values have {len(described)} descriptions"
+        raise CutRefusedError(ForwardInstead.NOT_DESCRIBED, detail)
+    return described
 
 
-def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any]:
-    """Return which of a backward graph's inputs are gradients of which outputs of the forward."""
-    return {node: text.output for node, text in _described(backward, names.TANGENT_INPUT.get())}
+def differentiable_outputs(forward: fx.GraphModule) -> list[Any]:
+    """Return the descriptions of a forward's outputs as its autograd node numbers them.
+
+    They end at the first that is not understood. So if one is missing, such as a tensor subclass,
+    there are fewer than outputs of the node.
+    """
+    token = names.FORWARD_TOKEN.get()
+    rows = (names.PLAIN_OUTPUT, names.MUTATION_OUTPUT, names.BASE_OUTPUT)
+    kinds = tuple(row.get() for row in rows)
+    described = (text for text in _outputs_described(forward) if not isinstance(text, token))
+    return list(itertools.takewhile(lambda text: isinstance(text, kinds), described))
+
+
+def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any] | None:
+    """Return which of a backward graph's inputs are gradients of which outputs of the forward.
+
+    None if one of them is anything else, such as a part of a tensor subclass's gradient.
+    """
+    found = {node: text.output for node, text in _described(backward, names.TANGENT_INPUT.get())}
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    is_known = all(node in found for node in placeholders if node.name.startswith("tangents_"))
+    return found if is_known else None
 
 
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:

@@ -224,6 +224,19 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(names.DELAYED_PARAMS.of(ddp))
 
 
+def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[int, ...]:
+    """Return the parameters, by index, whose gradient makes DDP reduce the delayed ones."""
+    if not has_delayed_parameters(ddp):
+        return ()
+    hook = names.DELAYED_HOOK.of(type(ddp))
+    return tuple(
+        p.index
+        for tensor, p in reducer_parameters(ddp).items()
+        for found in (names.TENSOR_HOOKS.of(tensor) or {}).values()
+        if getattr(found, "__func__", None) is hook
+    )
+
+
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
     return bool(_log_of(ddp).get("comm_hook"))

@@ -74,14 +74,6 @@ def is_compiled_autograd_on() -> bool:
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
-def suppresses_errors() -> bool:
-    """Whether Dynamo runs eagerly what a backend fails to compile."""
-    try:
-        return names.SUPPRESS_ERRORS.get()
-    except TorchDriftError:
-        return False  # an exception is being handled, and must not be hidden by another
-
-
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """Return the exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)

@@ -112,6 +112,12 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, names.HIGHER_ORDER.get())
 
 
+def namespace_of(target: object) -> str | None:
+    """Return the library that an operator belongs to, such as `aten`; None for anything else."""
+    is_operator = isinstance(target, (names.OVERLOAD.get(), names.PACKET.get()))
+    return str(target).partition(".")[0] if is_operator else None
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identify a tensor's memory, so that aliases compare equal; None if it has no storage."""
     try:
@@ -128,6 +134,15 @@ def is_of_functorch(tensor: torch.Tensor) -> bool:
 def is_subclass(value: object) -> bool:
     """Whether AOTAutograd takes a tensor apart into others, as it does with a DTensor."""
     return names.IS_SUBCLASS.get()(value)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what a parameter holds, is of no class that somebody derived.
+
+    AOTAutograd checks the operators of a graph's first run with a mode that refuses others.
+    """
+    kinds = (torch.Tensor, torch.nn.Parameter, names.FAKE_TENSOR.get())
+    return isinstance(tensor, torch.nn.Parameter) or type(tensor) in kinds
 
 
 def fake_mode_of(inputs: object) -> Any:

@@ -79,7 +79,8 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[F
 
     What else each rank compiled does not matter: sections, fallbacks and shapes of inputs may
     differ, since the Reducer has the same buckets on all ranks and launches them in the same order.
-    But if a graph has collectives of its own, cuts decide which of DDP's come between them.
+    But if a graph has collectives of its own, cuts decide which of DDP's come between them. A call
+    that is not known to be pure may be one.
     """
     try:
         reduced, caps = _torch.reducer_parameters(ddp), _torch.reducer_caps(ddp)
@@ -94,7 +95,7 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[F
         Fact("static_graph", str(ddp.static_graph)),
         Fact(
             "where graphs with collectives of their own are cut",
-            str(sorted({_cuts_of(plan) for plan in plans if plan.num_collectives})),
+            str(sorted({cuts for plan in plans if (cuts := _cuts_of(plan))})),
             "DDP's collectives come between others of the model there, so that ranks wait for each "
             "other: compile with the same options on all ranks, all with options={'enabled': "
             "False} if some must",
@@ -105,9 +106,10 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[F
 
 
 def _cuts_of(plan: SplitPlan) -> str:
-    where = ", ".join(str(section.start) for section in plan.sections[1:])
-    cuts = f"{plan.split} cut at {where}" if where else "whole"
-    return f"{plan.num_collectives} collectives, {cuts}"
+    counts = [section.num_fixed for section in plan.sections]
+    if any(counts):
+        return f"{plan.split} sections with {', '.join(map(str, counts))} such calls"
+    return f"whole, with {plan.num_fixed} such calls" if plan.num_fixed and not counts else ""
 
 
 def _not_compiled(model: torch.nn.Module) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from ddpopt.cli.output import Report, Screen
 from ddpopt.cli.parser import make_parser
-from ddpopt.errors import DDPOptError, SectionCompileError, TorchDriftError, UnsupportedModeError
+from ddpopt.errors import DDPOptError, TorchDriftError, UnsupportedModeError
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if report is None else _show(report, screen)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (SectionCompileError, TorchDriftError, UnsupportedModeError) as error:
+    except (TorchDriftError, UnsupportedModeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _FAILED
     except DDPOptError as error:  # about what the arguments name, so usage would not help

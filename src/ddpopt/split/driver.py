@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch
 from ddpopt._events import Label, telling
 from ddpopt._files import source_digest
-from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead, TorchDriftError
+from ddpopt.errors import (
+    CutRefusedError,
+    Fallback,
+    ForwardInstead,
+    SectionCompileError,
+    TorchDriftError,
+)
 from ddpopt.options import Options
 from ddpopt.ranks import plan_log
 from ddpopt.reducer import (
@@ -39,10 +46,9 @@ from ddpopt.split.forward.compile import compile_sections
 from ddpopt.split.forward.cut import copy_for_splitting, split_forward
 from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
-from ddpopt.split.nodes import call_nodes, count_collectives, describe, graph_name
+from ddpopt.split.nodes import call_nodes, describe, graph_name, is_pure
 from ddpopt.split.plan import SplitPlan
-from ddpopt.split.runner import GraphRunner, order_first_arrival, waiting_first
-from ddpopt.split.sections import passing_errors
+from ddpopt.split.runner import GraphRunner, order_arrival_of, waiting_first
 
 
 def compile_under_ddp(
@@ -53,15 +59,17 @@ def compile_under_ddp(
 ) -> Callable[..., Any]:
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
-    Raises:
-        SectionCompileError: the inner compiler raised on a section.
+    It raises what compiling the whole graph raises, and nothing else.
     """
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
         survey = _survey(gm, example_inputs, ddp, options)
         plan, nodes, compiled = _split(gm, example_inputs, survey, options)
-    except passing_errors():
+    except _torch.control_flow_exceptions():
         raise
+    except SectionCompileError as error:
+        reason, detail = Fallback.SECTION_FAILED, str(error)
+        return compile_whole(gm, example_inputs, ddp, options, reason, detail)
     except Exception as error:
         is_drift = isinstance(error, TorchDriftError)
         reason = Fallback.TORCH_DRIFT if is_drift else Fallback.SPLIT_FAILED
@@ -74,8 +82,10 @@ def compile_under_ddp(
     if survey.known.waits_in_forward and not isinstance(compiled, GatedGraph):
         compiled = waiting_first(compiled)
     _announce(ddp, plan, nodes, options)
-    slots = [survey.slots[p.index] for p in plan.arrival if p.index in survey.slots]
-    return GraphRunner(plan, nodes, compiled, order_first_arrival(compiled, slots))
+    arguments, last = survey.arguments, survey.known.rules.arrives_last
+    compiled = order_arrival_of(compiled, [arguments[i] for i in last if i in arguments])
+    slots = [arguments[p.index] for p in plan.arrival if p.index in arguments]
+    return GraphRunner(plan, nodes, compiled, order_arrival_of(compiled, slots))
 
 
 def compile_whole(
@@ -106,9 +116,8 @@ def compile_whole(
 class _Survey:
     """What is known about a graph under DDP before it is planned.
 
-    `graph` is a copy that may be cut. `arguments` gives the argument that brings in each parameter,
-    `slots` only those that the graph does not write to. If `is_last`, no other graph can follow it
-    in the DDP module's forward.
+    `graph` is a copy that may be cut. `arguments` gives the argument that brings in each parameter.
+    If `is_last`, no other graph can follow it in the DDP module's forward.
     """
 
     graph: fx.GraphModule
@@ -116,7 +125,6 @@ class _Survey:
     known: state.DDPState
     reduced: Sequence[Parameter]
     arguments: Mapping[int, int]
-    slots: Mapping[int, int]
     facts: GraphFacts
     later: Sequence[Parameter]
     earlier: Sequence[Parameter]
@@ -151,8 +159,10 @@ class _Survey:
             reason = Fallback.ONE_PLANNED_BUCKET
         return dataclasses.replace(plan, fallback=reason)
 
-    def draft(self, place: Mapping[int, int]) -> SplitPlan:
+    def draft(self, place: Mapping[int, float]) -> SplitPlan:
         """Return a plan without sections, for gradients that are final at these places."""
+        last = dict.fromkeys(self.known.rules.arrives_last, math.inf)
+        place = {index: last.get(index, at) for index, at in place.items()}
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
         expected = None if self.blank.is_shared else self.known.expected_buckets
         if expected is not None:
@@ -178,7 +188,7 @@ def _survey(
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
-    owners, slots = parameters_of(graph, example_inputs, trained)
+    owners = parameters_of(graph, example_inputs, trained)
     known = state.of(ddp)
     used = {index for indices in owners.values() for index in indices}
     later, earlier = known.arrival_around(graph_name(gm), used)
@@ -194,7 +204,6 @@ def _survey(
             for argument, node in enumerate(graph.graph.find_nodes(op="placeholder"))
             for index in owners.get(node, ())
         },
-        slots=slots,
         facts=read_facts(graph, owners, elsewhere={parameter.index for parameter in earlier}),
         later=later,
         earlier=earlier,
@@ -207,7 +216,7 @@ def _blank_plan(gm: fx.GraphModule, options: Options) -> SplitPlan:
         graph=graph_name(gm),
         inner=options.inner_name,
         num_nodes=len(call_nodes(gm.graph)),
-        num_collectives=count_collectives(gm),
+        num_fixed=sum(not is_pure(node) for node in call_nodes(gm.graph)),
     )
 
 
@@ -232,7 +241,9 @@ def _split(
     if options.split != "forward" and sections not in _NOTHING_TO_RELEASE:
         try:
             return _split_backward(gm, example_inputs, survey, options)
-        except passing_errors():
+        except SectionCompileError:
+            raise
+        except _torch.control_flow_exceptions():
             raise
         except CutRefusedError as error:
             plan = dataclasses.replace(plan, instead=error.reason, detail=error.detail)

@@ -26,21 +26,56 @@ def is_call(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "get_attr", "output")
 
 
-_COLLECTIVES = {
-    "c10d",
-    "c10d_functional",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "_dtensor",
-    "symm_mem",
-}
+# What computes and does nothing else, except for operators that torch knows to be impure.
+_PURE_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
+_PURE_HIGHER_ORDER = frozenset(
+    {
+        "associative_scan",
+        "autograd_function_apply",
+        "cond",
+        "flex_attention",
+        "flex_attention_backward",
+        "invoke_subgraph",
+        "map_impl",
+        "scan",
+        "tag_activation_checkpoint",
+        "triton_kernel_wrapper_functional",
+        "while_loop",
+        "wrap",
+    }
+)
+_EFFECT_TOKENS = frozenset({"_make_token.default", "_sink_tokens.default"})
 
 
-def count_collectives(gm: fx.GraphModule) -> int:
-    """Return how many calls in a graph, and in the graphs that it calls, communicate."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    return sum(str(node.target).partition(".")[0] in _COLLECTIVES for node in calls)
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call is known to do nothing but compute what it returns.
+
+    Anything else may communicate, draw random numbers or print, as far as we know: operators of
+    other libraries do not say. It is made once, and keeps its place among such calls.
+    """
+    name = name_of(node)
+    if node.op == "call_method":
+        return not name.endswith("_")
+    if node.op != "call_function" or node.is_impure() or name in _EFFECT_TOKENS:
+        return False
+    if _torch.is_higher_order(node.target):
+        root = node.graph.owning_module
+        values = [attribute_of(root, n) for n in node.all_input_nodes if n.op == "get_attr"]
+        graphs = [value.graph for value in values if isinstance(value, fx.GraphModule)]
+        return name in _PURE_HIGHER_ORDER and all(
+            is_pure(call) for graph in graphs for call in call_nodes(graph)
+        )
+    library = _torch.namespace_of(node.target)
+    if library is not None:
+        return library in _PURE_LIBRARIES
+    module = getattr(node.target, "__module__", None) or "torch"  # as most of torch's builtins
+    is_local = not module.startswith("torch.distributed")
+    return module.partition(".")[0] in ("_operator", "builtins", "math", "torch") and is_local
+
+
+def uses_streams(graph: fx.Graph) -> bool:
+    """Whether a graph says on which stream its calls run: then each has to keep its place."""
+    return any(_torch.namespace_of(node.target) == "streams" for node in graph.nodes)
 
 
 def graph_name(gm: fx.GraphModule) -> str:

@@ -28,6 +28,7 @@ class Section:
 
     `parameters` are those whose gradients become final in its backward, in arrival order, and
     `completes` the indices of those of the plan's buckets whose last gradient it produces.
+    `num_fixed` is the number of its calls that are not known to be pure.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Section:
     first_node: str
     parameters: tuple[str, ...]
     completes: tuple[int, ...] = ()
+    num_fixed: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -77,7 +79,8 @@ class SplitPlan:
     DDP module. `fallback` is None for a graph that is split; `detail` completes the fallback's
     sentence. If `is_shared`, the same compiled graph may run for several modules; it is planned
     for its first module only. `split` says which graph was cut; if that is the forward although
-    the backward was wanted, `instead` says why.
+    the backward was wanted, `instead` says why. `num_fixed` counts the calls of Dynamo's graph that
+    are not known to be pure.
     """
 
     graph: str
@@ -91,7 +94,7 @@ class SplitPlan:
     is_shared: bool = False
     split: str = "forward"
     instead: ForwardInstead | None = None
-    num_collectives: int = 0
+    num_fixed: int = 0
 
     @property
     def frame(self) -> str:

@@ -105,8 +105,8 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
-    """Make the gradients of `compiled`'s arguments at `slots` arrive in that order.
+def order_arrival_of(compiled: Compiled, slots: Sequence[int]) -> Compiled:
+    """Make the gradients of `compiled`'s arguments at `slots` arrive last, in that order.
 
     A section returns all its gradients at once, and autograd accumulates them in an order of its
     own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
@@ -114,12 +114,14 @@ def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
     the aliases last to first orders the gradients. They then come after all sections' backward,
     which costs nothing: until buckets are rebuilt there is only one.
     """
+    if not slots:
+        return compiled
     last_to_first = tuple(reversed(slots))
 
     def run(*args: Any) -> Any:
         values = list(args)
         for slot in last_to_first:
-            if type(values[slot]) is torch.nn.Parameter:
+            if isinstance(values[slot], torch.nn.Parameter):
                 values[slot] = _alias(values[slot])
         return compiled(*values)
 
@@ -127,14 +129,17 @@ def order_first_arrival(compiled: Compiled, slots: Sequence[int]) -> Compiled:
 
 
 class _Alias(torch.autograd.Function):
-    """The identity. `view_as` alone would not do: its backward cannot take a sparse gradient."""
+    """The identity. `view_as` would not do: its backward cannot take a sparse gradient.
+
+    A write to what this returns changes the parameter, and no autograd node: it is no view.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
         # Not saved for backward: a checkpoint would count it, and miss it in the recomputation.
         ctx.source = value
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,11 +14,6 @@ _T = TypeVar("_T")
 _QUIET_S = 3.0  # of compiling before anything is reported
 
 
-def passing_errors() -> tuple[type[BaseException], ...]:
-    """Return the errors that compiling in another way would not solve."""
-    return (SectionCompileError, *_torch.control_flow_exceptions())
-
-
 class SectionCompiler:
     """Compiles the sections of one graph."""
 
@@ -27,14 +22,8 @@ class SectionCompiler:
         self._num_sections = num_sections
         self._began_s = time.monotonic()
 
-    def compile(
-        self,
-        index: int,
-        where: str,
-        compile_it: Callable[[], _T],
-        uncompiled: _T,
-    ) -> _T:
-        """Compile a section as `or_uncompiled` does; report which one it is if this takes long."""
+    def compile(self, index: int, where: str, compile_it: Callable[[], _T]) -> _T:
+        """Compile a section as `naming_section` does; report which one it is if this takes long."""
         taken_s = time.monotonic() - self._began_s
         if taken_s >= _QUIET_S:
             _logs.progress(
@@ -44,23 +33,18 @@ class SectionCompiler:
                 self._num_sections,
                 taken_s,
             )
-        return or_uncompiled(where, compile_it, uncompiled)
+        return naming_section(where, compile_it)
 
 
-def or_uncompiled(where: str, compile_it: Callable[[], _T], uncompiled: _T) -> _T:
-    """Return what `compile_it` returns, or `uncompiled` if it raises and errors are suppressed.
+def naming_section(where: str, compile_it: Callable[[], _T]) -> _T:
+    """Return what `compile_it` returns.
 
     Raises:
-        SectionCompileError: `compile_it` raised, and torch's `suppress_errors` is off.
+        SectionCompileError: `compile_it` raised anything but what a compiler tells Dynamo with.
     """
     try:
         return compile_it()
-    except passing_errors():
+    except _torch.control_flow_exceptions():
         raise
     except Exception as error:
-        if _torch.suppresses_errors():
-            _logs.warning("%s runs uncompiled: the inner compiler raised %r", where, error)
-            return uncompiled
-        raise SectionCompileError(
-            f"the inner compiler raised {type(error).__name__} on {where}: {error}"
-        ) from error
+        raise SectionCompileError(f"{type(error).__name__} on {where}: {error}") from error

@@ -111,7 +111,12 @@ class DDPState:
         is_rebuilt, is_trial = _torch.follows_arrival_order(ddp), self.is_trial
         if known is None or (known.is_rebuilt, known.is_trial) != (is_rebuilt, is_trial):
             caps = _torch.reducer_caps(ddp) if known is None else known.caps_bytes
-            known = ReducerRules(caps_bytes=caps, is_rebuilt=is_rebuilt, is_trial=is_trial)
+            known = ReducerRules(
+                caps_bytes=caps,
+                is_rebuilt=is_rebuilt,
+                is_trial=is_trial,
+                arrives_last=_torch.awaiting_delayed(ddp),
+            )
             self._rules = known
         return known
 

@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import Fallback
 from ddpopt.split import sections
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
@@ -33,30 +34,35 @@ class _FailsOn:
         return gm.forward
 
 
-def test_a_failing_inner_compiler_is_an_error_that_names_the_section(one_rank: None) -> None:
-    """With the original error's type and text."""
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
-    with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed,
-        match=r"ZeroDivisionError on section 1 of 3 \(submod_1\): no such kernel",
-    ):
-        compiled(torch.randn(2, 64))
-
-
-def test_suppress_errors_runs_that_section_uncompiled(
+def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only that one; it is said once; the result is right."""
+    """The graph is compiled whole; one warning names the section and the error."""
     eager, ddp = twins(MLP(), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
     inputs = batches(0, [(2, 64)] * 3)
-    with torch._dynamo.config.patch(suppress_errors=True):
-        assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
-    said = [r.message for r in caplog.records if "runs uncompiled" in r.message]
-    assert len(said) == 1
-    assert "section 1 of 3" in said[0]
-    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
+    (said,) = [r.message for r in caplog.records if Fallback.SECTION_FAILED.value in r.message]
+    assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in said
+    assert not ddpopt.explain(ddp).plans[0].sections
+
+
+def test_what_fails_whole_too_raises_what_the_unsplit_compile_raises(one_rank: None) -> None:
+    """And nothing about sections."""
+    raised = []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+        options = {"inner": _never_compiles, "enabled": enabled}
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+            torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, 64))
+        raised.append(str(error.value).splitlines()[:2])
+    assert raised[0] == raised[1]
+    assert "ZeroDivisionError: no such machine" in raised[0][1]
+
+
+def _never_compiles(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+    raise ZeroDivisionError("no such machine")
 
 
 def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_rank: None) -> None:

@@ -27,6 +27,7 @@ def _facts(
         legal_cuts=[0 < p < num_calls and p not in illegal for p in range(num_calls + 1)],
         last_effect=[position + 1 for position in range(num_calls)],
         call_names=[f"n{position}" for position in range(num_calls)],
+        is_fixed=[False] * num_calls,
     )
 
 
@@ -105,6 +106,7 @@ def test_a_section_that_hands_nothing_on_is_merged() -> None:
         legal_cuts=facts.legal_cuts,
         last_effect=last_effect,
         call_names=facts.call_names,
+        is_fixed=facts.is_fixed,
     )
     assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3]
 

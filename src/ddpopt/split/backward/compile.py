@@ -18,12 +18,18 @@ from ddpopt import _torch
 from ddpopt._events import Label
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import ANY, find_descent, gradient_nodes, saved_arguments
+from ddpopt.split.backward.facts import (
+    ANY,
+    find_descent,
+    gradient_nodes,
+    refuse_linked_calls,
+    saved_arguments,
+)
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.backward.waits import insert_waits
 from ddpopt.split.nodes import graph_name, output_values
 from ddpopt.split.plan import SplitPlan
-from ddpopt.split.sections import SectionCompiler, or_uncompiled
+from ddpopt.split.sections import SectionCompiler, naming_section
 from ddpopt.split.state import Nodes
 
 
@@ -47,14 +53,15 @@ class _Kept:
     """What is needed to run compiled sections, in this process or in another.
 
     `sections` are those fields of `CompiledSection` that are data, each with the index of its
-    callable among the distinct compiled ones; `arguments` is as for `run_first_section`.
+    callable among the distinct compiled ones; `arguments` is as for `run_first_section`,
+    `num_outputs` as for `GatedGraph`.
     """
 
     plan: SplitPlan
     nodes: Nodes
     sections: Sequence[tuple[int, dict[str, Any]]]
     arguments: Sequence[int | None]
-    has_descent: bool
+    num_outputs: int
 
 
 def compile_gated(
@@ -77,7 +84,7 @@ def compile_gated(
         SectionCompileError: the inner compiler raised on a section.
     """
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if any(map(_torch.is_subclass, tensors)):
+    if any(map(_torch.is_subclass, tensors)) or not all(map(_torch.is_plain, tensors)):
         raise CutRefusedError(ForwardInstead.SUBCLASSES)
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
@@ -86,7 +93,7 @@ def compile_gated(
     compiled = aot(gm, [*example_inputs, token], cutting)
     kept = cutting.kept
     assert kept is not None, "AOTAutograd returned a forward without its backward"
-    gated = GatedGraph(compiled, cutting.further, device, has_descent=kept.has_descent)
+    gated = GatedGraph(compiled, cutting.further, device, kept.num_outputs)
     return dataclasses.replace(kept.plan, graph=graph_name(gm)), kept.nodes, gated
 
 
@@ -116,8 +123,8 @@ class _Cutting(_torch.Cutting):
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
         self._saved = saved_arguments(forward)
-        described = _torch.outputs_described(forward)
-        self._places = {output: place for place, output in enumerate(described)}
+        outputs = _torch.differentiable_outputs(forward)
+        self._places = {output: place for place, output in enumerate(outputs)}
         _return_token_itself(forward)
         arguments = _torch.argument_placeholders(forward)
         insert_waits(forward, [node for node, a in arguments.items() if a in self._awaited])
@@ -125,6 +132,7 @@ class _Cutting(_torch.Cutting):
     def compile(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
     ) -> tuple[Sequence[Any], _Kept]:
+        refuse_linked_calls(backward)
         (output,) = backward.graph.find_nodes(op="output")
         arguments = _torch.gradient_arguments(backward)
         returned = zip(output_values(backward), arguments, strict=True)
@@ -140,7 +148,7 @@ class _Cutting(_torch.Cutting):
         if not sections:
             finish = compile_section(backward, inputs, list(range(len(inputs))))
             return [finish()], _Kept(
-                plan=plan, nodes=nodes, sections=(), arguments=arguments, has_descent=False
+                plan=plan, nodes=nodes, sections=(), arguments=arguments, num_outputs=0
             )
         descent = find_descent(backward, self._places)
         if descent:
@@ -161,7 +169,7 @@ class _Cutting(_torch.Cutting):
             nodes=nodes,
             sections=list(zip(places, flows, strict=True)),
             arguments=arguments,
-            has_descent=bool(descent),
+            num_outputs=len(self._places) if descent else 0,
         )
 
     def run(self, sections: Sequence[Any], data: _Kept) -> Callable[[list[Any]], Any]:
@@ -181,7 +189,7 @@ class _Cutting(_torch.Cutting):
         ]
         num_kept = sum(len(flow["keeps"]) for _, flow in data.sections)
         return run_first_section(
-            first, data.arguments, self._num_inputs, num_kept, self._device, data.has_descent
+            first, data.arguments, self._num_inputs, num_kept, self._device, data.num_outputs > 0
         )
 
 
@@ -234,13 +242,11 @@ def _compile_sections(
         if key not in place_of:
             place_of[key] = len(begun)
             where = f"backward section {index} of {len(sections)}"
-            uncompiled: _torch.Compiled = functools.partial(_run_uncompiled, section.graph)
-            otherwise: _torch.Finish = functools.partial(_itself, uncompiled)
             begin: Callable[[], _torch.Finish] = functools.partial(
                 compile_section, section.graph, values, origins
             )
-            finish = compiler.compile(index, where, begin, otherwise)
-            begun.append(functools.partial(or_uncompiled, where, finish, uncompiled))
+            finish = compiler.compile(index, where, begin)
+            begun.append(functools.partial(naming_section, where, finish))
         places.append(place_of[key])
     return [finish() for finish in begun], places
 
@@ -256,13 +262,3 @@ def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
     return (section.code, tuple(kinds))
-
-
-def _itself(call: _torch.Compiled) -> _torch.Compiled:
-    return call
-
-
-def _run_uncompiled(section: fx.GraphModule, values: list[Any]) -> Any:
-    arguments = tuple(values)
-    values.clear()
-    return section.forward(*arguments)

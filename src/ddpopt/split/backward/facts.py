@@ -23,7 +23,7 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.split.nodes import call_nodes, name_of, output_values
+from ddpopt.split.nodes import call_nodes, is_pure, name_of, output_values, uses_streams
 
 
 class Tie(enum.Enum):
@@ -53,6 +53,14 @@ class BackwardFacts:
     num_bytes: Sequence[int]
     gradients: Mapping[int, tuple[int, ...]]
     argument_reads: Mapping[int, Sequence[int]]
+
+
+def refuse_linked_calls(gm: fx.GraphModule) -> None:
+    """Raise CutRefusedError if calls depend on each other by more than the values they read."""
+    if uses_streams(gm.graph):
+        raise CutRefusedError(ForwardInstead.STREAMS)
+    if any(name_of(node) == "with_effects" for node in gm.graph.nodes):
+        raise CutRefusedError(ForwardInstead.EFFECTS)
 
 
 def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
@@ -122,7 +130,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
     return BackwardFacts(
         call_names=[node.name for node in calls],
         is_repeat=[node in repeats for node in calls],
-        is_ordered=[node.is_impure() for node in calls],
+        is_ordered=[not is_pure(node) for node in calls],
         reads=reads,
         num_bytes=[_num_bytes(node.meta.get("val")) for node in calls],
         gradients={a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()},
@@ -134,7 +142,7 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
     """Return the calls that each section makes for itself; see [Note: calls and repeats]."""
     repeats: set[fx.Node] = set()
     for node in call_nodes(gm.graph):
-        if node.is_impure():
+        if not is_pure(node):
             continue
         is_constant = not node.all_input_nodes
         is_view = getattr(node.target, "is_view", False) or name_of(node) == "_unsafe_view.default"
@@ -189,15 +197,12 @@ def find_descent(backward: fx.GraphModule, places: Mapping[Hashable, int]) -> di
 
     `places` gives the index of each output of the forward, as AOTAutograd describes it. The result
     is empty if there is nothing to choose: only one output besides the token can have a gradient,
-    or AOTAutograd does not describe them all.
+    or one of them is not understood.
     """
-    descent: dict[fx.Node, int] = {}
-    for placeholder, output in _torch.tangents(backward).items():
-        if output not in places:
-            return {}
-        descent[placeholder] = 1 << places[output]
-    if len(descent) <= 2:
+    tangents = _torch.tangents(backward)
+    if tangents is None or len(tangents) <= 2 or not places.keys() >= set(tangents.values()):
         return {}
+    descent = {placeholder: 1 << places[output] for placeholder, output in tangents.items()}
     for node in backward.graph.nodes:
         for source in node.all_input_nodes:
             descent[node] = descent.get(node, 0) | descent.get(source, 0)

@@ -24,6 +24,7 @@ backward drops the handle, which frees the run's values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,8 @@ def run_first_section(
     """Return what AOTAutograd is to run as its backward: one section, and the start of a run.
 
     `arguments` gives the argument to which each gradient that AOTAutograd expects belongs;
-    `num_kept` is how many values all sections keep, `has_descent` is as in `GatedGraph`.
+    `num_kept` is how many values all sections keep; if it `has_descent`, sections ask which outputs
+    have gradients.
     """
     places = {argument: place for place, argument in enumerate(arguments)}
     released = [places[argument] for argument in section.releases]
@@ -127,9 +129,14 @@ def run_first_section(
     return _torch.boxed(backward)
 
 
-def _note_given(gradients: Sequence[torch.Tensor | None]) -> None:
-    """Note for the node that is about to run which of its outputs have gradients."""
-    given = sum(1 << i for i, gradient in enumerate(gradients) if gradient is not None)
+def _note_given(num_outputs: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Note for the node that is about to run which of its outputs have gradients.
+
+    If it has more or fewer than expected, it is not known which is which: all count as given.
+    """
+    given = ANY
+    if len(gradients) == num_outputs:
+        given = sum(1 << i for i, gradient in enumerate(gradients) if gradient is not None)
     _torch.autograd_node().ddpopt_given = given
 
 
@@ -184,7 +191,8 @@ class GatedGraph:
     """The compiled forward of a graph, with a gate for each backward section after the first.
 
     It has the signature of Dynamo's graph. `compiled` takes the token as an additional argument and
-    returns an additional output. `has_descent` says that sections ask which outputs have gradients.
+    returns an additional output. `num_outputs` is how many outputs its autograd node should have
+    if sections ask which of them have gradients, and 0 if none asks.
     """
 
     def __init__(
@@ -192,13 +200,13 @@ class GatedGraph:
         compiled: Callable[..., Sequence[Any]],
         further: Sequence[CompiledSection],
         device: torch.device,
-        has_descent: bool,
+        num_outputs: int,
     ) -> None:
         self._compiled = compiled
         # The last section's gate is made first: autograd runs later-made nodes first.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]
         self._device = device
-        self._has_descent = has_descent
+        self._note_given = functools.partial(_note_given, num_outputs) if num_outputs else None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Run the forward on Dynamo's arguments."""
@@ -206,6 +214,6 @@ class GatedGraph:
         for section, is_last in self._gates:
             token = _gate(section, is_last, token, *[args[i] for i in section.releases])
         *outputs, token = self._compiled(*args, token)
-        if self._has_descent and token.grad_fn is not None:
-            token.grad_fn.register_prehook(_note_given)
+        if self._note_given is not None and token.grad_fn is not None:
+            token.grad_fn.register_prehook(self._note_given)
         return outputs

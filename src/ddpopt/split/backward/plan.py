@@ -9,8 +9,9 @@ waits belongs to the stage in which it stands, or to the last one. A hook that g
 update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that read
 its parameters. Running the stages in order completes each bucket as early as possible without
 changing any arithmetic. The cut after stage k may move later, up to the first gradient of the next
-stage, to where the fewest bytes have to be kept for later sections. Everything is linear in the
-graph's size.
+stage, to where the fewest bytes have to be kept for later sections. It never moves past a call with
+effects, which may communicate: bytes differ between ranks, and on which side of a bucket's
+allreduce such a call is made must not. Everything is linear in the graph's size.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def plan_backward(
             stop=stop,
             first_node=facts.call_names[order[start]],
             parameters=tuple(names[index]),
+            num_fixed=sum(facts.is_ordered[call] for call in order[start:stop]),
         )
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
@@ -182,10 +184,11 @@ def _choose_cuts(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]
     """Return the places to cut: for each stage but the last, the cheapest one allowed."""
     costs = _cut_costs(facts, order)
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
+    stops = [call in gradients or facts.is_ordered[call] for call in order]
     cuts: set[int] = set()
     for end, following in itertools.pairwise(sorted(set(ends))):
         start = next(c for c in range(max(end, 1), len(costs)) if costs[c] is not None)
-        stop = next((c for c in range(start, following) if order[c] in gradients), start)
+        stop = next((c for c in range(start, following) if stops[c]), start)
         legal = (c for c in range(start, stop + 1) if costs[c] is not None)
         cuts.add(min(legal, key=lambda c: (costs[c], c)))
     return sorted(cut for cut in cuts if cut < len(order))

@@ -25,7 +25,7 @@ def compile_sections(
     tensors that earlier ones return, so that it sees the strides that Inductor chose.
 
     Raises:
-        SectionCompileError: `inner` raised, and torch's `suppress_errors` is off.
+        SectionCompileError: `inner` raised.
     """
     fake_mode = _torch.fake_mode_of(example_inputs)
     sections = _CompilingSections(stitched, inner, fake_mode, graph)
@@ -60,17 +60,17 @@ class _CompilingSections(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         section = self.fetch_attr(target)
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
-        with hidden_floats, _torch.section_tracing() as has_run_aot:
+        with hidden_floats, _torch.section_tracing() as call_first:
             index = len(self.compiled)
             compiled = self._compiler.compile(
                 index,
                 f"section {index} of {self._num_sections} ({target})",
                 lambda: self._inner(section, list(args)),
-                section.forward,
             )
             self.compiled[target] = _events.telling(compiled, Label(self._graph, index))
-            if has_run_aot():
-                return compiled(*args)
+            outputs = call_first(compiled, *args)
+            if outputs is not None:
+                return outputs
         # Hooks around the compile, such as a checkpoint's, must not see what a fake run saves;
         # autograd calls only the innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)

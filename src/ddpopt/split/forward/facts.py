@@ -22,7 +22,14 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt.reducer import Parameter
 from ddpopt.split.forward.writes import find_written_memory, mutation_spans, written_by
-from ddpopt.split.nodes import attribute_of, call_nodes, is_differentiable, name_of
+from ddpopt.split.nodes import (
+    attribute_of,
+    call_nodes,
+    is_differentiable,
+    is_pure,
+    name_of,
+    uses_streams,
+)
 
 # Calls that switch on a global state until their partner switches it off, and whose value does
 # not link the two. Autocast regions may be cut: split_module closes and reopens them.
@@ -43,6 +50,7 @@ class GraphFacts:
     `first_use` maps the index of each DDP parameter to the position of its first differentiable
     use, `legal_cuts[p]` says whether a cut at p is possible, and `last_effect[i]` is the position
     of the last call that uses what call i returns or writes to (`num_calls` for the output).
+    `is_fixed[i]` says that call i is not known to be pure.
     """
 
     num_calls: int
@@ -50,21 +58,19 @@ class GraphFacts:
     legal_cuts: Sequence[bool]
     last_effect: Sequence[int]
     call_names: Sequence[str]
+    is_fixed: Sequence[bool]
 
 
 def parameters_of(
     graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
-) -> tuple[dict[fx.Node, list[int]], dict[int, int]]:
-    """Return the DDP parameters behind each node, and the argument that brings in each.
+) -> dict[fx.Node, list[int]]:
+    """Return the DDP parameters behind each node.
 
-    Parameters that the graph writes to are left out of the latter. Dynamo makes parameters inputs
-    of its graph; with `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong
-    to modules that it calls.
+    Dynamo makes parameters inputs of its graph; with `inline_inbuilt_nn_modules` off they are
+    attributes of the graph, or belong to modules that it calls.
     """
     arguments = {node: slot for slot, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
-    written = {node for memory in find_written_memory(graph.graph) for node, _, _ in memory.values}
     owners: dict[fx.Node, list[int]] = {}
-    slots: dict[int, int] = {}
     for node in graph.graph.nodes:
         values = []
         if node in arguments:
@@ -76,9 +82,7 @@ def parameters_of(
         found = [reduced[v].index for v in values if isinstance(v, torch.Tensor) and v in reduced]
         if found:
             owners[node] = found
-        if found and node in arguments and node not in written:
-            slots[found[0]] = arguments[node]
-    return owners, slots
+    return owners
 
 
 def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
@@ -147,6 +151,7 @@ def read_facts(
         legal_cuts=_outside(blocked, len(calls)),
         last_effect=[last_use_of(node, *written_by(node)) for node in calls],
         call_names=[node.name for node in calls],
+        is_fixed=[not is_pure(node) for node in calls],
     )
 
 
@@ -170,8 +175,16 @@ def _uncrossable_spans(
     """Yield spans of values that no section can take: tuples, generators, contexts, numbers.
 
     Tensors and symbolic integers can cross, but only if each symbol in them has a node that binds
-    it, because a section gets its symbols as inputs.
+    it, because a section gets its symbols as inputs. Tensor subclasses cannot: AOTAutograd would
+    have to guess the class of their gradients. Nor can anything beside one with symbols, which are
+    those of the tensors that it consists of, as in nested tensors.
     """
+    if uses_streams(gm.graph):
+        yield 0, len(calls)
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if _is_composite(value) and _torch.free_symbols(value):
+            yield 0, len(calls)
     bound = {
         symbol
         for node in gm.graph.nodes
@@ -181,9 +194,13 @@ def _uncrossable_spans(
     for position, node in enumerate(calls):
         if last_use[position] > position and name_of(node) not in _AUTOCAST:
             value = node.meta.get("example_value")
-            can_cross = isinstance(value, torch.Tensor | torch.SymInt)
+            can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not _is_composite(value)
             if not can_cross or not _torch.free_symbols(value) <= bound:
                 yield position + 1, last_use[position]
+
+
+def _is_composite(value: object) -> bool:
+    return _torch.is_subclass(value) or getattr(value, "is_nested", False)
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:

@@ -18,7 +18,7 @@ from ddpopt.split.plan import Section
 
 def order_arrival(
     parameters: Sequence[Parameter],
-    place: Mapping[int, int],
+    place: Mapping[int, float],
     later: Sequence[Parameter] = (),
     earlier: Sequence[Parameter] = (),
     is_last: bool = False,
@@ -35,7 +35,7 @@ def order_arrival(
     place_later = {parameter.index: place for place, parameter in enumerate(later)}
     place_earlier = {parameter.index: place for place, parameter in enumerate(earlier)}
 
-    def key(parameter: Parameter) -> tuple[int, int, int]:
+    def key(parameter: Parameter) -> tuple[int, float, int]:
         index = parameter.index
         if index in place_earlier:
             return (3, place_earlier[index], 0)
@@ -82,6 +82,7 @@ def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section
             stop=stop,
             first_node=facts.call_names[start],
             parameters=tuple(names[index]),
+            num_fixed=sum(facts.is_fixed[start:stop]),
         )
         for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )

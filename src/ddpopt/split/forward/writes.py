@@ -26,18 +26,33 @@ class Memory:
     last_write: int = -1
 
 
+_MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
+
+
 def find_written_memory(graph: fx.Graph) -> list[Memory]:
-    """Return the memory that some call writes to in place."""
+    """Return the memory that some call writes to in place.
+
+    What a reshape returns counts as its input's memory even if it was copied: that depends on
+    sizes, which differ between ranks, and cuts must not.
+    """
     calls = call_nodes(graph)
     positions = {node: position for position, node in enumerate(calls)}
     memory: dict[int, Memory] = {}
+    origin: dict[int, int] = {}
+
+    def keys_of(node: fx.Node) -> list[int]:
+        return [origin.get(key, key) for key in storage_keys(node)]
+
     for node in (*graph.find_nodes(op="placeholder"), *calls):
         made = positions.get(node, -1)
-        for key in storage_keys(node):
+        if name_of(node) in _MAY_COPY and node.all_input_nodes:
+            sources = keys_of(node.all_input_nodes[0])
+            origin.update((key, source) for key in storage_keys(node) for source in sources)
+        for key in keys_of(node):
             last = max((positions.get(user, len(calls)) for user in node.users), default=made)
             memory.setdefault(key, Memory([])).values.append((node, made, last))
         for target in written_by(node):
-            for key in storage_keys(target):
+            for key in keys_of(target):
                 memory.setdefault(key, Memory([])).last_write = made
     return [m for m in memory.values() if m.last_write >= 0]
 
