@@ -70,6 +70,14 @@ class _Training(NamedTuple):
     handle: ShardedUpdateHandle | None
 
 
+def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
+    """As DDP's hook, which does not wait: nobody could tell when to read the gradients."""
+    ddp._delay_grad_buffer.div_(dist.get_world_size(ddp.process_group))
+    dist.all_reduce(ddp._delay_grad_buffer, group=ddp.process_group)
+    return gradient
+
+
+@mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_delayed)
 def train(
     case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup, is_sharded: bool = False
 ) -> tuple[Notes, DistributedDataParallel]:
@@ -212,11 +220,15 @@ def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> Distributed
     ignored = [name for name, _ in _chosen(model, case.ignored)]
     if ignored:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    waiting = mock.patch.object(
-        DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_delayed
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        static_graph=case.static_graph,
+        find_unused_parameters=case.find_unused,
+        gradient_as_bucket_view=case.bucket_view,
+        broadcast_buffers=case.broadcasts_buffers,
+        **caps,
     )
-    with waiting:
-        return _made(case, model, group, caps)
 
 
 def _chosen(model: nn.Module, which: str) -> list[tuple[str, nn.Parameter]]:
@@ -227,27 +239,6 @@ def _chosen(model: nn.Module, which: str) -> list[tuple[str, nn.Parameter]]:
         for name, parameter in model.named_parameters()
         if name.endswith(ends) and "first." not in name and parameter.dtype == torch.float32
     ]
-
-
-def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
-    """As DDP's hook, which does not wait: nobody could tell when to read the gradients."""
-    ddp._delay_grad_buffer.div_(dist.get_world_size(ddp.process_group))
-    dist.all_reduce(ddp._delay_grad_buffer, group=ddp.process_group)
-    return gradient
-
-
-def _made(
-    case: Case, model: nn.Module, group: dist.ProcessGroup, more: dict[str, Any]
-) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        model,
-        process_group=group,
-        static_graph=case.static_graph,
-        find_unused_parameters=case.find_unused,
-        gradient_as_bucket_view=case.bucket_view,
-        broadcast_buffers=case.broadcasts_buffers,
-        **more,
-    )
 
 
 def _hook(case: Case, model: nn.Module) -> None:
