@@ -235,3 +235,7 @@ class CutRefusedError(Exception):
 
 class SectionCompileError(Exception):
     """The inner compiler raised on one section; raised and caught inside ddpopt."""
+
+
+class NotProvenError(Exception):
+    """Sections may compute something else than their graph; raised and caught inside ddpopt."""

@@ -22,6 +22,7 @@ from ddpopt.errors import (
     CutRefusedError,
     Fallback,
     ForwardInstead,
+    NotProvenError,
     SectionCompileError,
     TorchDriftError,
 )
@@ -49,6 +50,7 @@ from ddpopt.split.forward.plan import order_arrival, plan_sections
 from ddpopt.split.nodes import call_nodes, describe, graph_name, is_pure
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.runner import GraphRunner, order_arrival_of, waiting_first
+from ddpopt.split.validate import validate_backward, validate_forward
 
 
 def compile_under_ddp(
@@ -67,13 +69,10 @@ def compile_under_ddp(
         plan, nodes, compiled = _split(gm, example_inputs, survey, options)
     except _torch.control_flow_exceptions():
         raise
-    except SectionCompileError as error:
-        reason, detail = Fallback.SECTION_FAILED, str(error)
-        return compile_whole(gm, example_inputs, ddp, options, reason, detail)
     except Exception as error:
-        is_drift = isinstance(error, TorchDriftError)
-        reason = Fallback.TORCH_DRIFT if is_drift else Fallback.SPLIT_FAILED
-        detail = f"{type(error).__name__}: {error}"
+        reason = _REASONS.get(type(error), Fallback.SPLIT_FAILED)
+        is_named = isinstance(error, (SectionCompileError, NotProvenError))
+        detail = str(error) if is_named else f"{type(error).__name__}: {error}"
         return compile_whole(gm, example_inputs, ddp, options, reason, detail)
     if plan.fallback is not None:
         write(gm, plan, [Shown("original", gm)])
@@ -86,6 +85,13 @@ def compile_under_ddp(
     compiled = order_arrival_of(compiled, [arguments[i] for i in last if i in arguments])
     slots = [arguments[p.index] for p in plan.arrival if p.index in arguments]
     return GraphRunner(plan, nodes, compiled, order_arrival_of(compiled, slots))
+
+
+_REASONS = {
+    SectionCompileError: Fallback.SECTION_FAILED,
+    NotProvenError: Fallback.NOT_PROVEN,
+    TorchDriftError: Fallback.TORCH_DRIFT,
+}
 
 
 def compile_whole(
@@ -241,7 +247,7 @@ def _split(
     if options.split != "forward" and sections not in _NOTHING_TO_RELEASE:
         try:
             return _split_backward(gm, example_inputs, survey, options)
-        except SectionCompileError:
+        except (SectionCompileError, NotProvenError):
             raise
         except _torch.control_flow_exceptions():
             raise
@@ -258,6 +264,7 @@ def _split(
     plan = dataclasses.replace(plan, sections=sections).with_buckets(plan.buckets)
     nodes = tuple(calls[section.start : section.stop] for section in sections)
     stitched = split_forward(survey.graph, sections)
+    validate_forward(gm, plan, stitched, survey.arguments)
     pieces = [
         Shown(f"section_{k}", graph)
         for k, node in enumerate(stitched.graph.find_nodes(op="call_module"))
@@ -290,6 +297,7 @@ def _split_backward(
         plan = dataclasses.replace(plan, sections=cuts.sections, num_nodes=len(cuts.order))
         plan = plan.with_buckets(plan.buckets)
         sections = cut_backward(backward, cuts)
+        validate_backward(backward, plan, sections, saved, arguments)
         nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
         made = call_nodes(backward.graph)
         members = [[made[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]

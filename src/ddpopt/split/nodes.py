@@ -28,7 +28,9 @@ def is_call(node: fx.Node) -> bool:
 
 # What computes and does nothing else, except for operators that torch knows to be impure.
 _PURE_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
-_PURE_HIGHER_ORDER = frozenset(
+_PURE_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
+# Operators that run graphs, which may do more.
+_RUNNING_GRAPHS = frozenset(
     {
         "associative_scan",
         "autograd_function_apply",
@@ -45,32 +47,56 @@ _PURE_HIGHER_ORDER = frozenset(
     }
 )
 _EFFECT_TOKENS = frozenset({"_make_token.default", "_sink_tokens.default"})
+_STATEFUL = ("_nesting", "_hooks_disable", "_hooks_enable", "_dual_level")
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a call is known to do nothing but compute what it returns.
+    """Whether a call is known to do nothing but compute what it returns, or set a mode.
 
     Anything else may communicate, draw random numbers or print, as far as we know: operators of
     other libraries do not say. It is made once, and keeps its place among such calls.
     """
     name = name_of(node)
+    if sets_mode(node):
+        return True
     if node.op == "call_method":
         return not name.endswith("_")
     if node.op != "call_function" or node.is_impure() or name in _EFFECT_TOKENS:
         return False
     if _torch.is_higher_order(node.target):
-        root = node.graph.owning_module
-        values = [attribute_of(root, n) for n in node.all_input_nodes if n.op == "get_attr"]
-        graphs = [value.graph for value in values if isinstance(value, fx.GraphModule)]
-        return name in _PURE_HIGHER_ORDER and all(
-            is_pure(call) for graph in graphs for call in call_nodes(graph)
-        )
+        return name in _RUNNING_GRAPHS and all(map(is_pure, _calls_of_graphs(node)))
     library = _torch.namespace_of(node.target)
     if library is not None:
         return library in _PURE_LIBRARIES
     module = getattr(node.target, "__module__", None) or "torch"  # as most of torch's builtins
-    is_local = not module.startswith("torch.distributed")
-    return module.partition(".")[0] in ("_operator", "builtins", "math", "torch") and is_local
+    is_known = module.partition(".")[0] in _PURE_MODULES
+    return is_known and not module.startswith("torch.distributed") and not name.endswith(_STATEFUL)
+
+
+def _calls_of_graphs(node: fx.Node) -> list[fx.Node]:
+    """Return the calls of the graphs that a higher-order operator runs."""
+    attributes = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    modules = [attribute_of(node.graph.owning_module, n) for n in attributes]
+    graphs = [module.graph for module in modules if isinstance(module, fx.GraphModule)]
+    return [call for graph in graphs for call in call_nodes(graph)]
+
+
+def sets_mode(node: fx.Node) -> bool:
+    """Whether a call switches autocast or gradients on or off for the calls after it."""
+    return name_of(node) in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+
+
+_COPY = "ddpopt_copy"
+
+
+def mark_as_copy(node: fx.Node) -> None:
+    """Note that a call of our own passes on a value as it is."""
+    node.meta[_COPY] = True
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a call was marked as a copy."""
+    return _COPY in node.meta
 
 
 def uses_streams(graph: fx.Graph) -> bool:

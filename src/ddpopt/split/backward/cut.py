@@ -23,7 +23,7 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.split.backward.facts import gradient_nodes, memory_of, repeats_of
-from ddpopt.split.nodes import call_nodes
+from ddpopt.split.nodes import call_nodes, mark_as_copy
 from ddpopt.split.plan import BackwardCuts
 
 
@@ -133,6 +133,7 @@ class _Builder:
         """Return a copy of one of this section's values, in memory of its own."""
         copied = self._graph.call_function(torch.ops.aten.clone.default, (value,))
         copied.meta = dict(value.meta)
+        mark_as_copy(copied)
         if isinstance(value.meta.get("val"), torch.Tensor):
             copied.meta["val"] = _torch.own_memory(value.meta["val"])
         return copied

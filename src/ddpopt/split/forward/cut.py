@@ -23,7 +23,7 @@ from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
 from ddpopt.split.forward.writes import find_overwritten, written_by
-from ddpopt.split.nodes import call_nodes, is_differentiable
+from ddpopt.split.nodes import call_nodes, is_differentiable, mark_as_copy
 from ddpopt.split.plan import Section
 
 
@@ -114,6 +114,7 @@ def _pass_on(method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.No
     with place.graph.inserting_before(place):
         passed = place.graph.call_method(method, (value,))
     passed.meta = dict(value.meta)
+    mark_as_copy(passed)
     section_of[passed] = section - 1
     value.replace_all_uses_with(
         passed, delete_user_cb=lambda user: section_of.get(user, section) >= section

@@ -1,0 +1,437 @@
+"""No cut graph is accepted that computes something else: each property is broken on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch._functorch._aot_autograd import descriptors
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import Fallback
+from ddpopt.errors import NotProvenError
+from ddpopt.reducer import Bucket, Parameter
+from ddpopt.split import driver
+from ddpopt.split.backward.cut import SectionGraph, cut_backward
+from ddpopt.split.backward.facts import read_backward
+from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.nodes import call_nodes, is_copy, name_of
+from ddpopt.split.plan import SplitPlan
+from ddpopt.split.validate import validate_backward, validate_forward
+from tests.support.models import MLP, WIDTH
+
+_aten = torch.ops.aten
+
+
+@torch.library.custom_op("ddpopt_validate::tell", mutates_args=())
+def _tell(x: torch.Tensor) -> torch.Tensor:
+    """Do something that nobody is told of, as an operator that communicates does."""
+    return x.clone()
+
+
+_tell.register_fake(torch.empty_like)
+_TELL = torch.ops.ddpopt_validate.tell.default
+
+
+class Backward(NamedTuple):
+    """A backward graph with its sections, as they are validated."""
+
+    gm: fx.GraphModule
+    plan: SplitPlan
+    sections: Sequence[SectionGraph]
+    saved: dict[str, int]
+    arguments: dict[int, int]
+
+    def with_sections(self, sections: Sequence[SectionGraph]) -> Backward:
+        return self._replace(sections=tuple(sections))
+
+    def validate(self) -> None:
+        validate_backward(*self)
+
+
+# A call reads values by their number; the first `num_inputs` are the graph's inputs.
+Call = tuple[Callable[..., Any], tuple[int, ...]]
+
+
+def _cut(
+    calls: Sequence[Call],
+    gradients: Sequence[int],
+    buckets: Sequence[Sequence[int]],
+    num_inputs: int = 3,
+    saved: dict[str, int] | None = None,
+) -> Backward | None:
+    """Make a backward graph whose k-th gradient is value `gradients[k]`, and cut it at buckets."""
+    graph = fx.Graph()
+    values = [graph.placeholder(f"saved_{i}") for i in range(num_inputs)]
+    tensors = [torch.randn(4, 4) for _ in values]
+    for function, sources in calls:
+        values.append(graph.call_function(function, tuple(values[i] for i in sources)))
+        tensors.append(function(*(tensors[i] for i in sources)))
+    for value, tensor in zip(values, tensors, strict=True):
+        value.meta["val"] = tensor
+    output = graph.output(tuple(values[i] for i in gradients))
+    plain = [descriptors.PlainAOTInput(a) for a in range(len(gradients))]
+    output.meta["desc"] = [descriptors.GradAOTOutput(a) for a in plain]
+    gm = fx.GraphModule(nn.Module(), graph)
+    saved = saved or {}
+    arguments = {a: a for a in range(len(gradients))}
+    parameters = [
+        Parameter(index=a, name=f"p{a}", num_bytes=4, group="f32") for a in range(len(gradients))
+    ]
+    made = [
+        Bucket(index=k, parameters=tuple(parameters[a] for a in members), cap_bytes=4)
+        for k, members in enumerate(buckets)
+    ]
+    facts = read_backward(gm, saved)
+    cuts = plan_backward(facts, made, arguments, final_positions(facts, arguments, ()))
+    if isinstance(cuts, Fallback):
+        return None
+    plan = SplitPlan(
+        graph="0/0",
+        inner="eager",
+        num_nodes=len(cuts.order),
+        sections=cuts.sections,
+        split="backward",
+        arrival=tuple(parameters),
+    )
+    return Backward(gm, plan, cut_backward(gm, cuts), saved, arguments)
+
+
+def _example() -> Backward:
+    """Two sections; the second has a collective, and reads what the first kept and released."""
+    calls: list[Call] = [
+        (_aten.mm.default, (0, 1)),
+        (_aten.relu.default, (3,)),
+        (_TELL, (4,)),
+        (_aten.mm.default, (5, 2)),
+        (_aten.neg.default, (6,)),
+        (_TELL, (6,)),
+        (_aten.add.Tensor, (8, 4)),
+    ]
+    cut = _cut(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
+    assert cut is not None
+    assert len(cut.sections) == 3
+    return cut
+
+
+def _edited(backward: Backward, place: int, edit: Callable[[fx.GraphModule], None]) -> Backward:
+    """Return the backward with a copy of one section's graph changed by `edit`."""
+    section = backward.sections[place]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(section.graph.graph, val_map={}))
+    gm = fx.GraphModule(section.graph, graph)
+    edit(gm)
+    gm.recompile()
+    sections = list(backward.sections)
+    sections[place] = dataclasses.replace(section, graph=gm)
+    return backward.with_sections(sections)
+
+
+def _changed(backward: Backward, place: int, **changes: Any) -> Backward:
+    sections = list(backward.sections)
+    sections[place] = dataclasses.replace(sections[place], **changes)
+    return backward.with_sections(sections)
+
+
+def _first(gm: fx.GraphModule, target: Any) -> fx.Node:
+    return next(node for node in gm.graph.nodes if node.target is target)
+
+
+def _drop(gm: fx.GraphModule, target: Any) -> None:
+    node = _first(gm, target)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    gm.graph.erase_node(node)
+
+
+def _repeat(gm: fx.GraphModule, target: Any) -> None:
+    node = _first(gm, target)
+    with gm.graph.inserting_after(node):
+        gm.graph.node_copy(node, lambda n: n)
+
+
+def _skip_copies(gm: fx.GraphModule) -> None:
+    copies = [node for node in gm.graph.nodes if is_copy(node)]
+    assert copies
+    for node in copies:
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
+def _move_collective(backward: Backward) -> Backward:
+    """Make the second section's collective in the third, from the value that it reads."""
+    second, third = backward.sections[1:]
+    slot = second.keeps[0]
+
+    def leave(gm: fx.GraphModule) -> None:
+        _drop(gm, _TELL)
+
+    def arrive(gm: fx.GraphModule) -> None:
+        taken = gm.graph.find_nodes(op="placeholder")
+        moved = list(taken)[third.takes.index(slot)]
+        with gm.graph.inserting_before(call_nodes(gm.graph)[0]):
+            told = gm.graph.call_function(_TELL, (moved,))
+        moved.replace_all_uses_with(told, delete_user_cb=lambda user: user is not told)
+
+    return _edited(_edited(backward, 1, leave), 2, arrive)
+
+
+def _swap_outputs(gm: fx.GraphModule) -> None:
+    (output,) = gm.graph.find_nodes(op="output")
+    output.args = (tuple(reversed(output.args[0])),)
+
+
+_MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
+    "drop a call": (lambda b: _edited(b, 0, lambda gm: _drop(gm, _aten.relu.default)), "otherwise"),
+    "drop a collective": (lambda b: _edited(b, 1, lambda gm: _drop(gm, _TELL)), "other calls"),
+    "repeat a collective": (lambda b: _edited(b, 1, lambda gm: _repeat(gm, _TELL)), "other calls"),
+    "move a collective": (_move_collective, "other calls"),
+    "swap what is kept and released": (lambda b: _edited(b, 1, _swap_outputs), "otherwise"),
+    "hand out what is read later": (lambda b: _edited(b, 0, _skip_copies), "handed out"),
+    "wire a slot wrongly": (
+        lambda b: _changed(b, 1, takes=(b.sections[1].takes[0],) * len(b.sections[1].takes)),
+        "effects differ",
+    ),
+    "drop a slot early": (lambda b: _changed(b, 0, drops=b.sections[1].takes), "not there"),
+    "release in another section": (
+        lambda b: _changed(_changed(b, 1, releases=(2,)), 2, releases=(1,)),
+        "what is planned",
+    ),
+    "release twice": (lambda b: _changed(b, 1, releases=(0,)), "again"),
+    "release a parameter that is read later": (
+        lambda b: b._replace(saved={"saved_2": 0}),
+        "handed",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", _MUTATIONS)
+def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> None:
+    """And what they do rightly is accepted."""
+    right = _example()
+    right.validate()
+    mutate, said = _MUTATIONS[mutation]
+    with pytest.raises(NotProvenError, match=said):
+        mutate(right).validate()
+
+
+_FUNCTIONS = (
+    (_aten.mm.default, 2),
+    (_aten.add.Tensor, 2),
+    (_aten.relu.default, 1),
+    (_aten.t.default, 1),
+    (_TELL, 1),
+    (_aten.mul.Tensor, 2),
+)
+
+
+@st.composite
+def _backwards(draw: st.DrawFn) -> Backward:
+    num_inputs = draw(st.integers(1, 4))
+    calls: list[Call] = []
+    for number in range(num_inputs, num_inputs + draw(st.integers(2, 14))):
+        function, arity = draw(st.sampled_from(_FUNCTIONS))
+        sources = st.integers(max(0, number - 6), number - 1)
+        calls.append((function, tuple(draw(sources) for _ in range(arity))))
+    made = st.integers(num_inputs, num_inputs + len(calls) - 1)
+    gradients = draw(st.lists(made, min_size=2, max_size=6))
+    order = draw(st.permutations(range(len(gradients))))
+    cuts = [0, *sorted(draw(st.sets(st.integers(1, len(order) - 1), max_size=4))), len(order)]
+    buckets = [list(order[a:b]) for a, b in itertools.pairwise(cuts)]
+    read = st.dictionaries(st.integers(0, num_inputs - 1), st.sampled_from(order), max_size=2)
+    saved = {f"saved_{place}": argument for place, argument in draw(read).items()}
+    memory = list(range(num_inputs))
+    for function, sources in calls:
+        is_view = function is _aten.t.default
+        memory.append(memory[sources[0]] if is_view else len(memory))
+    # A gradient that is a parameter itself would not be proven; no derivative is one.
+    assume(not any(f"saved_{memory[value]}" in saved for value in gradients))
+    backward = _cut(calls, gradients, buckets, num_inputs, saved)
+    assume(backward is not None)
+    assert backward is not None
+    return backward
+
+
+def _run(backward: Backward, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Run the sections as gates do; writing to a gradient that was released spoils nothing."""
+    slots: dict[int, Any] = {k: value.clone() for k, value in enumerate(inputs)}
+    released: dict[int, torch.Tensor] = {}
+    for section in backward.sections:
+        taken = [slots[slot] for slot in section.takes]
+        for slot in section.drops:
+            del slots[slot]
+        returned = section.graph(*taken)
+        slots.update(zip(section.keeps, returned, strict=False))
+        gradients = returned[len(section.keeps) :]
+        released.update({a: g.clone() for a, g in zip(section.releases, gradients, strict=True)})
+        for gradient in gradients:
+            gradient.fill_(7)
+    return released
+
+
+def _are_equal(backward: Backward) -> bool:
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4) for _ in backward.gm.graph.find_nodes(op="placeholder")]
+    expected = dict(enumerate(backward.gm(*inputs)))
+    released = _run(backward, inputs)
+    return released.keys() == expected.keys() and all(
+        torch.equal(released[a], expected[a]) for a in expected
+    )
+
+
+@given(_backwards())
+def test_any_cut_of_a_backward_is_proven_and_computes_the_same(backward: Backward) -> None:
+    backward.validate()
+    assert len({a for s in backward.sections for a in s.releases}) == len(backward.arguments)
+    views = {id(node.target) for node in backward.gm.graph.nodes}
+    if id(_aten.t.default) not in views:  # writing to a view of a released gradient is caught apart
+        assert _are_equal(backward)
+
+
+@given(_backwards(), st.data())
+def test_any_change_of_a_value_is_found(backward: Backward, data: st.DataObject) -> None:
+    """A call reads another value, is replaced, or an output is: if numbers differ, it is found."""
+    place = data.draw(st.integers(0, len(backward.sections) - 1))
+
+    def edit(gm: fx.GraphModule) -> None:
+        nodes = [n for n in gm.graph.nodes if n.op != "placeholder" and n.all_input_nodes]
+        node = data.draw(st.sampled_from(nodes))
+        earlier = list(itertools.takewhile(lambda n: n is not node, gm.graph.nodes))
+        old, new = (
+            data.draw(st.sampled_from(node.all_input_nodes)),
+            data.draw(st.sampled_from(earlier)),
+        )
+        node.replace_input_with(old, new)
+
+    changed = _edited(backward, place, edit)
+    if not _are_equal(changed):
+        with pytest.raises(NotProvenError):
+            changed.validate()
+
+
+class _Model(MLP):
+    """Has all that a forward cut has to carry over: a collective, a write, autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x * 0
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x).relu()
+                total.add_(x.float())
+        return _tell(x.detach()).float() + x.float() + total
+
+
+class Forward(NamedTuple):
+    """A forward graph with its sections, as they are validated."""
+
+    gm: fx.GraphModule
+    plan: SplitPlan
+    stitched: fx.GraphModule
+    arguments: dict[int, int]
+
+
+@pytest.fixture
+def forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Forward:
+    found: list[Forward] = []
+    monkeypatch.setattr(driver, "validate_forward", lambda *given: found.append(Forward(*given)))
+    ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.03)
+    monkeypatch.setattr(driver, "compile_sections", _compile_nothing)
+    options = {"split": "forward", "inner": "eager"}
+    torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH))
+    (captured,) = found
+    validate_forward(*captured)
+    return captured
+
+
+def _compile_nothing(stitched: fx.GraphModule, *_: Any) -> Any:
+    return stitched.forward
+
+
+def _section(forward: Forward, place: int) -> fx.GraphModule:
+    section = forward.stitched.get_submodule(f"submod_{place}")
+    assert isinstance(section, fx.GraphModule)
+    return section
+
+
+def _drop_named(forward: Forward, name: str) -> None:
+    """Drop the first call of this name, and what only ends what it begins."""
+    sections = [_section(forward, k) for k in range(len(forward.plan.sections))]
+    calls = [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
+    gm, node = next((gm, node) for gm, node in calls if name_of(node).startswith(name))
+    if name == "_enter_autocast":
+        gm.graph.erase_node(next(iter(node.users)))
+    else:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+    gm.graph.erase_node(node)
+
+
+def _rewire(forward: Forward) -> None:
+    """Give a section two of its arguments the other way round."""
+    call = list(forward.stitched.graph.find_nodes(op="call_module"))[1]
+    call.args = (*reversed(call.args),)
+
+
+def _return_another(forward: Forward) -> None:
+    (output,) = forward.stitched.graph.find_nodes(op="output")
+    first = next(iter(forward.stitched.graph.find_nodes(op="placeholder")))
+    output.args = ((first,),)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [
+        (lambda f: _drop_named(f, "relu"), "other values|differ"),
+        (lambda f: _drop_named(f, "add_"), "other values|differ"),
+        (lambda f: _drop_named(f, "tell"), "other values|differ"),
+        (lambda f: _drop_named(f, "_enter_autocast"), "other values|differ"),
+        (_rewire, "other values|differ"),
+        (_return_another, "other values"),
+    ],
+)
+def test_what_the_sections_of_a_forward_do_wrongly_is_found(
+    forward: Forward, mutate: Callable[[Forward], None], said: str
+) -> None:
+    mutate(forward)
+    with pytest.raises(NotProvenError, match=said):
+        validate_forward(*forward)
+
+
+def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
+    forward: Forward,
+) -> None:
+    first, second, *others = forward.plan.sections
+    exchanged = (
+        dataclasses.replace(first, parameters=second.parameters),
+        dataclasses.replace(second, parameters=first.parameters),
+        *others,
+    )
+    plan = dataclasses.replace(forward.plan, sections=exchanged)
+    with pytest.raises(NotProvenError, match="uses its parameters"):
+        validate_forward(*forward._replace(plan=plan))
+
+
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_what_is_not_proven_is_compiled_whole_with_a_warning(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, split: str
+) -> None:
+    """It names the difference, and asks for a report."""
+
+    def refuse(*_: Any) -> None:
+        raise NotProvenError("section 3 is another's")
+
+    monkeypatch.setattr(driver, "validate_forward", refuse)
+    monkeypatch.setattr(driver, "validate_backward", refuse)
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+    options = {"split": split, "inner": "aot_eager"}
+    torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
+    (plan,) = ddpopt.explain(ddp).plans
+    assert plan.fallback is Fallback.NOT_PROVEN
+    (said,) = [r for r in caplog.records if Fallback.NOT_PROVEN.value in r.getMessage()]
+    assert (said.levelname, "section 3 is another's" in said.getMessage()) == ("WARNING", True)
