@@ -18,6 +18,7 @@ from ddpopt import Fallback
 from ddpopt.errors import ForwardInstead
 from ddpopt.split import driver
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
 
 OPTIONS = {"inner": "aot_eager"}
@@ -163,6 +164,65 @@ def test_modes_that_bypass_the_reducer_are_refused(
         pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=remedy),
     ):
         _compile(ddp)(_x())
+
+
+def _train_by(rank: int, backend: str, way: str) -> str:
+    """Train in one of the ways with trace_autograd_ops on; say what became of gradients."""
+    options = {"backend": backend, **({"options": OPTIONS} if backend == "ddpopt" else {})}
+    eager, ddp = twins(MLP(), **({"bucket_cap_mb": CAP} if backend == "ddpopt" else {}))
+    if way == "compiled in DDP in a step":
+        ddp = DistributedDataParallel(torch.compile(ddp.module, **options))
+    model = torch.compile(ddp, **options) if way.startswith("compiled DDP") else ddp
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    (x,) = batches(rank, [(4, WIDTH)])
+    eager(x).pow(2).mean().backward()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        try:
+            (torch.compile(step, **options) if way.endswith("step") else step)(x)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            return str(error)
+    pairs = [(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True)]
+    if all(ours is None for ours, _ in pairs):
+        return "no gradient"
+    return "averaged" if all(torch.allclose(*pair) for pair in pairs) else "other gradients"
+
+
+@pytest.mark.parametrize(
+    ("backend", "way", "outcome"),
+    [
+        ("ddpopt", "step", "trace_autograd_ops is on, and a compiled function calls DDP"),
+        ("ddpopt", "compiled DDP in a step", "trace_autograd_ops is on, and a compiled"),
+        ("ddpopt", "compiled in DDP in a step", "trace_autograd_ops is on, and a compiled"),
+        ("ddpopt", "compiled DDP", "averaged"),
+        ("aot_eager", "step", "no gradient"),
+    ],
+)
+def test_a_backward_that_would_be_traced_is_refused(
+    ranks: Ranks, backend: str, way: str, outcome: str
+) -> None:
+    """Where a compiled function calls DDP; Dynamo drops it without a word with other backends."""
+    for said in ranks.run(_train_by, backend, way):
+        assert outcome in said
+
+
+def test_gradients_that_a_forward_computes_are_no_reason_to_refuse(one_rank: None) -> None:
+    """As forces in models of energies, for which trace_autograd_ops is meant."""
+
+    class Forces(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            energy = super().forward(x).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    eager, ddp = twins(Forces(), bucket_cap_mb=CAP)
+    inputs = [x.requires_grad_() for x in batches(0, [(2, WIDTH)] * 3)]
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        ours = train(ddp, inputs, _compile(ddp))
+    assert_equal_states(ours, train(eager, inputs))
 
 
 def _in_tree_sections(model: MLP) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
+from ddpopt.reducer import Bucket, Parameter, ReducerRules, find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.forward.plan import order_arrival
 from tests.support.models import MLP, batches, train
@@ -118,3 +120,33 @@ def test_reducer_parameters_stay_when_others_are_frozen(one_rank: None, is_spars
     model[1].requires_grad_(True)
     names = [p.name for p in _torch.reducer_parameters(ddp).values()]
     assert names == ["0.weight", "2.weight", "2.bias"]
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)), st.data())
+def test_a_misplaced_parameter_is_in_a_bucket_of_another_number(
+    planned: list[int], actual: list[int], data: st.DataObject
+) -> None:
+    """One is found exactly where own parameters are reduced with others, or out of turn."""
+    parameters = [Parameter(index=i, name=f"p{i}", num_bytes=4, group="f32") for i in range(8)]
+    own = [p for p in parameters if data.draw(st.booleans())]
+
+    def parts(order: list[int]) -> list[list[int]]:
+        cuts = sorted(data.draw(st.sets(st.integers(1, 7))))
+        return [order[a:b] for a, b in itertools.pairwise([0, *cuts, 8])]
+
+    ours, theirs = parts(planned), parts(actual)
+    buckets = [
+        Bucket(index=k, parameters=tuple(parameters[i] for i in part), cap_bytes=4)
+        for k, part in enumerate(ours)
+    ]
+    found = find_misplaced(own, buckets, theirs)
+    indices = {p.index for p in own}
+    turns = [
+        [turn for part in all_ if (turn := indices.intersection(part))] for all_ in (ours, theirs)
+    ]
+    assert (found is None) == (turns[0] == turns[1])
+    if found is not None:
+        assert found.parameter in own
+        assert found.planned != found.actual
+        assert found.parameter.index in ours[found.planned]
+        assert found.parameter.index in theirs[found.actual]

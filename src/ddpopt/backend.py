@@ -96,6 +96,12 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
             "can overlap; set torch._dynamo.config.compiled_autograd = False, or use "
             "backend='inductor'"
         )
+    if ddp is not None and torch.is_grad_enabled() and _torch.traces_backward_around(ddp):
+        raise UnsupportedModeError(
+            "torch._dynamo.config.trace_autograd_ops is on, and a compiled function calls DDP: a "
+            "backward() in that function would be traced, and leave out DDP and its gradients; set "
+            "it to False, or compile the DDP module in place of that function"
+        )
 
 
 def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) -> Fallback | None:

@@ -133,21 +133,23 @@ class Misplaced(NamedTuple):
 def find_misplaced(
     own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[int]]
 ) -> Misplaced | None:
-    """Return the first parameter of `own` that is reduced with others than planned, or out of turn.
+    """Return the first parameter of `own` that is reduced in another bucket than planned.
 
     `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
     how the rest of a bucket is composed changes nothing for a graph that holds `own`.
     """
     indices = {parameter.index for parameter in own}
     bucket_of = {index: bucket for bucket, members in enumerate(actual) for index in members}
+    planned_for = {p.index: bucket.index for bucket in planned for p in bucket.parameters}
     turns = [turn for members in actual if (turn := indices.intersection(members))]
     for bucket in planned:
         members = [p for p in bucket.parameters if p.index in indices and p.index in bucket_of]
         turn = turns.pop(0) if members and turns else set()
         if turn != {parameter.index for parameter in members}:
             outside = [parameter for parameter in members if parameter.index not in turn]
-            first = (outside or members)[0]
-            return Misplaced(first, bucket.index, bucket_of[first.index])
+            for first in (*outside, *(p for p in own if p.index in turn), *members):
+                if planned_for[first.index] != bucket_of[first.index]:
+                    return Misplaced(first, planned_for[first.index], bucket_of[first.index])
     return None
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
 from ddpopt import _events
 from ddpopt._torch import LoggedStep
 from ddpopt.bucketing import advice
@@ -59,6 +60,29 @@ def test_one_line_on_one_rank_says_what_could_be_won(ranks: Ranks) -> None:
 )
 def test_nothing_is_said_otherwise(ranks: Ranks, step: LoggedStep, options: dict[str, Any]) -> None:
     assert ranks.run(_train, step, options) == [[], []]
+
+
+def _train_without(rank: int, name: str) -> tuple[list[str], int]:
+    """Train where a function of `advice` raises; return what is said of it, and the sections."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    lines: list[str] = []
+    with (
+        mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch(f"ddpopt.bucketing.advice.{name}", side_effect=KeyError("lost")),
+    ):
+        train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
+    *_, plan = ddpopt.explain(ddp).plans
+    return [line for line in lines if "lost" in line], len(plan.sections)
+
+
+@pytest.mark.parametrize("name", ["observe", "_torch.last_logged_step", "plan_of"])
+def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
+    """One line on rank 0 has it; graphs are split, and training goes on."""
+    (first, sections), (second, _) = ranks.run(_train_without, name)
+    assert first == ["what better buckets would save is not known: KeyError('lost')"]
+    assert not second
+    assert sections > 1
 
 
 def _estimate(_rank: int, step: LoggedStep, sizes: list[int]) -> float:

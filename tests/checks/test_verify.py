@@ -23,9 +23,18 @@ from ddpopt import _torch, config
 from ddpopt.bucketing.batch import tensors_of
 from ddpopt.checks.numerics import limits_by_name, relative_error
 from ddpopt.checks.verify import verify
-from ddpopt.errors import VerificationError
+from ddpopt.errors import DDPMode, VerificationError
 from ddpopt.split import state
-from tests.support.models import MLP, assert_equal_states, batches, state_of, train, twins
+from tests.support.models import (
+    MLP,
+    WAYS,
+    Blocks,
+    assert_equal_states,
+    batches,
+    state_of,
+    train,
+    twins,
+)
 from tests.support.ranks import Ranks
 
 SPLITS = ["forward", "backward"]
@@ -397,6 +406,39 @@ def test_the_flag_says_what_it_could_not_verify() -> None:
     with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
         step(x).backward()
     assert any("with a function around it" in str(call) for call in warning.call_args_list)
+
+
+def _delayed(module: nn.Module) -> dict[str, Any]:
+    named = list(module.named_parameters())
+    return {"delay_all_reduce_named_params": named[:2], "param_to_hook_all_reduce": named[-1][1]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_flag_names_the_mode_in_which_it_cannot_verify(ranks: Ranks, way: str) -> None:
+    """Once for each module on each rank, however it is compiled; training goes on as without it."""
+    for said, is_right in ranks.run(_train_delayed, way):
+        assert is_right
+        assert len(said) == 1, said
+        assert f"cannot be rehearsed: {DDPMode.DELAYED_PARAMETERS.value}" in said[0]
+        assert "to verify it, train without that mode" in said[0]
+
+
+def _train_delayed(rank: int, way: str) -> tuple[list[str], bool]:
+    module = Blocks()
+    eager = copy.deepcopy(module)
+    options = {"backend": "ddpopt", "options": {"inner": "aot_eager"}}
+    caps = {"bucket_cap_mb": CAP_MB}
+    model = WAYS[way](module, lambda: options, {**caps, **_delayed(module)})
+    expected = DistributedDataParallel(eager, **caps, **_delayed(eager))
+    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+        for x in batches(rank, [(8, 64)] * 3):
+            model(x).square().mean().backward()
+            expected(x).square().mean().backward()
+    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    # Nobody waits for the delayed reduction, that of the first two.
+    grads = [*zip(module.parameters(), eager.parameters(), strict=True)][2:]
+    is_right = all(torch.allclose(ours.grad, theirs.grad) for ours, theirs in grads)
+    return [text for text in said if text.startswith("ddpopt.config.verify")], is_right
 
 
 # ---- What the flag cannot verify does not end training ----------------------------------------

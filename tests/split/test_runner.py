@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
+from ddpopt.split import runner
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 
@@ -99,6 +102,47 @@ def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
     assert reported[0] == reported[1]
 
 
+class Bigger(nn.Module):
+    """Has a module that is compiled, whose parameters have other indices in it, and a head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.head, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters(
+    one_rank: None, caplog: pytest.LogCaptureFixture, split: str
+) -> None:
+    """Names and indices are those in the bigger model; it is not told of the other's buckets."""
+    first = DistributedDataParallel(_compile_forward(MLP(), split), bucket_cap_mb=CAP)
+    train(first, batches(0, [(2, WIDTH)] * 4))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    eager, second = twins(Bigger(MLP()), bucket_cap_mb=CAP)
+    _compile_forward(second.module.inner, split)
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    assert_equal_states(train(second, inputs), train(eager, inputs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    (ours,), (theirs,) = ddpopt.explain(second).plans, ddpopt.explain(first).plans
+    assert [p.name for p in ours.arrival] == [f"inner.{p.name}" for p in theirs.arrival]
+    assert set(ours.arrival) <= set(_torch.reducer_parameters(second).values())
+    assert [p.name for b in ours.buckets for p in b.parameters] == [p.name for p in ours.arrival]
+    assert [s.parameters for s in ours.sections] == [
+        tuple(f"inner.{name}" for name in s.parameters) for s in theirs.sections
+    ]
+    assert [s.completes for s in ours.sections] == [s.completes for s in theirs.sections]
+    assert not _told_of_buckets(caplog)
+    assert not _warnings(caplog)
+
+
+def _compile_forward(module: nn.Module, split: str) -> nn.Module:
+    module.forward = _compile(module.forward, split)  # type: ignore[method-assign]
+    return module
+
+
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "compiled nothing" in r.getMessage()]
 
@@ -133,6 +177,32 @@ def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
     train(DistributedDataParallel(module), batches(0, [(2, WIDTH)] * 2))
     (text,) = _warnings(caplog)
     assert "torch.compile(part) does" in text
+
+
+@pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_dynamos_limit_is_named_where_it_is_why_nothing_was_compiled(
+    one_rank: None, caplog: pytest.LogCaptureFixture, limit: str, is_inside: bool
+) -> None:
+    """To each model of the class from there on, with its value and what to do; and that works."""
+
+    def run(depth: int) -> DistributedDataParallel:
+        module = _compile(MLP(depth)) if is_inside else MLP(depth)
+        ddp = DistributedDataParallel(module, bucket_cap_mb=CAP)
+        train(ddp, batches(0, [(2, WIDTH)] * 2), ddp if is_inside else _compile(ddp))
+        return ddp
+
+    with torch._dynamo.config.patch({limit: 2}):
+        for depth in (3, 4, 5, 6):
+            run(depth)
+        texts = _warnings(caplog)
+        assert len(texts) == 2
+        for text in texts:
+            assert f"MLP.forward as often as torch._dynamo.config.{limit} allows (2)" in text
+            assert "torch._dynamo.reset()" in text
+        torch._dynamo.reset()
+        assert ddpopt.explain(run(5)).plans
+    assert len(_warnings(caplog)) == 2
 
 
 def test_no_such_warning_where_a_trainer_evaluates_first(
@@ -292,6 +362,97 @@ def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
                 compiled(x).sum().backward()
         compiled(torch.randn(2, WIDTH)).sum().backward()
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+def _has_aliases(output: torch.Tensor) -> bool:
+    """Whether gradients are held back to put them in order."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [source for source, _ in node.next_functions]
+    return any(node.name() == "_AliasBackward" for node in seen)
+
+
+def test_who_never_leaves_no_sync_runs_the_compiled_graph(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP never sees an order; it sees one in the first step that communicates, and only there."""
+    monkeypatch.setattr(runner, "_MOST_UNSEEN", 5)
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp)
+    ordered = []
+    for is_synced in [False] * 8 + [True, False, True, False]:
+        with contextlib.nullcontext() if is_synced else ddp.no_sync():
+            output = compiled(torch.randn(2, WIDTH))
+            ordered.append(_has_aliases(output))
+            output.sum().backward()
+    assert ordered == [True] * 5 + [False] * 3 + [True] + [False] * 3
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_of_a_forward_under_no_sync_may_be_seen(
+    one_rank: None, split: str, is_first: bool
+) -> None:
+    """Two forwards with one backward, of which one ran under no_sync: DDP sees the sums arrive."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
+    compiled = _compile(ddp, split)
+    for x, y in zip(*[iter(batches(0, [(2, WIDTH)] * 8))] * 2, strict=True):
+        with ddp.no_sync() if is_first else contextlib.nullcontext():
+            first = compiled(x)
+        with contextlib.nullcontext() if is_first else ddp.no_sync():
+            second = compiled(y)
+        (first * second).sum().backward()
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+
+
+def _told_of_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records]
+    return [text for text in texts if "other buckets than planned" in text]
+
+
+class Normed(MLP):
+    """Eager autograd gives the gradients of its layers in another order than compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x)).relu()
+        return x
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("num_eager", [2, 3, 12])
+def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
+    one_rank: None, caplog: pytest.LogCaptureFixture, num_eager: int, split: str
+) -> None:
+    """They are final by then, and formed from the order of eager steps."""
+    ddp = DistributedDataParallel(Normed(), bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)] * num_eager))
+    train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp, split))
+    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert len(ddpopt.explain(ddp).plans[0].sections) > 1
+    assert not _told_of_buckets(caplog)
+
+
+def test_one_eager_step_before_is_named_as_the_cause(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DDP has formed its buckets from it, and does not tell them before the step after next."""
+    ddp = DistributedDataParallel(Normed(), bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)]))
+    train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp))
+    (text,) = _told_of_buckets(caplog)
+    assert "it ran eagerly or took other branches: compile before the first step" in text
+    found = re.search(r"is in bucket (\d+) with others than planned \(bucket (\d+)\)", text)
+    assert found is not None
+    assert found[1] != found[2]
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])

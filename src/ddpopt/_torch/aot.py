@@ -152,7 +152,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
             if cached is not None and cached.are_storable(graphs):
                 return cached.CutBackward(sections, data)
-            names.BUNDLED_AUTOGRAD_CACHE.replace(False)  # without bundling nothing is stored
+            # Without bundling nothing is stored. The block around restores it, changed or not.
+            names.BUNDLED_AUTOGRAD_CACHE.replace(False)
             return cutting.run(sections, data)
 
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,16 @@ def is_compiled_autograd_on() -> bool:
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
+def traces_backward_around(ddp: torch.nn.Module) -> bool:
+    """Whether Dynamo compiles what calls a DDP module that runs, and a `backward()` in it too."""
+    if not names.TRACE_AUTOGRAD.get():
+        return False
+    code = torch.compile(ddp.forward, backend="eager").__code__  # that of all compiled functions
+    found = [(f.f_code is code, unwrap_compiled(f.f_locals.get("self")) is ddp) for f in frames()]
+    are_compiled = [is_compiled for is_compiled, is_ddp in found if is_compiled or is_ddp]
+    return False in are_compiled and are_compiled[-1]  # the outermost
+
+
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """Return the exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
@@ -121,6 +132,17 @@ def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
     return names.TRACE_RULES_CHECK.get()(function)
+
+
+def find_reached_limit(module: torch.nn.Module) -> str | None:
+    """Say which forward in a module Dynamo has compiled as often as a limit of its allows."""
+    for part, row in itertools.product(
+        module.modules(), (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT)
+    ):
+        code = getattr(part.forward, "__code__", None)
+        if code is not None and len(names.CACHE_ENTRIES.get()(code)) >= row.get():
+            return f"{type(part).__name__}.forward as often as {row} allows ({row.get()})"
+    return None
 
 
 # ---- When it is compiled anew ------------------------------------------------------------------
@@ -189,8 +211,8 @@ def checkpointed_region() -> object | None:
 # ---- What torch.compile made -------------------------------------------------------------------
 
 
-def unwrap_compiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that `torch.compile` wrapped, or the module itself."""
+def unwrap_compiled(module: Any) -> Any:
+    """Return the module that `torch.compile` wrapped, or the object itself."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
     return names.ORIG_MOD.of(module) if is_wrapper else module
 

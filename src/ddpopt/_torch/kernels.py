@@ -38,6 +38,7 @@ def coming_later(inputs: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced_wait() -> Iterator[None]:
+    """Replace it for the process; blocks do not overlap, since Dynamo compiles under a lock."""
     async_compile = names.ASYNC_COMPILE.get()
     wait = names.WAIT_FOR_KERNELS.of(async_compile)
 

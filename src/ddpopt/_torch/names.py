@@ -172,7 +172,7 @@ def _write(row: PrivateName, owner: Any, value: Any) -> None:
 
 # ---- Dynamo ------------------------------------------------------------------------------------
 
-_DYNAMO, _GUARDS = "torch._dynamo", "torch._guards"
+_DYNAMO, _GUARDS, _EVAL = "torch._dynamo", "torch._guards", "torch._C._dynamo.eval_frame"
 _CONFIG, _EXC, _UTILS = f"{_DYNAMO}.config", f"{_DYNAMO}.exc", f"{_DYNAMO}.utils"
 _GRAPHS, _COMPILED = f"{_DYNAMO}.output_graph", f"{_DYNAMO}.compiled_autograd"
 
@@ -185,12 +185,14 @@ TRACE_RULES_CHECK = ModuleName(f"{_DYNAMO}.trace_rules", "check", Need.WATCH)
 GET_OPTIMIZE_DDP_MODE = ModuleName(_UTILS, "get_optimize_ddp_mode", Need.SPLIT)
 AUTOGRAD_ENABLED = ModuleName(_COMPILED, "compiled_autograd_enabled", Need.SPLIT)
 COMPILED_AUTOGRAD = ModuleName(_CONFIG, "compiled_autograd", Need.SPLIT)
+TRACE_AUTOGRAD = ModuleName(_CONFIG, "trace_autograd_ops", Need.SPLIT)
 SKIP_FRAME = ModuleName(_EXC, "SkipFrame", Need.ERRORS)
 RESTART_ANALYSIS = ModuleName(_EXC, "RestartAnalysis", Need.ERRORS)
 UNSUPPORTED = ModuleName(_EXC, "Unsupported", Need.ERRORS)
 ALLOWED_FALLBACKS = ModuleName(_GRAPHS, "exceptions_allowed_to_be_fallback", Need.ERRORS)
 OPTIMIZE_DDP = ModuleName(_CONFIG, "optimize_ddp", Need.SPLIT)
 RECOMPILE_LIMIT = ModuleName(_CONFIG, "recompile_limit", Need.REPLICAS)
+ACCUMULATED_LIMIT = ModuleName(_CONFIG, "accumulated_recompile_limit", Need.WATCH)
 SKIP_HOOK_GUARDS = ModuleName(_CONFIG, "skip_nnmodule_hook_guards", Need.REPLICAS)
 ERROR_ON_FX_TRACE = ModuleName(_CONFIG, "error_on_nested_fx_trace", Need.ESTIMATE)
 
@@ -207,7 +209,8 @@ CHECK_FN_MANAGER = PrivateName("GuardBuilder", "check_fn_manager", Need.GUARD)
 INVALIDATE = PrivateName("CheckFunctionManager", "invalidate", Need.GUARD)
 GUARD_MANAGER = PrivateName("CheckFunctionManager", "guard_manager", Need.GUARD)
 ID_MATCHED_OBJS = PrivateName("GuardManagerWrapper", "id_matched_objs", Need.GUARD)
-FRAME_CALLBACK = ModuleName("torch._C._dynamo.eval_frame", "get_eval_frame_callback", Need.WATCH)
+FRAME_CALLBACK = ModuleName(_EVAL, "get_eval_frame_callback", Need.WATCH)
+CACHE_ENTRIES = ModuleName(_EVAL, "_debug_get_cache_entry_list", Need.WATCH)
 SKIP_CODE = ModuleName(f"{_DYNAMO}.eval_frame", "skip_code", Need.WATCH)
 
 OPTIMIZE = ModuleName(_DYNAMO, "optimize", Need.COPY)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +18,6 @@ from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
 from ddpopt.bucketing.plan import plan_buckets
 from ddpopt.bucketing.rebucket import find_lasting_obstacle, plan_of
 from ddpopt.bucketing.timeline import predict
-from ddpopt.errors import DDPOptError
 from ddpopt.split import state
 
 _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
@@ -30,12 +30,24 @@ _watched: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 def watch(ddp: DistributedDataParallel) -> None:
     """Estimate once, on rank 0, what better buckets would save; report a tenth or more."""
-    group = ddp.process_group
-    if ddp in _watched or dist.get_rank(group) > 0 or dist.get_world_size(group) < 2:
+    if ddp in _watched:
         return
     _watched.add(ddp)
-    if not state.is_copy(ddp):
-        observe(ddp, Turn.ADVICE, _Adviser())
+    with _costing_the_hint(ddp):
+        group = ddp.process_group
+        is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
+        if is_first and not state.is_copy(ddp):
+            observe(ddp, Turn.ADVICE, _Adviser())
+
+
+@contextlib.contextmanager
+def _costing_the_hint(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Give up the hint if this block raises; nothing else may end with it."""
+    try:
+        yield
+    except Exception as error:
+        ignore(ddp, Turn.ADVICE)
+        _logs.info("what better buckets would save is not known: %r", error)
 
 
 class _Adviser(StepClock):
@@ -48,16 +60,13 @@ class _Adviser(StepClock):
         if not will_communicate(ddp):
             return
         super().before_forward(ddp)
-        try:
+        with _costing_the_hint(ddp):
             step = _torch.last_logged_step(ddp)
             if step.number in _STEPS and self.step_s is not None:
                 self._steps.setdefault(step.number, (step, self.step_s))
             if step.number >= _STEPS[-1]:
                 ignore(ddp, Turn.ADVICE)
                 self._advise(ddp)
-        except (DDPOptError, RuntimeError) as error:  # all that is lost is a hint
-            ignore(ddp, Turn.ADVICE)
-            _logs.info("what better buckets would save is not known: %s", error)
 
     def _advise(self, ddp: DistributedDataParallel) -> None:
         buckets = _torch.final_buckets(ddp)

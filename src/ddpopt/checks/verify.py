@@ -32,6 +32,7 @@ from ddpopt.errors import (
 )
 from ddpopt.ranks.agreement import gather
 from ddpopt.split import state
+from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5
@@ -283,7 +284,9 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        _decline(ddp, reason, "call ddpopt.verify with a batch and a loss_fn for which it works")
+        names_mode = any(mode.value in reason for mode in KEEPING_FROM_REHEARSAL)
+        remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"
+        _decline(ddp, reason, "train without that mode" if names_mode else remedy)
         return
     if outcome.passed:
         _logs.progress("%s", outcome)

@@ -84,7 +84,8 @@ def compile_under_ddp(
     arguments, last = survey.arguments, survey.known.rules.arrives_last
     compiled = order_arrival_of(compiled, [arguments[i] for i in last if i in arguments])
     slots = [arguments[p.index] for p in plan.arrival if p.index in arguments]
-    return GraphRunner(plan, nodes, compiled, order_arrival_of(compiled, slots))
+    ordered = order_arrival_of(compiled, slots)
+    return GraphRunner(plan, nodes, compiled, ordered, arguments)
 
 
 _REASONS = {
@@ -114,7 +115,7 @@ def compile_whole(
         compiled = telling(compiled, Label(plan.graph, 0))
         if state.of(ddp).waits_in_forward:
             compiled = waiting_first(compiled)
-        return GraphRunner(plan, nodes, compiled, compiled)
+        return GraphRunner(plan, nodes, compiled, compiled, {})
     return compiled
 
 

@@ -13,7 +13,7 @@ Equal graphs with equal settings give equal plans.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,6 +118,15 @@ class SplitPlan:
         by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
         sections = tuple(dataclasses.replace(s, completes=by_index[s.index]) for s in self.sections)
         return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
+
+    def with_parameters(self, own: Mapping[str, Parameter]) -> SplitPlan:
+        """Return the plan, without buckets, of the same code with these in the place of its own."""
+        sections = tuple(
+            dataclasses.replace(s, parameters=tuple(own[n].name for n in s.parameters if n in own))
+            for s in self.sections
+        )
+        arrival = tuple(own[p.name] for p in self.arrival if p.name in own)
+        return dataclasses.replace(self, sections=sections, arrival=arrival, is_shared=True)
 
     def __str__(self) -> str:
         lines = [self.headline()]

@@ -6,7 +6,8 @@ It compiles nothing. Its cost per step is one look at which DDP module is active
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
 from ddpopt.errors import TorchDriftError
-from ddpopt.reducer import find_misplaced
+from ddpopt.reducer import find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.backward.gates import refuse_double_backward
 from ddpopt.split.plan import SplitPlan
@@ -22,8 +23,10 @@ from ddpopt.split.plan import SplitPlan
 Compiled = Callable[..., Any]
 
 _MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed them
+_MOST_UNSEEN = 100  # graphs run under no_sync after which no sum of gradients is expected
 
 
+@dataclass(eq=False)
 class GraphRunner:
     """Calls a compiled graph, or `ordered` in its place until the Reducer has its final buckets.
 
@@ -31,16 +34,12 @@ class GraphRunner:
     one that it was compiled for, so the active module is looked up at each call.
     """
 
-    _settled_ddp: Callable[[], DistributedDataParallel | None]
-
-    def __init__(
-        self, plan: SplitPlan, nodes: state.Nodes, compiled: Compiled, ordered: Compiled
-    ) -> None:
-        self._plan = plan
-        self._nodes = nodes
-        self._compiled = compiled
-        self._ordered = ordered
-        self.unsettle()
+    _plan: SplitPlan
+    _nodes: state.Nodes
+    _compiled: Compiled
+    _ordered: Compiled
+    _arguments: Mapping[int, int]  # by the indices of the parameters that they bring in
+    _settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph on Dynamo's arguments."""
@@ -48,17 +47,44 @@ class GraphRunner:
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
         known = state.of(ddp)
-        known.keep(self._plan, self._nodes)
-        if _torch.will_rebuild_buckets(ddp):
+        if known.nodes.get(self._plan.graph) is not self._nodes:
+            known.keep(self._plan_for(ddp, args), self._nodes)
+        if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
             self._settled_ddp = weakref.ref(ddp)
             known.settle(self)
         return self._compiled(*args)
 
+    def _plan_for(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> SplitPlan:
+        """Return the plan with the parameters of a DDP module that runs another one's code.
+
+        If it has others around them, the graph is planned alone: it was cut at other buckets.
+        """
+        plan, reduced = self._plan, _torch.reducer_parameters(ddp)
+        planned = {parameter for bucket in plan.buckets for parameter in bucket.parameters}
+        if planned == set(reduced.values()) or not planned:
+            return plan
+        given = {index: args[argument] for index, argument in self._arguments.items()}
+        own = {p.name: reduced[v] for p in plan.arrival if (v := given.get(p.index)) in reduced}
+        buckets = predict_buckets([*own.values()], state.of(ddp).rules)
+        return plan.with_parameters(own).with_buckets(buckets)
+
     def unsettle(self) -> None:
         """Look at the next DDP module again: its buckets have changed."""
         self._settled_ddp = lambda: None
+
+
+def _may_be_seen(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP may see in which order the gradients of this forward arrive.
+
+    It sees every backward from a forward that communicates to the end of its allreduces. One of a
+    forward under no_sync may be among them, as where two forwards have one loss, so only a module
+    that goes on and on under no_sync is taken for one whose gradients DDP never sees.
+    """
+    known = state.of(ddp)
+    known.num_unseen = 0 if ddp.require_backward_grad_sync else known.num_unseen + 1
+    return known.num_unseen <= _MOST_UNSEEN
 
 
 def waiting_first(compiled: Compiled) -> Compiled:
@@ -83,7 +109,7 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
         return False  # DDP writes its log only in steps that communicate
     try:
         num_questions = known.ask_buckets()
-    except TorchDriftError as error:  # only the comparison is lost
+    except Exception as error:  # only the comparison is lost
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
         return True
     if known.told_buckets is None:
@@ -94,8 +120,9 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
             _logs.warning(
                 "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
                 "than planned (bucket %d), so allreduces from there on may start late. Gradients "
-                "of the first step arrived in another order: let the first step run the same "
-                "graphs and branches as later ones, on rank 0 above all",
+                "of the first step arrived in another order, since it ran eagerly or took other "
+                "branches: compile before the first step, and let it run the same graphs and "
+                "branches as later ones, on rank 0 above all",
                 found.parameter.name,
                 plan.graph,
                 found.actual,
@@ -164,7 +191,17 @@ def warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
         return
     name, detail = type(ddp.module).__name__, ""
     try:
-        if _torch.is_skipped_by_dynamo(ddp.module.forward):
+        if limit := _torch.find_reached_limit(ddp.module):
+            _logs.warning(
+                "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo has "
+                "compiled %s, and leaves other models with it alone; raise that limit, or call "
+                "torch._dynamo.reset() before the next model",
+                name,
+                limit,
+            )
+            return
+        is_skipped = _torch.is_skipped_by_dynamo(ddp.module.forward)
+        if is_skipped and not _torch.is_compiled_module(ddp.module):
             _logs.warning(
                 "torch.compile compiled nothing of this DistributedDataParallel(%s): Dynamo skips "
                 "frames of %s, and the first frame under DDP is one. Compile before wrapping, "

@@ -37,8 +37,9 @@ class DDPState:
     made the module. `is_searched` says that a search for better buckets is running, for which
     graphs are cut finely, and `is_trial` that they will be cut again afterwards; `expected_buckets`
     are those of a plan that is about to be applied, at which graphs are cut already.
-    `waits_in_forward` is as in [Note: waits]. `code` is what Dynamo compiled for the module, as
-    `_torch.forget_code` takes it.
+    `waits_in_forward` is as in [Note: waits]. `num_unseen` counts the graphs that ran under no_sync
+    since the last that did not, before buckets were final. `code` is what Dynamo compiled for the
+    module, as `_torch.forget_code` takes it.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -49,7 +50,7 @@ class DDPState:
         self.told_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
         self._is_planned = False
-        self._num_questions = 0
+        self._num_questions = self.num_unseen = 0
         self._settled: weakref.WeakSet[Settled] = weakref.WeakSet()
         self.is_copy = False
         self.is_searched = False
@@ -129,8 +130,9 @@ class DDPState:
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it reported them, or as they were given to it."""
         known, ddp = self.told_buckets or self._given_buckets, self._module()
-        if known is None and not _torch.follows_arrival_order(ddp):
-            known = self._given_buckets = _torch.final_buckets(ddp)  # final from the start
+        if known is None and self.told_buckets is None and not _torch.will_rebuild_buckets(ddp):
+            # They are final from the start, or since steps that ran no code of ours.
+            known = self._given_buckets = _torch.final_buckets(ddp)
         return known
 
     @property

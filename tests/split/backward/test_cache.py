@@ -19,7 +19,9 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt._torch import cached
 from ddpopt.split import driver
+from ddpopt.split.backward.compile import _Cutting as Cutting
 from tests.support.models import MLP, WIDTH
 
 CAP_MB = 0.005
@@ -156,3 +158,28 @@ def test_a_graph_that_is_shown_is_cut_anew(cold: Step, tmp_path: Path) -> None:
         shown = _step()
     assert not shown.is_hit
     assert list(tmp_path.rglob("backward_section_0.py"))
+
+
+@pytest.mark.parametrize("has_error", [False, True])
+@pytest.mark.parametrize("bundles", [False, True])
+def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
+) -> None:
+    """Bundling is switched off in the middle of one; also where that compile fails then."""
+    settings, run = torch._functorch.config, Cutting.run
+    found: list[bool] = []
+
+    def run_or_raise(self: Any, *args: Any) -> Any:
+        found.append(settings.bundled_autograd_cache)
+        if has_error:
+            raise KeyError("lost")
+        return run(self, *args)
+
+    monkeypatch.setattr(cached, "are_storable", lambda _graphs: False)
+    monkeypatch.setattr(Cutting, "run", run_or_raise)
+    with fresh_cache(), settings.patch(bundled_autograd_cache=bundles):
+        before = settings.get_config_copy(), torch.compiler.config.get_config_copy()
+        step = _step()
+        assert (settings.get_config_copy(), torch.compiler.config.get_config_copy()) == before
+    assert found == [False]
+    torch.testing.assert_close(step.gradients, step.expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +109,18 @@ def test_calls_with_effects_keep_their_order() -> None:
     assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3]]
 
 
+def test_no_cut_moves_past_a_call_with_effects_for_bytes() -> None:
+    """Call 2 may communicate: on a rank with larger values it must not change sides."""
+    reads = [{}, {0: NO}, {1: NO}, {2: NO}, {3: NO}]
+    gradients = {0: (1,), 1: (4,)}
+    for sizes in ([1, 9, 9, 1, 1], [9, 1, 1, 9, 9]):
+        without = _facts(reads, gradients, sizes)
+        facts = _facts(reads, gradients, sizes, ordered=(2,))
+        assert _sections(_plan(facts, [[0], [1]])) == [[0, 1], [2, 3, 4]]
+        moved = [[0, 1], [2, 3, 4]] if sizes[1] == 1 else [[0, 1, 2, 3], [4]]
+        assert _sections(_plan(without, [[0], [1]])) == moved
+
+
 def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
     """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
     reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
@@ -176,6 +189,20 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     )
     facts = _facts(reads, gradients, sizes, sorted(ordered), draw(read_by))
     return facts, [bucket for bucket in buckets if bucket]
+
+
+@given(_random_facts(), st.randoms(use_true_random=False))
+def test_sizes_do_not_decide_in_which_section_an_effect_is(
+    drawn: tuple[BackwardFacts, list[list[int]]], random: Random
+) -> None:
+    """Ranks whose batches differ have the same calls with effects between the same releases."""
+    facts, buckets = drawn
+    others = dataclasses.replace(facts, num_bytes=[random.randrange(9) for _ in facts.num_bytes])
+    effects = []
+    for plan in (_plan(facts, buckets), _plan(others, buckets)):
+        sections = [] if isinstance(plan, Fallback) else _sections(plan)
+        effects.append([[c for c in calls if facts.is_ordered[c]] for calls in sections])
+    assert effects[0] == effects[1]
 
 
 @given(_random_facts())

@@ -153,7 +153,9 @@ class _Cutting(_torch.Cutting):
         descent = find_descent(backward, self._places)
         if descent:
             _torch.autograd_node()  # backwards need it; find out now if it has moved
-        compiled, places = _compile_sections(sections, inputs, compile_section, self._graph)
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        saved = [k for k, n in enumerate(placeholders) if not n.name.startswith("tangents_")]
+        compiled, places = _compile_sections(sections, inputs, saved, compile_section, self._graph)
         flows = [
             {
                 "takes": section.takes,
@@ -220,12 +222,14 @@ def _return_token_itself(forward: fx.GraphModule) -> None:
 def _compile_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
+    saved: Collection[int],
     compile_section: _torch.CompileSection,
     graph: str,
 ) -> tuple[list[Callable[..., Any]], list[int]]:
     """Compile a backward's distinct sections; return them, and for each section which one it is.
 
-    `inputs` are the fake values of the whole graph's inputs, `graph` is its name.
+    `inputs` are the fake values of the whole graph's inputs, of which those `saved` in forward are
+    at fixed addresses for Inductor; `graph` is its name.
     """
     begun: list[_torch.Finish] = []
     place_of: dict[object, int] = {}
@@ -238,7 +242,7 @@ def _compile_sections(
             node.meta.get("val") if origin is None else inputs[origin]
             for node, origin in zip(placeholders, origins, strict=True)
         ]
-        key = _identity(section.graph, values) or index
+        key = _identity(section.graph, values, [origin in saved for origin in origins]) or index
         if key not in place_of:
             place_of[key] = len(begun)
             where = f"backward section {index} of {len(sections)}"
@@ -251,14 +255,17 @@ def _compile_sections(
     return [finish() for finish in begun], places
 
 
-def _identity(section: fx.GraphModule, values: Sequence[Any]) -> object | None:
+def _identity(
+    section: fx.GraphModule, values: Sequence[Any], are_saved: Sequence[bool]
+) -> object | None:
     """Return what two sections have in common if one compiled callable can serve both.
 
-    None if a section holds attributes, which the code does not show, or symbols.
+    None if a section holds attributes, which the code does not show, or symbols. Which inputs
+    `are_saved` counts too: Inductor does not look at each call whether those are aligned.
     """
     if section.graph.find_nodes(op="get_attr"):
         return None
     if not all(isinstance(v, torch.Tensor) and not _torch.free_symbols(v) for v in values):
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
-    return (section.code, tuple(kinds))
+    return (section.code, tuple(kinds), tuple(are_saved))
