@@ -50,6 +50,9 @@ _EFFECT_TOKENS = frozenset({"_make_token.default", "_sink_tokens.default"})
 _STATEFUL = ("_nesting", "_hooks_disable", "_hooks_enable", "_dual_level")
 
 
+_pure_operators: dict[Any, bool] = {}
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether a call is known to do nothing but compute what it returns, or set a mode.
 
@@ -57,17 +60,18 @@ def is_pure(node: fx.Node) -> bool:
     other libraries do not say. It is made once, and keeps its place among such calls.
     """
     name = name_of(node)
-    if sets_mode(node):
-        return True
-    if node.op == "call_method":
-        return not name.endswith("_")
-    if node.op != "call_function" or node.is_impure() or name in _EFFECT_TOKENS:
-        return False
-    if _torch.is_higher_order(node.target):
-        return name in _RUNNING_GRAPHS and all(map(is_pure, _calls_of_graphs(node)))
+    if node.op != "call_function":
+        return node.op == "call_method" and not name.endswith("_")
     library = _torch.namespace_of(node.target)
     if library is not None:
-        return library in _PURE_LIBRARIES
+        if node.target not in _pure_operators:
+            is_known = library in _PURE_LIBRARIES and name not in _EFFECT_TOKENS
+            _pure_operators[node.target] = is_known and not node.is_impure()
+        return _pure_operators[node.target]
+    if sets_mode(node) or node.is_impure():
+        return sets_mode(node)
+    if _torch.is_higher_order(node.target):
+        return name in _RUNNING_GRAPHS and all(map(is_pure, _calls_of_graphs(node)))
     module = getattr(node.target, "__module__", None) or "torch"  # as most of torch's builtins
     is_known = module.partition(".")[0] in _PURE_MODULES
     return is_known and not module.startswith("torch.distributed") and not name.endswith(_STATEFUL)
