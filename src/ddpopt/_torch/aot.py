@@ -45,8 +45,13 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
 
     def call_first(compiled: Callable[..., Any], *args: Any) -> Any:
         metadata = names.FW_METADATA.of(context)
-        outputs = None if metadata is None else compiled(*args)
-        return None if outputs is not None and names.TOKENS.of(metadata) else outputs
+        if metadata is None:
+            return None
+        if not names.TOKENS.of(metadata):
+            return compiled(*args)
+        with contextlib.suppress(Exception):  # it may make a view of what is a token
+            compiled(*args)
+        return None
 
     try:
         with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():

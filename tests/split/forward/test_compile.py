@@ -150,8 +150,18 @@ class _Residual(MLP):
         return x
 
 
+class _Scaling(MLP):
+    """A stream that every layer multiplies in place, whose old value the gradients need."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        for layer in self.layers:
+            x.mul_(layer(x.tanh()).sigmoid())
+        return x
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("model", [_Summing, _Filling, _Residual])
+@pytest.mark.parametrize("model", [_Summing, _Filling, _Residual, _Scaling])
 def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(
     one_rank: None, model: type[MLP], inner: str
 ) -> None:

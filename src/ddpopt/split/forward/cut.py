@@ -92,12 +92,14 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
     section_of = {
         node: section.index for section in sections for node in calls[section.start : section.stop]
     }
-    # From last cut to first, so that a value that crosses several is copied at each.
-    for cut, value in reversed(find_overwritten(gm.graph, [s.start for s in sections[1:]])):
-        _pass_on("clone", value, calls[cut], section_of)
+    # From the last write to the first, so that each section copies what the one before has made.
+    bounds = [*(section.start for section in sections), len(calls)]
+    overwritten = find_overwritten(gm.graph, bounds)
+    for start, value in sorted(overwritten, key=lambda found: found[0], reverse=True):
+        _pass_on("clone", value, calls[start], section_of, section_of[calls[start]])
     for value in _find_to_detach(gm.graph, section_of):
         next_start = sections[section_of[value] + 1].start
-        _pass_on("detach", value, calls[next_start], section_of)
+        _pass_on("detach", value, calls[next_start], section_of, section_of[value])
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
     for node in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(node.target))
@@ -108,17 +110,20 @@ def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphMo
     return stitched
 
 
-def _pass_on(method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.Node, int]) -> None:
-    """Make all calls from `place` on use `value.method()`, computed in the section before."""
+def _pass_on(
+    method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.Node, int], made_in: int
+) -> None:
+    """Make all calls from `place` on use `value.method()`, computed in section `made_in`."""
     section = section_of[place]
     with place.graph.inserting_before(place):
         passed = place.graph.call_method(method, (value,))
     passed.meta = dict(value.meta)
     mark_as_copy(passed)
-    section_of[passed] = section - 1
     value.replace_all_uses_with(
-        passed, delete_user_cb=lambda user: section_of.get(user, section) >= section
+        passed,
+        delete_user_cb=lambda user: user is not passed and section_of.get(user, section) >= section,
     )
+    section_of[passed] = made_in
 
 
 def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -17,13 +18,13 @@ from ddpopt.split.nodes import attribute_of, call_nodes, leaves, name_of, storag
 
 @dataclass(slots=True)
 class Memory:
-    """The values that share one storage, as (node, position made, last use), and the last write.
+    """The values that share one storage, as (node, position made, last use), and who writes to it.
 
-    A graph input is made at -1.
+    A graph input is made at -1. `writes` are the positions of calls, in order.
     """
 
-    values: list[tuple[fx.Node, int, int]]
-    last_write: int = -1
+    values: list[tuple[fx.Node, int, int]] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
 
 
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
@@ -50,11 +51,11 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
             origin.update((key, source) for key in storage_keys(node) for source in sources)
         for key in keys_of(node):
             last = max((positions.get(user, len(calls)) for user in node.users), default=made)
-            memory.setdefault(key, Memory([])).values.append((node, made, last))
+            memory.setdefault(key, Memory()).values.append((node, made, last))
         for target in written_by(node):
             for key in keys_of(target):
-                memory.setdefault(key, Memory([])).last_write = made
-    return [m for m in memory.values() if m.last_write >= 0]
+                memory.setdefault(key, Memory()).writes.append(made)
+    return [m for m in memory.values() if m.writes]
 
 
 def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
@@ -66,24 +67,25 @@ def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
     for memory in written:
         reached = -1
         for _, made, last in sorted(memory.values, key=lambda value: value[1]):
-            yield max(made + 1, 0), min(last, reached, memory.last_write)
+            yield max(made + 1, 0), min(last, reached, memory.writes[-1])
             reached = max(reached, last)
 
 
-def find_overwritten(graph: fx.Graph, cuts: Iterable[int]) -> list[tuple[int, fx.Node]]:
-    """Return the values that cross a cut and are written to in place after it, with that cut.
+def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, fx.Node]]:
+    """Return the values that a section takes from an earlier one and writes to, with its start.
 
-    The section that made such a value may have saved it for its backward; autograd would find it
-    changed. Graph inputs are left out: the caller is meant to see writes to them.
+    `bounds` are the starts of sections, and the end. The section that made such a value may have
+    saved it for its backward, and AOTAutograd cannot save what a write to an input overwrites.
+    Graph inputs are left out: the caller is meant to see writes to them.
     """
-    written = find_written_memory(graph)
     return [
-        (cut, node)
-        for cut in cuts
-        for memory in written
-        if memory.last_write >= cut and all(made >= 0 for _, made, _ in memory.values)
+        (start, node)
+        for memory in find_written_memory(graph)
+        if all(made >= 0 for _, made, _ in memory.values)
+        for start, stop in itertools.pairwise(bounds)
+        if any(start <= write < stop for write in memory.writes)
         for node, made, last in memory.values
-        if made < cut <= last
+        if made < start <= last
     ]
 
 
