@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -102,6 +103,7 @@ def _run_cases(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
 def main() -> int:
     """Run; return 1 if a case failed."""
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended counts too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks, which inherit it
     log = open(arguments.log, "a") if arguments.log else None  # noqa: SIM115  # open to the end

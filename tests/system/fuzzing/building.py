@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.system.fuzzing import subclasses
 from tests.system.fuzzing.blocks import WIDTH, Part
+from tests.system.fuzzing.effects import Effect
 from tests.system.fuzzing.regions import KINDS
 from tests.system.fuzzing.spec import Block, Case
 
@@ -53,19 +55,26 @@ class Model(nn.Module):
             self.first = nn.Linear(WIDTH, WIDTH)
             self.blocks = nn.ModuleDict({str(i): module for i, module in enumerate(made)})
             self.last = nn.Linear(WIDTH, WIDTH)
+        for index, module in enumerate(self.modules()):
+            if isinstance(module, Effect):
+                module.name = f"{index} {module.kind}"
         self.order = [str(i) for i in range(len(made))]
         self.case = case
         self.run = _RUNS[case.regions]
 
     def forward(self, x: Any) -> Any:
+        beside = None
         if isinstance(x, dict):
-            x = x["x"]
+            x, beside = x["x"], x.get("beside")
         elif isinstance(x, list):
             x = x[0]
         given = x
         if self.case.is_input_mutated:
             x.mul_(0.5)
-        x = hidden = torch.tanh(self.first(x.float()))
+        hidden = torch.tanh(self.first(x.float()))
+        if beside is not None:
+            hidden = hidden + subclasses.used(self.first, beside)
+        x = hidden
         for name in self.order:
             block = self.blocks[name]
             x = self.run(block, x.to(block.dtype))
@@ -75,6 +84,10 @@ class Model(nn.Module):
             more["penalty"] = self.first.weight.square().sum() * 0.01
         if "parameter" in more:
             more["parameter"] = self.first.bias
+        if "parameter view" in more:
+            more["parameter view"] = self.first.weight[:2].t()
+        if "beside" in more:
+            more["beside"] = None if beside is None else (beside, beside * 2)
         return _contain(self.case.container, x, more)
 
     def compile_regions(self, compile_: Callable[[Any], Any]) -> None:
@@ -107,7 +120,9 @@ def _more(name: str, x: torch.Tensor, given: torch.Tensor, hidden: torch.Tensor)
     """Return an output by its name."""
     if name in _OF_RESULT:
         return _OF_RESULT[name](x)
-    return {"input": given, "hidden": hidden, "pieces": hidden.chunk(2, 1)}.get(name)
+    of_all = {"input": given, "input view": given[:, ::2], "hidden": hidden}
+    of_all["pieces"] = hidden.chunk(2, 1)
+    return of_all.get(name)
 
 
 _OF_RESULT: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -116,6 +131,13 @@ _OF_RESULT: dict[str, Callable[[torch.Tensor], Any]] = {
     "detached": lambda x: x.detach() * 2,
     "detached view": lambda x: x.detach(),
     "index": lambda x: x.argmax(1),
+    "empty": lambda x: x[:0],
+    "expanded": lambda x: x[:, :1].expand(-1, 4),
+    "mask": lambda x: x > 0,
+    "constant": lambda _x: torch.ones(2),
+    "complex": lambda x: torch.complex(x, x * 2),
+    "jagged": subclasses.jagged,
+    "pair": lambda x: subclasses.pair(x, x * 2),
     "number": lambda x: (x.shape[0], 1.5, "text"),
 }
 

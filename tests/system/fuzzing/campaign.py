@@ -27,11 +27,15 @@ Run = Callable[[Case], Finding]
 
 @dataclass(slots=True)
 class Tally:
-    """What came of all cases so far. `num_split` have a graph of two sections or more."""
+    """What came of all cases so far. `num_split` have a graph of two sections or more.
+
+    `reasons` counts the cases with a graph that is whole, or cut in forward instead, by why.
+    """
 
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     features: collections.Counter[str] = field(default_factory=collections.Counter)
     most_sections: collections.Counter[int] = field(default_factory=collections.Counter)
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     num_simpler: int = 0
 
     def add(self, case: Case, finding: Finding) -> None:
@@ -40,12 +44,14 @@ class Tally:
         self.features.update(case.features())
         if not finding.is_discarded:
             self.most_sections[max(finding.sections, default=1)] += 1
+            self.reasons.update(set(finding.reasons))
 
     def merge(self, other: Tally) -> None:
         """Add the counts of another tally."""
         self.outcomes += other.outcomes
         self.features += other.features
         self.most_sections += other.most_sections
+        self.reasons += other.reasons
         self.num_simpler += other.num_simpler
 
     @property
@@ -75,6 +81,7 @@ class Tally:
         lines += [f"  {self.outcomes[o]:6d}  {o}" for o in OUTCOMES if self.outcomes[o]]
         lines.append(f"{self.num_split} of {self.num_compared} compared were split ({share:.0%})")
         lines.append(f"most sections of a graph: number of cases: {sections}")
+        lines += [f"  {count:6d}  {name}" for name, count in sorted(self.reasons.items())]
         lines += [f"  {count:6d}  {name}" for name, count in sorted(self.features.items())]
         return "\n".join(lines)
 

@@ -32,6 +32,33 @@ KEPT: dict[str, Case] = {
         batches=((3,),) * 4,
         freezes=("", "", "", "thawed"),
     ),
+    # Forward's effect tokens shifted the places of outputs, by which gradients were taken for none.
+    "zeros beside an effect and several outputs": Case(
+        blocks=(Block(kind="linear"), Block(kind="told")),
+        outputs=("detached", "view", "hidden"),
+        container="dict",
+    ),
+    # A section's first run, on fake tensors, returned its effect token as its first result.
+    "an effect in a section of forward": Case(
+        blocks=(Block(kind="checked", choice=2),), split="forward"
+    ),
+    "effects in backward, which is cut in forward instead": Case(
+        blocks=(Block(kind="linear"), Block(kind="ordered", choice=2))
+    ),
+    # Where the fewest bytes are kept depends on the rows, so ranks cut on other sides of it.
+    "a cut beside a collective, with more rows on one rank": Case(
+        blocks=(Block(kind="statistics", choice=1), Block(kind="linear")), more_rows=(20, 20)
+    ),
+    # One autograd node gave out all gradients, those that the delayed reduction waits for too late.
+    "delayed parameters in a graph that is whole": Case(blocks=(), delayed="most"),
+    # A section was first run on fake tensors, which one with a symbolic size did not survive.
+    "a subclass's output after the batch size changed": Case(
+        blocks=(Block(kind="linear"),),
+        batches=((3,), (2,)),
+        outputs=("pair",),
+        container="list",
+        split="forward",
+    ),
     # The fuzz trained the warm start without ShardedUpdate, and compared it with that.
     "a warm start with sharded updates": Case(blocks=(), inner="inductor", is_sharded=True),
 }

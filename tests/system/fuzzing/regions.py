@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.system.fuzzing import blocks
+from tests.system.fuzzing import blocks, effects
 from tests.system.fuzzing.blocks import WIDTH, Part
 
 
@@ -135,6 +135,10 @@ KINDS: dict[str, type[Part]] = {
     "unused": blocks.Unused,
     "detached": blocks.Detached,
     "choose": blocks.Choose,
+    "linalg": effects.Linalg,
+    "collective": effects.Collective,
+    "statistics": effects.Statistics,
+    **dict.fromkeys(effects.EFFECTS, effects.Effect),
     "residual": Residual,
     "parallel": Parallel,
     "chunk": Chunk,

@@ -55,7 +55,9 @@ class Case:
     blocks each compiled in place, and nothing else: "plain", or in a "checkpoint", or in a
     "reentrant" one. `freezes` and `extras` have an item a step, or none. `copied` is how the DDP
     module is copied after the first step, to train the copy from then on: "deepcopy", "pickle", or
-    "" for not at all.
+    "" for not at all. `more_rows` is how many rows rank 1 has more in each step. `delayed` and
+    `ignored` are the parameters that DDP delays, or leaves alone: "last" for those of the last
+    layer, "most" for those of the blocks too.
     """
 
     blocks: tuple[Block, ...]
@@ -85,6 +87,9 @@ class Case:
     extras: tuple[str, ...] = ()
     copied: str = ""
     is_sharded: bool = False
+    more_rows: tuple[int, ...] = ()
+    delayed: str = ""
+    ignored: str = ""
 
     def all_blocks(self) -> Iterator[Block]:
         """Give all blocks, those within others too."""
@@ -107,7 +112,9 @@ class Case:
         found |= {f"frozen {block.frozen}" for block in self.all_blocks() if block.frozen}
         found |= {f"step frozen {how}" for how in self.freezes if how}
         found |= {f"extra forward {how}" for how in self.extras if how}
-        found |= {f"copied {self.copied}"} if self.copied else set()
+        for name in ("copied", "delayed", "ignored"):
+            found |= {f"{name} {getattr(self, name)}"} if getattr(self, name) else set()
+        found |= {"another batch size on another rank"} if any(self.more_rows) else set()
         for name in ("container", "feed", "regions", "split", "inner"):
             found.add(f"{name} {getattr(self, name)}")
         for field in dataclasses.fields(self):

@@ -26,6 +26,8 @@ PLAIN = (
     "cell",
     "parametrized",
 )
+EFFECTS = ("counted", "noisy", "ordered", "told", "checked", "linalg", "linalg")
+COLLECTIVES = ("collective", "statistics")
 BREAKS = ("break", "hooked")  # each makes some graphs more, so there is one a case at most
 _IN_CHECKPOINT = (*PURE, "again", "tied", "convolution", "image", "embedding")
 _DTYPES = (DTYPES[0], *DTYPES)  # half of all blocks are of float32
@@ -42,9 +44,21 @@ OUTPUTS = (
     "penalty",
     "parameter",
     "pieces",
+    "empty",
+    "expanded",
+    "mask",
+    "constant",
+    "complex",
+    "input view",
+    "parameter view",
+    "jagged",
+    "pair",
+    "beside",
 )
+SUBCLASSES = ("subclass", "jagged", "pair")
 CONTAINERS = ("tuple", "list", "dict", "nested", "dataclass")
 REGIONS = ("plain", "checkpoint", "checkpoint", "reentrant")
+FEEDS = ("positional", "positional", "positional", "keyword", "dict", "list", *SUBCLASSES)
 CAPS_BYTES = (200, 300, 600, 200, 300, 800, None)
 
 
@@ -73,21 +87,24 @@ def blocks(draw: st.DrawFn, kinds: tuple[str, ...], depth: int) -> Block:
 def cases(draw: st.DrawFn) -> Case:
     """Draw a case."""
     may_be_unused = draw(_sometimes(3))
+    communicates, has_effects = draw(_sometimes(4)), draw(_sometimes(3))
     kinds = PLAIN + (PARTLY_UNUSED[:2] if may_be_unused else ())
+    kinds += EFFECTS * 2 * has_effects + COLLECTIVES * 4 * communicates
     drawn = draw(st.lists(blocks(kinds, 2), min_size=1, max_size=5))
     if draw(_sometimes(3)):
-        kinds = BREAKS + (PARTLY_UNUSED[2:] * 2 if may_be_unused else ())
+        # With other layers in backward, ranks would not communicate in one order.
+        may_choose = may_be_unused and not communicates
+        kinds = BREAKS + (PARTLY_UNUSED[2:] * 2 if may_choose else ())
         drawn.insert(draw(st.integers(0, len(drawn))), draw(blocks(kinds, 0)))
     has_outputs = draw(st.booleans())
     outputs = st.lists(st.sampled_from(OUTPUTS), min_size=1, max_size=4, unique=True)
-    feed = draw(st.sampled_from(("positional", "positional", "keyword", "dict", "list")))
     case = Case(
         blocks=tuple(drawn),
         seed=draw(st.integers(0, 99)),
         batches=draw(_batches()),
         outputs=tuple(draw(outputs)) if has_outputs else (),
         container=draw(st.sampled_from(CONTAINERS)) if has_outputs else "tensor",
-        feed=feed,
+        feed=draw(st.sampled_from(FEEDS)),
         input_dtype=draw(st.sampled_from(_DTYPES)),
         is_input_trained=draw(_sometimes(4)),
         is_input_mutated=draw(_sometimes(6)),
@@ -109,6 +126,9 @@ def cases(draw: st.DrawFn) -> Case:
         extras=draw(_in_steps(EXTRAS)),
         copied=draw(st.sampled_from((*[""] * 10, "deepcopy", "pickle", "pickle"))),
         is_sharded=draw(_sometimes(4)),
+        more_rows=draw(st.sampled_from(((), (), (0, 20), (0, 1), (9, 0, 20)))),
+        delayed=draw(st.sampled_from((*[""] * 10, "last", "most"))),
+        ignored=draw(st.sampled_from((*[""] * 10, "last", "most"))),
     )
     return _possible(case)
 
@@ -144,12 +164,17 @@ def _possible(case: Case) -> Case:
     elif "half" in case.freezes:
         some = tuple("all" if how == "half" else how for how in case.freezes)
         case = dataclasses.replace(case, freezes=some)
+    if kinds & {*COLLECTIVES}:  # the others would wait for rank 0
+        case = dataclasses.replace(case, extras=())
+    if case.feed == "subclass":  # AOTAutograd takes a tensor of two for what it is not
+        rest = tuple(name for name in case.outputs if name not in ("pair", "jagged"))
+        case = dataclasses.replace(case, outputs=rest)
     if any(case.extras):  # ranks would wait for each other's buffers
         case = dataclasses.replace(case, broadcasts_buffers=False)
     more = max(len(case.freezes), len(case.extras)) - len(case.batches)
     case = dataclasses.replace(case, batches=case.batches + case.batches[-1:] * more)
     if case.copied:  # hooks of tensors are not copied
-        case = dataclasses.replace(case, hooks=())
+        case = dataclasses.replace(case, hooks=(), delayed="")
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
     return _possible_in_ddp(_possible_in_shards(case), kinds)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 
 from ddpopt.algorithms import ShardedUpdate, ShardedUpdateHandle, attach
 from ddpopt.errors import OptionError
+from tests.system.fuzzing import effects, subclasses
 from tests.system.fuzzing.blocks import WIDTH
 from tests.system.fuzzing.building import Model
 from tests.system.fuzzing.spec import Case
@@ -69,11 +70,22 @@ class _Training(NamedTuple):
     handle: ShardedUpdateHandle | None
 
 
+def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
+    """As DDP's hook, which does not wait: nobody could tell when to read the gradients."""
+    ddp._delay_grad_buffer.div_(dist.get_world_size(ddp.process_group))
+    dist.all_reduce(ddp._delay_grad_buffer, group=ddp.process_group)
+    return gradient
+
+
+@mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_delayed)
 def train(
     case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup, is_sharded: bool = False
 ) -> tuple[Notes, DistributedDataParallel]:
     """Train for the steps of a case."""
     torch._dynamo.reset()
+    # torch 2.13: of its own accord it refuses them, in the first call of what AOTAutograd made.
+    torch._functorch.config.check_custom_op_aliasing = case.feed != "subclass"
+    effects.begin(group)
     torch.manual_seed(case.seed)
     model = Model(case)
     _hook(case, model)
@@ -94,7 +106,7 @@ def train(
             _freeze(training.named, reduced, _item(case.freezes, step))
         if rank == 0 and _item(case.extras, step):
             _run_alone(case, step, training, notes, generator)
-        _train_step(case, step, training, notes, generator)
+        _train_step(case, step, training, notes, generator, rank)
     _detach(training)
     for name, parameter in training.named.items():
         notes.values[f"parameter {name}"] = parameter.detach().clone()
@@ -129,9 +141,15 @@ def _module(ddp: DistributedDataParallel) -> Any:
 
 
 def _train_step(
-    case: Case, step: int, training: _Training, notes: Notes, generator: torch.Generator
+    case: Case,
+    step: int,
+    training: _Training,
+    notes: Notes,
+    generator: torch.Generator,
+    rank: int,
 ) -> None:
     ddp, forward, named, optimizer, handle = training
+    more_rows = rank * case.more_rows[step] if step < len(case.more_rows) else 0
     if step and case.evaluates_between:
         ddp.eval()
         with torch.no_grad():
@@ -141,7 +159,7 @@ def _train_step(
     for part, size in enumerate(sizes):
         where = f"step {step}.{part}"
         is_last = part == len(sizes) - 1
-        x = _draw(size, generator).to(getattr(torch, case.input_dtype))
+        x = _draw(size + more_rows, generator).to(getattr(torch, case.input_dtype))
         x.requires_grad_(case.is_input_trained)
         with contextlib.nullcontext() if is_last else ddp.no_sync():
             output = forward(x=x) if case.feed == "keyword" else forward(_feed(case, x))
@@ -149,6 +167,7 @@ def _train_step(
             if loss.requires_grad:  # unless all is frozen
                 loss.backward()
         notes.values[f"{where} input"] = x.detach().clone()
+        notes.texts[f"{where} calls"] = ", ".join(effects.calls)
         _note_gradients(notes, where, {"input": x})
         if is_last or not case.is_sharded:
             _note_gradients(notes, where, named, handle)
@@ -194,6 +213,13 @@ def _copy(
 
 def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
     caps = {} if case.cap_bytes is None else {"bucket_cap_mb": case.cap_bytes / 1024 / 1024}
+    delayed = _chosen(model, case.delayed)
+    if delayed:
+        first = next(p for name, p in model.named_parameters() if name.endswith("first.weight"))
+        caps |= {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": first}
+    ignored = [name for name, _ in _chosen(model, case.ignored)]
+    if ignored:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return DistributedDataParallel(
         model,
         process_group=group,
@@ -203,6 +229,16 @@ def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> Distributed
         broadcast_buffers=case.broadcasts_buffers,
         **caps,
     )
+
+
+def _chosen(model: nn.Module, which: str) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of the last layer, or of "most": those of the blocks too."""
+    ends = {"": (), "last": ("last.weight", "last.bias"), "most": ("",)}[which]
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if name.endswith(ends) and "first." not in name and parameter.dtype == torch.float32
+    ]
 
 
 def _hook(case: Case, model: nn.Module) -> None:
@@ -224,31 +260,40 @@ def _draw(size: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _feed(case: Case, x: torch.Tensor) -> Any:
-    return {"dict": {"x": x}, "list": [x, None]}.get(case.feed, x)
+    if case.feed == "list":
+        return [x, None]
+    if case.feed == "subclass":
+        return x.as_subclass(subclasses.Plain)
+    if case.feed in ("dict", "jagged", "pair"):
+        return {"x": x, "beside": subclasses.beside(case.feed, x)}
+    return x
 
 
 def _note_output(notes: Notes, where: str, output: Any) -> torch.Tensor:
     """Note all tensors of an output; return a loss of those that have gradients."""
     found = dict(_flatten("output", output))
     first: dict[int, str] = {}
-    said = []
+    said, terms = [], []
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
-            notes.values[f"{where} {name}"] = value.detach().clone()
+            parts = subclasses.parts(value)
+            for part, tensor in parts.items():
+                notes.values[f"{where} {name}{part}"] = tensor.detach().clone()
             same = first.setdefault(id(value), name)
             needs = ", needs gradient" if value.requires_grad else ""
-            said.append(f"{name}: {value.dtype}{needs}, is {same}")
+            said.append(f"{name}: {type(value).__name__}, {value.dtype}{needs}, is {same}")
+            terms += [_term(tensor) * (len(first)) for tensor in parts.values()]
         else:
             said.append(f"{name}: {value!r}")
     notes.texts[where] = "; ".join(said)
-    terms = [
-        value.double().square().mean() * (index + 1)
-        for index, value in enumerate(found.values())
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    terms = [term for term in terms if term.requires_grad]
     loss = torch.stack(terms).sum() if terms else torch.zeros(())
     notes.values[f"{where} loss"] = loss.detach().clone()
     return loss
+
+
+def _term(value: torch.Tensor) -> torch.Tensor:
+    return value.double().square().sum() / max(1, value.numel())
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
