@@ -30,7 +30,8 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
     last one's metadata. Guards and fake mode stay shared. Yields a function that
     calls the compiled section with its arguments, which has to be done inside this block, and gives
     the fake tensors that it returns, with the strides that Inductor chose. They are None if
-    AOTAutograd compiled nothing, or if effect tokens take the places of some of them.
+    AOTAutograd compiled nothing, or if effect tokens, or the parts of a subclass if it
+    `has_parts`, take the places of some of them.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
@@ -43,13 +44,13 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
     names.FAKIFY_FIRST_CALL.set(context, True)
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
 
-    def call_first(compiled: Callable[..., Any], *args: Any) -> Any:
+    def call_first(compiled: Callable[..., Any], args: Sequence[Any], has_parts: bool) -> Any:
         metadata = names.FW_METADATA.of(context)
         if metadata is None:
             return None
-        if not names.TOKENS.of(metadata):
+        if not has_parts and not names.TOKENS.of(metadata):
             return compiled(*args)
-        with contextlib.suppress(Exception):  # it may make a view of what is a token
+        with contextlib.suppress(Exception):  # it may make a view of what is a token or a part
             compiled(*args)
         return None
 

@@ -110,6 +110,11 @@ def output_values(gm: fx.GraphModule) -> Sequence[Any]:
     return values
 
 
+def is_composite(value: object) -> bool:
+    """Whether a tensor consists of others, as a DTensor or a nested tensor does."""
+    return _torch.is_subclass(value) or getattr(value, "is_nested", False)
+
+
 def name_of(node: fx.Node) -> str:
     """Return the name of the function or method that a node calls."""
     if isinstance(node.target, str):

@@ -13,6 +13,7 @@ from torch import fx
 
 from ddpopt import _events, _torch
 from ddpopt._events import Label
+from ddpopt.split.nodes import is_composite, output_values
 from ddpopt.split.sections import SectionCompiler
 
 
@@ -68,7 +69,9 @@ class _CompilingSections(fx.Interpreter):
                 lambda: self._inner(section, list(args)),
             )
             self.compiled[target] = _events.telling(compiled, Label(self._graph, index))
-            outputs = call_first(compiled, *args)
+            returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
+            has_parts = any(is_composite(n.meta.get("example_value")) for n in returned)
+            outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs
         # Hooks around the compile, such as a checkpoint's, must not see what a fake run saves;

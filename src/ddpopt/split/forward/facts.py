@@ -25,6 +25,7 @@ from ddpopt.split.forward.writes import find_written_memory, mutation_spans, wri
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
+    is_composite,
     is_differentiable,
     is_pure,
     name_of,
@@ -183,7 +184,7 @@ def _uncrossable_spans(
         yield 0, len(calls)
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
-        if _is_composite(value) and _torch.free_symbols(value):
+        if is_composite(value) and _torch.free_symbols(value):
             yield 0, len(calls)
     bound = {
         symbol
@@ -194,13 +195,9 @@ def _uncrossable_spans(
     for position, node in enumerate(calls):
         if last_use[position] > position and name_of(node) not in _AUTOCAST:
             value = node.meta.get("example_value")
-            can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not _is_composite(value)
+            can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
             if not can_cross or not _torch.free_symbols(value) <= bound:
                 yield position + 1, last_use[position]
-
-
-def _is_composite(value: object) -> bool:
-    return _torch.is_subclass(value) or getattr(value, "is_nested", False)
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
