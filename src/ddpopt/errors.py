@@ -172,8 +172,8 @@ class ForwardInstead(enum.Enum):
         "as 'max-autotune-no-cudagraphs'"
     )
     SUBCLASSES = (
-        "an input is a tensor subclass, which AOTAutograd takes apart or does not take; use "
-        "split='forward' for it"
+        "it has a nested tensor, or an input of another tensor subclass, which AOTAutograd takes "
+        "apart or does not take; use split='forward' for the latter"
     )
     DEVICES = (
         "its gradients are on several devices, whose parts of backward run in threads of their "

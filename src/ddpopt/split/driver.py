@@ -42,12 +42,12 @@ from ddpopt.split.backward.cut import cut_backward
 from ddpopt.split.backward.facts import read_backward
 from ddpopt.split.backward.gates import GatedGraph
 from ddpopt.split.backward.plan import final_positions, plan_backward
-from ddpopt.split.dump import Shown, is_showing, show, write
+from ddpopt.split.dump import is_showing, show, write
 from ddpopt.split.forward.compile import compile_sections
 from ddpopt.split.forward.cut import copy_for_splitting, split_forward
 from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
-from ddpopt.split.nodes import call_nodes, describe, graph_name, is_pure
+from ddpopt.split.nodes import attribute_of, call_nodes, describe, graph_name, is_pure
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.runner import GraphRunner, order_arrival_of, waiting_first
 from ddpopt.split.validate import validate_backward, validate_forward
@@ -74,7 +74,7 @@ def compile_under_ddp(
         detail = f"{type(error).__name__}: {error}"
         return compile_whole(gm, example_inputs, ddp, options, reason, detail)
     if plan.fallback is not None:
-        write(gm, plan, [Shown("original", gm)])
+        write(gm, plan, {"original": gm})
     if compiled is None:
         compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
     if survey.known.waits_in_forward and not isinstance(compiled, GatedGraph):
@@ -104,7 +104,7 @@ def compile_whole(
 ) -> Callable[..., Any]:
     """Compile a graph as it is, and say why."""
     plan = dataclasses.replace(_blank_plan(gm, options), fallback=reason, detail=detail)
-    write(gm, plan, [Shown("original", gm)])
+    write(gm, plan, {"original": gm})
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
     compiled = options.inner(gm, list(example_inputs))
     _announce(ddp, plan, nodes, options)
@@ -265,12 +265,11 @@ def _split(
     nodes = tuple(calls[section.start : section.stop] for section in sections)
     stitched = split_forward(survey.graph, sections)
     validate_forward(gm, plan, stitched, survey.arguments)
-    pieces = [
-        Shown(f"section_{k}", graph)
-        for k, node in enumerate(stitched.graph.find_nodes(op="call_module"))
-        if isinstance(graph := stitched.get_submodule(str(node.target)), fx.GraphModule)
-    ]
-    show(gm, plan, [Shown("original", gm), *pieces, Shown("stitched", stitched)])
+    calls_of_sections = stitched.graph.find_nodes(op="call_module")
+    pieces = {
+        f"section_{k}": attribute_of(stitched, node) for k, node in enumerate(calls_of_sections)
+    }
+    show(gm, plan, {"original": gm, **pieces, "stitched": stitched})
     compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
     return _Split(plan, nodes, compiled)
 
@@ -299,9 +298,8 @@ def _split_backward(
         sections = cut_backward(backward, cuts)
         validate_backward(backward, plan, sections, saved, arguments)
         nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
-        pieces = [Shown(f"backward_section_{k}", s.graph) for k, s in enumerate(sections)]
-        whole = [Shown("original", gm), Shown("original_backward", backward)]
-        show(gm, plan, [*whole, *pieces])
+        pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
+        show(gm, plan, {"original": gm, "original_backward": backward, **pieces})
         return BackwardCut(plan, nodes, sections)
 
     # A result from a cache has no graphs to show.

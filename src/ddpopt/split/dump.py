@@ -17,9 +17,8 @@ import operator
 import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import fx
@@ -29,6 +28,8 @@ from ddpopt._files import PrivateFolder
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import SplitPlan
 
+Graphs = Mapping[str, fx.GraphModule]  # by name
+
 _LONGEST_NAME = 60  # of a folder
 
 # One per compile, by Dynamo's graph, and one per process, by `dump_dir` and process id.
@@ -37,31 +38,24 @@ _process_folders: dict[tuple[str, int], PrivateFolder] = {}
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
-class Shown(NamedTuple):
-    """A graph and its name."""
-
-    name: str
-    graph: fx.GraphModule
-
-
 def is_showing() -> bool:
     """Whether graphs are shown anywhere."""
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def show(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
+def show(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
     """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files."""
-    for shown in graphs:
-        code = functools.partial(_code, shown.graph)
-        _logs.graph(f"{shown.name} graph", code)
-        if shown.name == "stitched":
+    for name, graph in graphs.items():
+        code = functools.partial(_code, graph)
+        _logs.graph(f"{name} graph", code)
+        if name == "stitched":
             _torch.trace_structured("optimize_ddp_split_graph", {}, code)
-        elif "section" in shown.name:
-            _torch.trace_structured("optimize_ddp_split_child", {"name": shown.name}, code)
+        elif "section" in name:
+            _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
     write(gm, plan, graphs)
 
 
-def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
+def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
     """Write a plan and graphs to the folder of the compile that Dynamo made `gm` for."""
     dump_dir = config.dump_dir
     if not dump_dir or dump_dir in _given_up:
@@ -71,7 +65,7 @@ def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Sequence[Shown]) -> None:
         by_name = operator.attrgetter("name")  # of an enum member
         content = json.dumps(dataclasses.asdict(plan), indent=1, default=by_name)
         folder.write_text("plan.json", content + "\n")
-        for name, graph in graphs:
+        for name, graph in graphs.items():
             folder.write_text(f"{name}.py", _code(graph))
     except Exception as error:  # whatever it is, a dump is not worth a training run
         _given_up.add(dump_dir)

@@ -30,26 +30,13 @@ def is_call(node: fx.Node) -> bool:
 _PURE_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
 _PURE_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
 # Operators that run graphs, which may do more.
-_RUNNING_GRAPHS = frozenset(
-    {
-        "associative_scan",
-        "autograd_function_apply",
-        "cond",
-        "flex_attention",
-        "flex_attention_backward",
-        "invoke_subgraph",
-        "map_impl",
-        "scan",
-        "tag_activation_checkpoint",
-        "triton_kernel_wrapper_functional",
-        "while_loop",
-        "wrap",
-    }
+_RUNNING_GRAPHS = (
+    "associative_scan autograd_function_apply cond flex_attention flex_attention_backward "
+    "invoke_subgraph map_impl scan tag_activation_checkpoint triton_kernel_wrapper_functional "
+    "while_loop wrap"
 )
 _EFFECT_TOKENS = frozenset({"_make_token.default", "_sink_tokens.default"})
 _STATEFUL = ("_nesting", "_hooks_disable", "_hooks_enable", "_dual_level")
-
-
 _pure_operators: dict[Any, bool] = {}
 
 
@@ -71,7 +58,7 @@ def is_pure(node: fx.Node) -> bool:
     if sets_mode(node) or node.is_impure():
         return sets_mode(node)
     if _torch.is_higher_order(node.target):
-        return name in _RUNNING_GRAPHS and all(map(is_pure, _calls_of_graphs(node)))
+        return name in _RUNNING_GRAPHS.split() and all(map(is_pure, _calls_of_graphs(node)))
     module = getattr(node.target, "__module__", None) or "torch"  # as most of torch's builtins
     is_known = module.partition(".")[0] in _PURE_MODULES
     return is_known and not module.startswith("torch.distributed") and not name.endswith(_STATEFUL)
@@ -113,6 +100,15 @@ def output_values(gm: fx.GraphModule) -> Sequence[Any]:
 def is_composite(value: object) -> bool:
     """Whether a tensor consists of others, as a DTensor or a nested tensor does."""
     return _torch.is_subclass(value) or getattr(value, "is_nested", False)
+
+
+def has_ragged_sizes(graph: fx.Graph) -> bool:
+    """Whether a tensor consists of others whose sizes are symbols, as a nested one does.
+
+    Only the first compile of a graph that makes one finds the symbols that Dynamo chose.
+    """
+    values = (node.meta.get("example_value") for node in graph.nodes)
+    return any(is_composite(value) and _torch.free_symbols(value) for value in values)
 
 
 def name_of(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -47,28 +47,25 @@ class _Value:
     memory: tuple[Hashable, ...] = ()
 
 
+@dataclass
 class _Program:
     """Runs graphs symbolically, one after the other.
 
     `numbers` are those of the expressions so far. `memory_of` gives the memory of what a call
-    returns, from the call and the values that it reads.
+    returns, from the call and the values that it reads. `num_fixed` counts as plans do, for each
+    graph that was run; `_modes` are those of autocast, and False under no_grad.
     """
 
-    def __init__(
-        self,
-        numbers: dict[Hashable, int],
-        memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]],
-    ) -> None:
-        self.effects: list[Hashable] = []
-        self.num_fixed: list[int] = []  # in each section, as the plan counts them
-        self._numbers = numbers
-        self._memory_of = memory_of
-        self._versions = collections.Counter[Hashable]()
-        self._modes: list[Hashable] = []  # autocast's, and False under no_grad
+    numbers: dict[Hashable, int]
+    memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
+    effects: list[Hashable] = field(default_factory=list)
+    num_fixed: list[int] = field(default_factory=list)
+    _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
+    _modes: list[Hashable] = field(default_factory=list)
 
     def number(self, expression: Hashable) -> int:
         """Return the number of an expression."""
-        return self._numbers.setdefault(expression, len(self._numbers))
+        return self.numbers.setdefault(expression, len(self.numbers))
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any], *, is_stitched: bool = False) -> Any:
         """Return a graph's outputs; modules that one calls which `is_stitched` are sections."""
@@ -88,7 +85,7 @@ class _Program:
 
     def _call(self, gm: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> _Value:
         read = [values[source] for source in node.all_input_nodes]
-        memory = self._memory_of(node, read)
+        memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":

@@ -27,7 +27,7 @@ from ddpopt.split.backward.facts import (
 )
 from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.backward.waits import insert_waits
-from ddpopt.split.nodes import graph_name, output_values
+from ddpopt.split.nodes import graph_name, has_ragged_sizes, output_values
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.sections import SectionCompiler, naming_section
 from ddpopt.split.state import Nodes
@@ -84,7 +84,8 @@ def compile_gated(
         SectionCompileError: the inner compiler raised on a section.
     """
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if any(map(_torch.is_subclass, tensors)) or not all(map(_torch.is_plain, tensors)):
+    is_known = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
+    if not is_known or has_ragged_sizes(gm.graph):
         raise CutRefusedError(ForwardInstead.SUBCLASSES)
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
@@ -97,29 +98,21 @@ def compile_gated(
     return dataclasses.replace(kept.plan, graph=graph_name(gm)), kept.nodes, gated
 
 
+@dataclasses.dataclass
 class _Cutting(_torch.Cutting):
     """Cuts one graph's backward for AOTAutograd. `kept` and `further` are set afterwards."""
 
-    def __init__(
-        self,
-        graph: str,
-        num_inputs: int,
-        device: torch.device,
-        cut: Cut,
-        key: str | None,
-        awaited: Collection[int],
-    ) -> None:
-        self.key = key
-        self.kept: _Kept | None = None
-        self.further: list[CompiledSection] = []
-        self._graph = graph
-        self._num_inputs = num_inputs
-        self._device = device
-        self._cut = cut
-        self._awaited = awaited
-        self._was_autocast_on = _torch.is_autocast_on()
-        self._saved: dict[str, int] = {}
-        self._places: dict[Hashable, int] = {}
+    _graph: str
+    _num_inputs: int
+    _device: torch.device
+    _cut: Cut
+    key: str | None
+    _awaited: Collection[int]
+    kept: _Kept | None = None
+    further: list[CompiledSection] = dataclasses.field(default_factory=list)
+    _was_autocast_on: bool = dataclasses.field(default_factory=_torch.is_autocast_on)
+    _saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    _places: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
         self._saved = saved_arguments(forward)

@@ -25,6 +25,7 @@ from ddpopt.split.forward.writes import find_written_memory, mutation_spans, wri
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
+    has_ragged_sizes,
     is_composite,
     is_differentiable,
     is_pure,
@@ -180,12 +181,8 @@ def _uncrossable_spans(
     have to guess the class of their gradients. Nor can anything beside one with symbols, which are
     those of the tensors that it consists of, as in nested tensors.
     """
-    if uses_streams(gm.graph):
+    if uses_streams(gm.graph) or has_ragged_sizes(gm.graph):
         yield 0, len(calls)
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if is_composite(value) and _torch.free_symbols(value):
-            yield 0, len(calls)
     bound = {
         symbol
         for node in gm.graph.nodes
