@@ -59,6 +59,23 @@ KEPT: dict[str, Case] = {
         container="list",
         split="forward",
     ),
+    # It makes views of outputs, whose places effect tokens and parts of subclasses shift.
+    "a view in a section with an effect": Case(
+        blocks=(Block(kind="linear"), Block(kind="told")),
+        outputs=("view",),
+        container="list",
+        cap_bytes=500,
+        split="forward",
+    ),
+    "a view of the input in a section that returns a subclass": Case(
+        blocks=(), outputs=("pair", "input view"), container="list", split="forward"
+    ),
+    # torch can compile a graph that makes a nested tensor once only, and its cut had been refused.
+    "a nested tensor in a graph whose backward has effects": Case(
+        blocks=(Block(kind="linear"), Block(kind="ordered", choice=1)),
+        outputs=("jagged",),
+        container="list",
+    ),
     # The fuzz trained the warm start without ShardedUpdate, and compared it with that.
     "a warm start with sharded updates": Case(blocks=(), inner="inductor", is_sharded=True),
 }

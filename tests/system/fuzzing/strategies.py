@@ -164,11 +164,7 @@ def _possible(case: Case) -> Case:
     elif "half" in case.freezes:
         some = tuple("all" if how == "half" else how for how in case.freezes)
         case = dataclasses.replace(case, freezes=some)
-    if kinds & {*COLLECTIVES}:  # the others would wait for rank 0
-        case = dataclasses.replace(case, extras=())
-    if case.feed == "subclass":  # AOTAutograd takes a tensor of two for what it is not
-        rest = tuple(name for name in case.outputs if name not in ("pair", "jagged"))
-        case = dataclasses.replace(case, outputs=rest)
+    case = _possible_blocks(case, kinds)
     if any(case.extras):  # ranks would wait for each other's buffers
         case = dataclasses.replace(case, broadcasts_buffers=False)
     more = max(len(case.freezes), len(case.extras)) - len(case.batches)
@@ -178,6 +174,17 @@ def _possible(case: Case) -> Case:
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
     return _possible_in_ddp(_possible_in_shards(case), kinds)
+
+
+def _possible_blocks(case: Case, kinds: set[str]) -> Case:
+    if kinds & {*COLLECTIVES}:  # the others would wait for rank 0
+        case = dataclasses.replace(case, extras=())
+    if case.feed == "subclass":  # AOTAutograd takes a tensor of two for what it is not
+        rest = tuple(name for name in case.outputs if name not in ("pair", "jagged"))
+        case = dataclasses.replace(case, outputs=rest)
+    if case.delayed and "accumulated" in case.hooks:  # DDP gives unused ones a gradient of zeros
+        case = dataclasses.replace(case, hooks=())
+    return case
 
 
 def _possible_in_shards(case: Case) -> Case:

@@ -53,7 +53,7 @@ def jagged(x: torch.Tensor) -> torch.Tensor:
 
 def beside(feed: str, x: torch.Tensor) -> torch.Tensor | None:
     """Return what is given to a model beside `x`."""
-    x = x.float()
+    x = x.float().clone()  # the model may write to its input
     if feed == "pair":
         return pair(x, x * 0.5)
     return jagged(x * 0.5) if feed == "jagged" else None
