@@ -2,7 +2,8 @@
 
 Graphs are made by hand, as Dynamo and AOTAutograd make them: layers of one matrix product and
 pointwise calls. For the forward split the clock runs from the call of the backend to the first
-call of the inner compiler, for the backward split while a backward graph is read, planned and cut.
+call of the inner compiler, for the backward split while a backward graph is read, planned, cut, and
+compared with its sections.
 What the compilers themselves take is in neither. Times are those of the one thread on its
 processor, so that they hold on a machine that does other things as well. An exponent is the power
 of the number of calls (or of sections) that fits the times best.
@@ -35,7 +36,8 @@ from ddpopt.split.backward.cut import cut_backward
 from ddpopt.split.backward.facts import read_backward
 from ddpopt.split.backward.plan import final_positions, plan_backward
 from ddpopt.split.forward.plan import order_arrival
-from ddpopt.split.plan import BackwardCuts
+from ddpopt.split.plan import BackwardCuts, SplitPlan
+from ddpopt.split.validate import validate_backward
 
 _MIB = 1024 * 1024
 _WIDTH = 2
@@ -86,6 +88,7 @@ def measure_forward(num_calls: int, num_sections: int) -> Row:
         raise _ReachedInnerError
 
     def once() -> float:
+        first_sections.clear()
         start = time.thread_time()
         try:
             with ddp._inside_ddp_forward():
@@ -119,7 +122,7 @@ def forward_graph(num_layers: int) -> fx.GraphModule:
 
 
 def measure_backward(num_calls: int, num_sections: int) -> Row:
-    """Read, plan and cut a backward graph for that many buckets."""
+    """Read, plan, cut and prove a backward graph for that many buckets."""
     num_layers = num_calls // _CALLS
     gm = backward_graph(num_layers)
     parameters = [
@@ -137,7 +140,11 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         buckets = predict_buckets(order_arrival(parameters, final), rules)
         cuts = plan_backward(facts, buckets, arguments, final)
         assert isinstance(cuts, BackwardCuts), cuts
-        num_made.append(len(cut_backward(gm, cuts)))
+        sections = cut_backward(gm, cuts)
+        arrival = tuple(parameters)
+        plan = SplitPlan(graph="", inner="", num_nodes=0, sections=cuts.sections, arrival=arrival)
+        validate_backward(gm, plan, sections, {}, arguments)
+        num_made.append(len(sections))
         return time.thread_time() - start
 
     seconds = _median(once)
