@@ -147,7 +147,7 @@ class _Cutting(_torch.Cutting):
         if descent:
             _torch.autograd_node()  # backwards need it; find out now if it has moved
         placeholders = backward.graph.find_nodes(op="placeholder")
-        saved = [k for k, n in enumerate(placeholders) if not n.name.startswith("tangents_")]
+        saved = {k for k, n in enumerate(placeholders) if not n.name.startswith("tangents_")}
         compiled, places = _compile_sections(sections, inputs, saved, compile_section, self._graph)
         flows = [
             {
