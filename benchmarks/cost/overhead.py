@@ -211,7 +211,7 @@ def _empty_graph(num_parameters: int, num_gates: int) -> Step:
         token_argument=total + 1,
         num_kept=num_gates + 1,
         device=_DEVICE,
-        has_descent=False,
+        num_outputs=0,
     )
     graph = GatedGraph(functools.partial(_forward, backward), further, _DEVICE, has_descent=False)
     return lambda: graph(*arguments)[0]

@@ -193,8 +193,8 @@ class ForwardInstead(enum.Enum):
     )
     STREAMS = "its backward says on which stream calls run; compile the part on each by itself"
     NOT_DESCRIBED = (
-        "AOTAutograd's descriptions of what its graphs return do not match what they return; "
-        "please report the numbers below"
+        "AOTAutograd's descriptions of the gradients do not match what its backward graph returns; "
+        "please report it"
     )
     FAILED = "cutting its backward graph raised an error; please report the error below"
     TORCH_DRIFT = (

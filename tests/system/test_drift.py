@@ -488,6 +488,7 @@ NOT_NAMED = {
     **dict.fromkeys((names.BUILT_GUARDS, names.GUARD_ROOT, names.CHECK_FN_MANAGER), _OF_GUARDS),
     **dict.fromkeys((names.GUARD_MANAGER, names.ID_MATCHED_OBJS, names.INVALIDATE), _OF_GUARDS),
     names.OPTIMIZERS_IN_BACKWARD: "of parameters that have such optimizers",
+    names.TOKENS: "of what AOTAutograd makes with a graph",
 }
 
 
@@ -525,6 +526,9 @@ def test_doctor_names_what_a_small_model_lacks(row: PrivateName) -> None:
 UNASKED: dict[PrivateName, str] = {
     names.BOXED_CALL: "written on functions of ours alone",
     names.FAKE_MODE: "read where a gradient's memory is needed after its release, which is rare",
+    names.BACKWARD_TOKEN: "read where there are effects; the graph is cut in forward without it",
+    names.DELAYED_HOOK: "read where DDP delays parameters; the graph is left whole without it",
+    names.TENSOR_HOOKS: "as above",
 }
 
 

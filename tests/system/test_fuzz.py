@@ -53,10 +53,10 @@ def test_random_models_train_as_with_eager_ddp(ranks: Ranks, tally: Tally, numbe
 
 
 def test_most_random_models_are_split(tally: Tally) -> None:
-    """The cases above say something: few are discarded, and half of the others are in sections."""
+    """The cases above say something: few are discarded, and two in five others are in sections."""
     assert tally.num_cases >= NUM_CASES / 2, "run this module as a whole"
     assert tally.num_compared >= 0.8 * tally.num_cases, str(tally)
-    assert tally.num_split >= 0.5 * tally.num_compared, str(tally)
+    assert tally.num_split >= 0.4 * tally.num_compared, str(tally)
 
 
 @pytest.mark.parametrize("name", KEPT)

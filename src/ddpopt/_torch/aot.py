@@ -260,41 +260,43 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
 
     Arguments are numbered as in the graph that AOTAutograd was given; it is None if the value is
     not a gradient, or AOTAutograd does not tell.
-    """
-    gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
-    return [
-        text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
-        for text in _outputs_described(backward)
-    ]
-
-
-def _outputs_described(gm: fx.GraphModule) -> list[Any]:
-    """Return AOTAutograd's (hashable) description of each value that a graph returns.
 
     Raises:
         CutRefusedError: values and descriptions do not match one to one.
+    """
+    gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
+    described = _outputs_described(backward)
+    if described is None:
+        raise CutRefusedError(ForwardInstead.NOT_DESCRIBED)
+    return [
+        text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
+        for text in described
+    ]
+
+
+def _outputs_described(gm: fx.GraphModule) -> list[Any] | None:
+    """Return AOTAutograd's (hashable) description of each value that a graph returns.
+
+    None if values and descriptions do not match one to one.
     """
     (output,) = gm.graph.find_nodes(op="output")
     described, num_values = list(output.meta.get("desc", ())), len(output.args[0])
     if len(described) > num_values:  # Inductor has taken effect tokens out of the values only
         tokens = (names.FORWARD_TOKEN.get(), names.BACKWARD_TOKEN.get())
         described = [text for text in described if not isinstance(text, tokens)]
-    if len(described) != num_values:
-        detail = f"{num_values} values have {len(described)} descriptions"
-        raise CutRefusedError(ForwardInstead.NOT_DESCRIBED, detail)
-    return described
+    return described if len(described) == num_values else None
 
 
 def differentiable_outputs(forward: fx.GraphModule) -> list[Any]:
     """Return the descriptions of a forward's outputs as its autograd node numbers them.
 
-    They end at the first that is not understood. So if one is missing, such as a tensor subclass,
-    there are fewer than outputs of the node.
+    They end at the first that is not understood, such as a tensor subclass. So there are fewer than
+    outputs of the node then; none if AOTAutograd describes none, as with functional random state.
     """
     token = names.FORWARD_TOKEN.get()
     rows = (names.PLAIN_OUTPUT, names.MUTATION_OUTPUT, names.BASE_OUTPUT)
     kinds = tuple(row.get() for row in rows)
-    described = (text for text in _outputs_described(forward) if not isinstance(text, token))
+    described = (text for text in _outputs_described(forward) or () if not isinstance(text, token))
     return list(itertools.takewhile(lambda text: isinstance(text, kinds), described))
 
 
