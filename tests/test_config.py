@@ -47,15 +47,11 @@ def test_dump_dir_is_a_str(value: object) -> None:
 
 def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
     """A typo does not pass for a setting."""
-    with pytest.raises(
-        ddpopt.OptionError, match=r"'enable'.*\['buckets', .*'enabled', 'name_peers', 'verify'\]"
-    ):
+    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', .*'enabled', 'verify'\]"):
         config.enable = False
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("verify", 1), ("disagreement", "ignore"), ("name_peers", "yes")]
-)
+@pytest.mark.parametrize(("flag", "value"), [("verify", 1), ("disagreement", "ignore")])
 def test_flags_of_safety_are_checked(flag: str, value: object) -> None:
     """The message names the flag and the value; nothing is set."""
     before = getattr(config, flag)

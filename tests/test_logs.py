@@ -7,8 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import _logs
+from tests.support.models import MLP, batches
+from tests.support.ranks import Ranks
 
 BOUNDARIES = "3 backward sections for 3 DDP buckets"
 GRAPH = "torch.ops.aten.mm"
@@ -97,6 +105,28 @@ def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
 def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
     """Neither a plan nor a graph is turned into text."""
     assert "ddpopt" not in _run(REFUSE_TO_FORMAT)
+
+
+def _said(rank: int, is_warmed_up: bool) -> list[str]:
+    """Return the plans that a rank logs at INFO in two steps."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.0316)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    inputs = batches(rank, [(2, 64)] * 2)
+    with mock.patch.object(_logs, "info") as info:
+        if is_warmed_up:
+            ddpopt.warmup(compiled, inputs[0])
+        for x in inputs:
+            compiled(x).sum().backward()
+    said = [call.args[0] % call.args[1:] for call in info.call_args_list]
+    return [text for text in said if BOUNDARIES in text]
+
+
+@pytest.mark.parametrize("is_warmed_up", [False, True])
+def test_each_rank_logs_its_plans_once(ranks: Ranks, is_warmed_up: bool) -> None:
+    """In its own log, whether the first step or `warmup` compiles."""
+    for said in ranks.run(_said, is_warmed_up):
+        (plan,) = said
+        assert "layers.5.weight, layers.5.bias" in plan
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt.ranks.faults
 from benchmarks.faults.cases import (
     ALLREDUCE,
     COMPILE,
@@ -33,7 +32,6 @@ from benchmarks.faults.cases import (
     SECTIONS,
     Task,
 )
-from ddpopt.errors import PeerError
 
 WIDTH, DEPTH, BATCH = 512, 6, 8  # a layer has 1 MiB of weights
 _CAP_MB = 1.0
@@ -122,11 +120,6 @@ def _digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state)).hexdigest()
 
 
-def _frames_of_cause(error: BaseException) -> set[str]:
-    trace = None if error.__cause__ is None else error.__cause__.__traceback__
-    return {frame.name for frame in traceback.extract_tb(trace)}
-
-
 def train(task: Task) -> None:
     """Train, and tell how it ended."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=task.timeout_s))
@@ -140,15 +133,14 @@ def train(task: Task) -> None:
     if task.where == COMPILE:
         threading.Thread(target=_strike_while_inductor_writes, daemon=True).start()
     generator = torch.Generator().manual_seed(task.rank)
-    with ddpopt.ranks.faults.naming_peers():
-        for step in range(task.num_steps):
-            fault.step = step
-            note("step", step=step)
-            optimizer.zero_grad()
-            compiled(torch.randn(BATCH, WIDTH, generator=generator)).square().mean().backward()
-            optimizer.step()
-            if task.is_slow:
-                time.sleep(_PAUSE_S)
+    for step in range(task.num_steps):
+        fault.step = step
+        note("step", step=step)
+        optimizer.zero_grad()
+        compiled(torch.randn(BATCH, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        if task.is_slow:
+            time.sleep(_PAUSE_S)
     note("done", digest=_digest(model))
 
 
@@ -160,10 +152,10 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         train(task)
-    except PeerError as error:
-        frames = _frames_of_cause(error)
+    except RuntimeError as error:
+        frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         place = next((name for name in ("backward", "step", "forward") if name in frames), "?")
-        note("peer error", text=str(error), ranks=error.ranks, place=place)
+        note("error", text=str(error), place=place)
         raise
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()

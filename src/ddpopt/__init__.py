@@ -44,7 +44,6 @@ from ddpopt.inspection.metrics import metrics
 from ddpopt.inspection.recorder import record
 from ddpopt.inspection.recording import Recording
 from ddpopt.inspection.traces import merge_traces
-from ddpopt.ranks.faults import naming_peers
 
 if TYPE_CHECKING:
     from ddpopt.data_parallel.module import DataParallel
@@ -87,7 +86,6 @@ __all__ = [
     "measure_device",
     "merge_traces",
     "metrics",
-    "naming_peers",
     "plan",
     "rebucket",
     "record",

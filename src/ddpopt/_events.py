@@ -32,7 +32,6 @@ class Turn(enum.IntEnum):
     ADVICE = enum.auto()
     RECORDER = enum.auto()
     METRICS = enum.auto()
-    LOGS = enum.auto()
     COMPILED = enum.auto()
 
 

@@ -21,11 +21,6 @@ _own_log = logging.getLogger("ddpopt")
 _graph_log = _torch.graph_logger()
 
 
-def is_on() -> bool:
-    """Whether messages at INFO are shown."""
-    return any(logger.isEnabledFor(logging.INFO) for logger in (_torch_log, _own_log))
-
-
 def info(message: str, *args: object) -> bool:
     """Log at INFO with torch's logger or else ours, whichever is on; return False if neither is."""
     for logger in (_torch_log, _own_log):

@@ -23,7 +23,7 @@ from ddpopt.checks import verify, warmup
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
-from ddpopt.ranks import agreement, faults
+from ddpopt.ranks import agreement
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
@@ -49,8 +49,6 @@ def backend(
     ddp, detail, version = None, "", None
     try:
         ddp = recomputation.compiled_for()
-        if ddp is not None:
-            faults.introduce_if_asked()  # before compiling, during which a rank may be lost
         _refuse_unsupported_modes(ddp)
         reason = _reason_not_to_split(ddp, resolved)
         if reason is None and ddp is not None:
@@ -63,13 +61,12 @@ def backend(
         raise
     except Exception as error:  # a private name exists, but is not what it was
         reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
-    with faults.compiling():
-        if ddp is not None and reason is None:
-            compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
-            if version is not None:
-                version.is_cut = state.of(ddp).is_cut_in_forward(graph_name(gm))
-        else:
-            compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
+    if ddp is not None and reason is None:
+        compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
+        if version is not None:
+            version.is_cut = state.of(ddp).is_cut_in_forward(graph_name(gm))
+    else:
+        compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
         agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
     return compiled

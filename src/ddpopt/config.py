@@ -91,11 +91,6 @@ disagreement: str = _declare("disagreement", "warning", ("warning", "error"))
 (`DisagreementError`), on every rank. Ranks compare in `ddpopt.warmup`; with `"error"` also after
 steps that compile, through the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
 
-name_peers: bool = _declare("name_peers", False)
-"""Whether a process opens a socket that shows other ranks that it is alive, so that errors about
-lost connections name the rank, without a `ddpopt.naming_peers` block. Read when a graph is
-compiled. Environment: `DDPOPT_NAME_PEERS`."""
-
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _declared)
 """The environment variables that are read here."""
 

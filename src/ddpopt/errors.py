@@ -67,9 +67,6 @@ class PeerError(DDPOptError, RuntimeError):
     Look at that rank's log; restart all ranks, as torchrun does with `--max-restarts`.
     """
 
-    ranks: tuple[int, ...] = ()
-    """The ranks of the default process group that are known to be at fault."""
-
 
 class VerificationError(DDPOptError, RuntimeError):
     """A compiled step's gradients, loss or buffers differ from eager; the message names the worst.

@@ -8,7 +8,6 @@ import gc
 import inspect
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -677,7 +676,6 @@ def test_closures_are_refused(one_rank: None) -> None:
 
 
 def _lose_a_rank(rank: int) -> tuple[list[str], float, list[str]]:
-    ddpopt.config.name_peers = True
     group = dist.new_group(timeout=timedelta(seconds=10))
     trial = Trial(group, OFTEN)
     trial.steps_until_rounds(2)
@@ -705,7 +703,7 @@ def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout(
         assert len(said) == 6
         for text in said[:5]:
             assert text.startswith("PeerError: averaging weights in the background of step ")
-            assert re.search(r"rank 2 \(.*\) has ended", text)
+            assert "another rank has ended" in text
         assert said[5] == "nothing"  # it was detached all the same
         assert seconds < 60
         assert not threads

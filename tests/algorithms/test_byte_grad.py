@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import config
 from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.algorithms._runtime.quantization import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
@@ -311,7 +310,6 @@ def test_what_is_not_finite_on_one_rank_is_raised_by_backward_on_all(
 
 
 def _die(rank: int) -> str:
-    config.name_peers = True
     setting = _setting(3, {}, timeout_s=20)
     if setting is None:
         return ""
@@ -323,7 +321,7 @@ def test_a_killed_rank_fails_the_backward_of_the_others(own_ranks: OwnRanks) -> 
     said = own_ranks(3).run_survivors({0, 2}, _die)
     for rank in (0, 2):
         assert re.match(r"reducing gradients in step [234] failed: ", said[rank])
-        assert re.search(r"rank 1 \(.*\) has ended", said[rank])
+        assert "another rank has ended" in said[rank]
 
 
 @pytest.mark.parametrize(

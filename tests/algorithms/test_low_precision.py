@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import config
 from ddpopt.algorithms import LowPrecisionDecentralized, attach, low_precision
 from ddpopt.algorithms._runtime.quantization import EPSILON, compress, decompress
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
@@ -502,7 +501,6 @@ def test_updates_that_belong_to_no_step_communicate_nothing(ranks: Ranks) -> Non
 
 
 def _die(rank: int) -> str:
-    config.name_peers = True
     setting = _setting(3, {}, timeout_s=20)
     if setting is None:
         return ""
@@ -514,7 +512,7 @@ def test_a_killed_rank_fails_the_others(own_ranks: OwnRanks) -> None:
     said = own_ranks(3).run_survivors({0, 2}, _die)
     for rank in (0, 2):
         assert re.match(r"exchanging compressed weights in step [23] failed: ", said[rank])
-        assert re.search(r"rank 1 \(.*\) has ended", said[rank])
+        assert "another rank has ended" in said[rank]
 
 
 # ---- compiled ---------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from ddpopt._torch.names import TABLE, PrivateName
 from ddpopt.bucketing import stopwatch, tuner
 from ddpopt.checks import verify
 from ddpopt.cli.commands import doctor
-from ddpopt.ranks import faults
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 from tests.system.drifting import WHOLE, Trained, Use, looking_up, train_without
@@ -375,13 +374,6 @@ def _pass_options_on(rank: int) -> None:
     _compile(inner="inductor", max_autotune=False)[1](batches(rank, [SHAPE])[0])
 
 
-def _name_peers(rank: int) -> None:
-    """As the first time in a process."""
-    with mock.patch.object(faults, "_here", faults._Here()), ddpopt.naming_peers():
-        if faults._here.roll_call is not None:
-            faults._here.roll_call.close()
-
-
 def _search_settings(rank: int) -> None:
     with _torch.dynamo_settings(optimize_ddp=True, recompile_limit=8):
         pass
@@ -410,7 +402,6 @@ DOORS: dict[str, Callable[[int], None]] = {
     "estimate": _estimate,
     "plan": _plan,
     "buckets='auto'": _tune,
-    "naming_peers": _name_peers,
     "bench": _search_settings,
     "verify, compiled apart": _verify_apart,
     "autocast": _train_under_autocast,

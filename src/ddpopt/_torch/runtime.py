@@ -131,14 +131,6 @@ def store_of(group: dist.ProcessGroup) -> Any:
     return names.GROUP_STORE.get()(group)
 
 
-def place_of_store(store: Any) -> tuple[str, int] | None:
-    """Return the host and port at which a store is reached, None if not over the network."""
-    public: Any = dist  # it has them, but does not say so to type checkers
-    while isinstance(store, public.PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, public.TCPStore) else None
-
-
 # TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is shown
 # under dynamo, distributed and ddp alike.
 LOG_NAME = f"{names.DDP_OPTIMIZER.owner}.ddpopt"

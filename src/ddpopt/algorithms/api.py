@@ -18,8 +18,7 @@ from ddpopt import _torch
 from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training, agree_on, check_free
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.agreement import Fact
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import Fact, communicating
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 

@@ -18,8 +18,7 @@ from ddpopt.algorithms._runtime.averaging_loop import AveragingLoop
 from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
 from ddpopt.algorithms.api import check_count
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.ranks.agreement import Fact
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import Fact, communicating
 
 
 class AsyncModelAverageHandle(Handle):

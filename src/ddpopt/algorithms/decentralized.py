@@ -16,7 +16,7 @@ from ddpopt.algorithms._runtime.worker import BackgroundHandle
 from ddpopt.algorithms.api import HierarchicalAlgorithm
 from ddpopt.config import check_choice
 from ddpopt.errors import OptionError
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import communicating
 
 PEER_SELECTIONS = ("all", "shift_one")
 

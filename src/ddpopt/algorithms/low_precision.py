@@ -19,8 +19,7 @@ from ddpopt.algorithms._runtime.quantization import are_finite, compress, decomp
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.algorithms.api import HierarchicalAlgorithm
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
-from ddpopt.ranks.agreement import Fact
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import Fact, communicating
 
 BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 

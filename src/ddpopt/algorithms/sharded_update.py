@@ -36,7 +36,7 @@ from ddpopt.algorithms._runtime.shards import Shard, Shards, State, check_memory
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import OptionError, PeerError
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import communicating
 from ddpopt.ranks.rendezvous import name_ranks
 from ddpopt.reducer import known_buckets, predict_buckets
 from ddpopt.split import state

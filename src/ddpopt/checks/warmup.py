@@ -15,7 +15,7 @@ from ddpopt.bucketing.batch import LossFn
 from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
 from ddpopt.checks.numerics import name_of
 from ddpopt.errors import OptionError, TorchDriftError
-from ddpopt.ranks import agreement, plan_log
+from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact
 from ddpopt.split import state
 from ddpopt.split.plan import SplitPlan
@@ -68,7 +68,6 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
         if not is_apart:  # the model gets what compiling the copy made or began
             own.code += copied.code
             tuner.take_over(rehearsal.ddp, run.ddp)
-            plan_log.take_over(rehearsal.ddp, run.ddp)
         facts = facts_of(run.ddp, copied.plans)
     agreement.compare(run.ddp, facts)
     return rehearsal

@@ -1,6 +1,7 @@
 """Whether all ranks say the same: by one collective, or through the store without waiting.
 
 Facts come from the callers; here the first difference is found and named, the same on all ranks.
+Where a collective fails, `communicating` adds what to do.
 
 [Note: agreement]
 If ranks compile for different DDP modules, they average gradients of different parameters, or wait
@@ -17,12 +18,12 @@ publishes nothing within a minute, since it compiles nothing, nothing is compare
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,9 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, config
 from ddpopt._events import Observer, will_communicate
 from ddpopt.errors import DisagreementError, PeerError, TorchDriftError
-from ddpopt.ranks import faults
 from ddpopt.ranks.rendezvous import name_ranks
-from ddpopt.ranks.stores import Board, next_key
+from ddpopt.ranks.stores import LONGEST_TEXT, Board, next_key
 
 _LIMIT_S = 60.0  # after which ranks that have told nothing are no longer waited for
 _STORE_S = 10.0  # for one exchange with the store
@@ -63,6 +63,25 @@ class Word(NamedTuple):
     problem: Exception | None = None
 
 
+@contextlib.contextmanager
+def communicating(what: str) -> Iterator[None]:
+    """Add what to do to an error of a collective in this block.
+
+    Raises:
+        PeerError: a collective failed; the message begins with `what`.
+    """
+    try:
+        yield
+    except (PeerError, torch.OutOfMemoryError):
+        raise  # the first says what to do; running out of memory is this rank's own affair
+    except RuntimeError as error:  # like torch's own, whatever their text
+        raise PeerError(
+            f"{what} failed: another rank has ended, hangs, or did not come within the process "
+            "group's timeout; look at the other ranks' logs and start all of them again, as "
+            f"torchrun does with --max-restarts ({str(error)[:LONGEST_TEXT]})"
+        ) from error
+
+
 def gather(
     ddp: DistributedDataParallel, own: T, what: str, group: dist.ProcessGroup | None = None
 ) -> list[T]:
@@ -71,10 +90,9 @@ def gather(
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.
     """
-    faults.introduce_if_asked()
     group = group or ddp.process_group
     given = [own] * dist.get_world_size(group)
-    with faults.communicating(what), _on_device(ddp):
+    with communicating(what), _on_device(ddp):
         dist.all_gather_object(given, own, group=group)
     return given
 
@@ -86,12 +104,12 @@ def hand_out(ddp: DistributedDataParallel, own: T, what: str) -> T:
         PeerError: a rank did not make this call; the message begins with `what`.
     """
     group, given = ddp.process_group, [own]
-    with faults.communicating(what), _on_device(ddp):
+    with communicating(what), _on_device(ddp):
         dist.broadcast_object_list(given, src=dist.get_global_rank(group, 0), group=group)
     return given[0]
 
 
-def _on_device(ddp: DistributedDataParallel) -> AbstractContextManager[Any]:
+def _on_device(ddp: DistributedDataParallel) -> contextlib.AbstractContextManager[Any]:
     """Make DDP's device the current one, through which NCCL sends objects."""
     device = next(ddp.parameters()).device
     index = None if device.type == "cpu" else device.index

@@ -25,8 +25,7 @@ from ddpopt import _logs
 from ddpopt.errors import PeerError
 from ddpopt.ranks.stores import LONGEST_TEXT, Board, next_key
 
-RANKS_SHOWN = 8  # in a message
-
+_RANKS_SHOWN = 8  # in a message
 _POLL_S = 0.05
 _REPORT_S = 30.0
 _BEATS = 10  # in the time after which a rank counts as lost
@@ -38,8 +37,8 @@ _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 3`, or `ranks 0, 3 and 5 more`, showing at most 8."""
     all_ranks = sorted(ranks)
-    shown = ", ".join(map(str, all_ranks[:RANKS_SHOWN]))
-    more = f" and {len(all_ranks) - RANKS_SHOWN} more" if len(all_ranks) > RANKS_SHOWN else ""
+    shown = ", ".join(map(str, all_ranks[:_RANKS_SHOWN]))
+    more = f" and {len(all_ranks) - _RANKS_SHOWN} more" if len(all_ranks) > _RANKS_SHOWN else ""
     return f"rank{'s' if len(all_ranks) > 1 else ''} {shown}{more}"
 
 

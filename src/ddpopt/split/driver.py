@@ -28,7 +28,6 @@ from ddpopt.errors import (
     TorchDriftError,
 )
 from ddpopt.options import Options
-from ddpopt.ranks import plan_log
 from ddpopt.reducer import (
     Bucket,
     Parameter,
@@ -324,9 +323,5 @@ def _announce(
     is_expected = plan.fallback is None or plan.fallback.is_expected
     if plan.instead is not None:  # nobody requested more than "auto" gives
         is_expected &= options.split == "auto" and plan.instead.is_expected
-    if not is_expected:
-        _logs.warning("%s", plan)
-    elif ddp is None:
-        _logs.info("%s", plan)
-    else:
-        plan_log.tell(ddp, plan.graph, plan)
+    log = _logs.info if is_expected else _logs.warning
+    log("%s", plan)

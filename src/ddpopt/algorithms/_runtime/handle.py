@@ -29,8 +29,7 @@ from ddpopt.algorithms._runtime.tally import Tally, note_sent, ring_bytes
 from ddpopt.algorithms._runtime.weights import FlatWeights
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
-from ddpopt.ranks.agreement import Fact, Word, agree
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import Fact, Word, agree, communicating
 from ddpopt.reducer import Parameter
 
 Bucket = Any  # torch.distributed.GradBucket

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
 from ddpopt.algorithms._runtime.exchange import Complete, Works
 from ddpopt.algorithms._runtime.shards import Shards
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import communicating
 
 
 class ShardedGradients:

@@ -21,7 +21,7 @@ from torch import nn
 from ddpopt import _waits
 from ddpopt.algorithms._runtime.exchange import Exchange
 from ddpopt.errors import OptionError
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import communicating
 
 _ALIGNMENT = 16  # elements: parts end where vectors of 64 bytes end
 # States that torch's optimizers keep for a parameter as a whole; all others are for its elements.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ddpopt.algorithms._runtime.handle import Algorithm, Bucket, GradientFuture, Handle, Training
-from ddpopt.ranks.faults import communicating
+from ddpopt.ranks.agreement import communicating
 
 _Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
 
