@@ -249,9 +249,7 @@ function sectionText(entry) {
 // ---- Header ------------------------------------------------------------------------------------
 
 // Fallbacks by which overlap is lost, rather than expected ones.
-const OVERLAP_LOST = new Set([
-  "NO_LEGAL_CUT", "SECTION_FAILED", "NOT_PROVEN", "SPLIT_FAILED", "TORCH_DRIFT"
-]);
+const OVERLAP_LOST = new Set(["NO_LEGAL_CUT", "SECTION_FAILED", "NOT_PROVEN", "SPLIT_FAILED", "TORCH_DRIFT"]);
 
 function header() {
   const versions = Object.entries(content.versions).map(([name, version]) => `${name} ${version}`);
