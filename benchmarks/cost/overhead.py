@@ -211,9 +211,9 @@ def _empty_graph(num_parameters: int, num_gates: int) -> Step:
         token_argument=total + 1,
         num_kept=num_gates + 1,
         device=_DEVICE,
-        num_outputs=0,
+        has_descent=False,
     )
-    graph = GatedGraph(functools.partial(_forward, backward), further, _DEVICE, has_descent=False)
+    graph = GatedGraph(functools.partial(_forward, backward), further, _DEVICE, num_outputs=0)
     return lambda: graph(*arguments)[0]
 
 
