@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import Fallback
 from ddpopt.errors import NotProvenError
-from ddpopt.reducer import Bucket, Parameter
 from ddpopt.split import driver
 from ddpopt.split.backward.cut import SectionGraph, cut_backward
 from ddpopt.split.backward.facts import read_backward
@@ -26,6 +25,7 @@ from ddpopt.split.backward.plan import final_positions, plan_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.validate import validate_backward, validate_forward
+from tests.split.backward.test_plan import buckets_of
 from tests.support.models import MLP, WIDTH
 
 _aten = torch.ops.aten
@@ -83,13 +83,7 @@ def _cut(
     gm = fx.GraphModule(nn.Module(), graph)
     saved = saved or {}
     arguments = {a: a for a in range(len(gradients))}
-    parameters = [
-        Parameter(index=a, name=f"p{a}", num_bytes=4, group="f32") for a in range(len(gradients))
-    ]
-    made = [
-        Bucket(index=k, parameters=tuple(parameters[a] for a in members), cap_bytes=4)
-        for k, members in enumerate(buckets)
-    ]
+    parameters, made = buckets_of(arguments, buckets)
     facts = read_backward(gm, saved)
     cuts = plan_backward(facts, made, arguments, final_positions(facts, arguments, ()))
     if isinstance(cuts, Fallback):
@@ -100,13 +94,13 @@ def _cut(
         num_nodes=len(cuts.order),
         sections=cuts.sections,
         split="backward",
-        arrival=tuple(parameters),
+        arrival=tuple(parameters.values()),
     )
     return Backward(gm, plan, cut_backward(gm, cuts), saved, arguments)
 
 
 def _example() -> Backward:
-    """Two sections; the second has a collective, and reads what the first kept and released."""
+    """Three sections; the last two have a collective, and read what the first kept and released."""
     calls: list[Call] = [
         (_aten.mm.default, (0, 1)),
         (_aten.relu.default, (3,)),

@@ -27,11 +27,10 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
 
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
     whatever it compiles of that graph later: with one context for all sections it would find the
-    last one's metadata. Guards and fake mode stay shared. Yields a function that
-    calls the compiled section with its arguments, which has to be done inside this block, and gives
-    the fake tensors that it returns, with the strides that Inductor chose. They are None if
-    AOTAutograd compiled nothing, or if effect tokens, or the parts of a subclass if it
-    `has_parts`, take the places of some of them.
+    last one's metadata. Guards and fake mode stay shared. Yields a function that makes the
+    section's first call, which has to be made inside this block, and gives the fake tensors that it
+    returns, with the strides that Inductor chose. It gives None if AOTAutograd compiled nothing, or
+    if effect tokens, or the parts of a subclass if it `has_parts`, take the places of outputs.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:

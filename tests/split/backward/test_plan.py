@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from hypothesis import given
@@ -36,15 +36,21 @@ def _facts(
     )
 
 
-def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Fallback:
-    """Plan with parameter i as argument i, and these parameters in each bucket."""
-    parameters = {
-        a: Parameter(index=a, name=f"p{a}", num_bytes=4, group="f32") for a in facts.gradients
-    }
+def buckets_of(
+    arguments: Iterable[int], buckets: Sequence[Sequence[int]]
+) -> tuple[dict[int, Parameter], list[Bucket]]:
+    """Make a parameter for each argument, with its number, and buckets with these members."""
+    parameters = {a: Parameter(index=a, name=f"p{a}", num_bytes=4, group="f32") for a in arguments}
     made = [
         Bucket(index=k, parameters=tuple(parameters[a] for a in members), cap_bytes=4)
         for k, members in enumerate(buckets)
     ]
+    return parameters, made
+
+
+def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Fallback:
+    """Plan with parameter i as argument i, and these parameters in each bucket."""
+    parameters, made = buckets_of(facts.gradients, buckets)
     final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
     final = {a: place for a, place in final.items() if any(a in b for b in buckets)}
     cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
