@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import AsyncModelAverage, ByteGrad, Decentralized, attach
-from ddpopt.algorithms._runtime.groups import Groups
+from ddpopt.algorithms.comm import Groups
 from ddpopt.errors import OptionError
 from tests.support.models import MLP, WIDTH
 from tests.support.ranks import Ranks

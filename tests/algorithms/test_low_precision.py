@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import LowPrecisionDecentralized, attach, low_precision
-from ddpopt.algorithms._runtime.quantization import EPSILON, compress, decompress
+from ddpopt.algorithms.bytegrad import EPSILON, compress, decompress
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpopt.algorithms.decentralized import rotating_peer
-from ddpopt.algorithms.low_precision import ring_neighbours
+from ddpopt.algorithms.decentralized import ring_neighbours
 
 TABLE = {
     2: ["10", "10"],

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
-from ddpopt.algorithms._runtime.quantization import compress, decompress
+from ddpopt.algorithms.bytegrad import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.algorithms._runtime.quantization import (
+from ddpopt.algorithms.bytegrad import (
     EPSILON,
     RANGE_BYTES,
     are_finite,

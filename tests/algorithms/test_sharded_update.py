@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import AllreduceCost
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
-from ddpopt.algorithms._runtime.absent_gradient import AbsentGradient
-from ddpopt.algorithms._runtime.exchange import Exchange
-from ddpopt.algorithms._runtime.sharded_gradients import ShardedGradients
-from ddpopt.algorithms._runtime.shards import Shard
+from ddpopt.algorithms.gradients import AbsentGradient
+from ddpopt.algorithms.comm import Exchange
+from ddpopt.algorithms.gradients import ShardedGradients
+from ddpopt.algorithms.shards import Shard
 from ddpopt.bucketing import rebucket, stopwatch, tuner
 from ddpopt.bucketing.decision import Verdict
 from tests.bucketing.test_rebucket import _plan_for

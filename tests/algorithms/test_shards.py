@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.algorithms._runtime.exchange import Exchange
-from ddpopt.algorithms._runtime.shards import Shard, flatten, is_dense
+from ddpopt.algorithms.comm import Exchange
+from ddpopt.algorithms.shards import Shard, flatten, is_dense
 from tests.support.groups import first_ranks
 from tests.support.ranks import Ranks
 

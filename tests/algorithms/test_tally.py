@@ -22,7 +22,7 @@ from ddpopt.algorithms import (
     ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms._runtime.tally import Tally
+from ddpopt.algorithms.comm import Tally
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import ROOT

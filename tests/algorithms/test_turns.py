@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from ddpopt.algorithms._runtime.averaging_loop import Turns
+from ddpopt.algorithms.async_ import Turns
 
 CPU = torch.device("cpu")
 HARD_TIMEOUT_S = 300

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt.algorithms.comm import FlatWeights
 
 
 def _parameters() -> list[nn.Parameter]:

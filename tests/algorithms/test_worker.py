@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import attach
-from ddpopt.algorithms._runtime.handle import Algorithm
-from ddpopt.algorithms._runtime.worker import BackgroundHandle, Worker
+from ddpopt.algorithms.handle import Algorithm
+from ddpopt.algorithms.handle import BackgroundHandle, Worker
 from tests.support.models import MLP, WIDTH
 
 CPU = torch.device("cpu")

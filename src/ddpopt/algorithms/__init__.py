@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from ddpopt.algorithms._runtime.handle import Algorithm, Handle
-from ddpopt.algorithms.api import attach
-from ddpopt.algorithms.async_average import AsyncModelAverage, AsyncModelAverageHandle
-from ddpopt.algorithms.byte_grad import ByteGrad
-from ddpopt.algorithms.decentralized import Decentralized
-from ddpopt.algorithms.gradient_allreduce import GradientAllReduce
-from ddpopt.algorithms.low_precision import (
+from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
+from ddpopt.algorithms.attaching import attach
+from ddpopt.algorithms.bytegrad import ByteGrad
+from ddpopt.algorithms.decentralized import (
+    Decentralized,
     LowPrecisionDecentralized,
     LowPrecisionDecentralizedHandle,
     Replicas,
 )
+from ddpopt.algorithms.handle import Algorithm, Handle
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
-from ddpopt.algorithms.sharded_update import ShardedUpdate, ShardedUpdateHandle
+from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
 
 __all__ = [
     "Algorithm",
@@ -22,7 +21,6 @@ __all__ = [
     "AsyncModelAverageHandle",
     "ByteGrad",
     "Decentralized",
-    "GradientAllReduce",
     "Handle",
     "LowPrecisionDecentralized",
     "LowPrecisionDecentralizedHandle",

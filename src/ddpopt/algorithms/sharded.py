@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, _waits
 from ddpopt._events import follow
-from ddpopt.algorithms._runtime.exchange import Exchange, Works
-from ddpopt.algorithms._runtime.groups import make_agreement_group
-from ddpopt.algorithms._runtime.handle import (
+from ddpopt.algorithms.comm import Exchange, Works, make_agreement_group
+from ddpopt.algorithms.gradients import ShardedGradients
+from ddpopt.algorithms.handle import (
     Algorithm,
     Bucket,
     GradientFuture,
@@ -30,9 +30,7 @@ from ddpopt.algorithms._runtime.handle import (
     Training,
     agree_on,
 )
-from ddpopt.algorithms._runtime.sharded_gradients import ShardedGradients
-from ddpopt.algorithms._runtime.sharded_state import ShardedStates
-from ddpopt.algorithms._runtime.shards import Shard, Shards, State, check_memory
+from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import OptionError, PeerError

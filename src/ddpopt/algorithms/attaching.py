@@ -1,6 +1,6 @@
 """`attach` and `HierarchicalAlgorithm`: checks that settings are valid and equal on all ranks.
 
-What an algorithm does in a step is up to its handle, in `_runtime/handle.py`.
+What an algorithm does in a step is up to its handle, in `handle.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training, agree_on, check_free
+from ddpopt.algorithms.handle import Algorithm, HandleT, Training, agree_on, check_free
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact, communicating
@@ -28,7 +28,7 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
     """As `Algorithm`, optionally hierarchical; flags must be bool, and counts at least 1.
 
     Attributes:
-        hierarchical: See [Note: hierarchical] in `algorithms/_runtime/groups.py`.
+        hierarchical: See [Note: hierarchical] in `algorithms/comm.py`.
         local_world_size: Ranks on each node; None means LOCAL_WORLD_SIZE, which torchrun sets.
     """
 
