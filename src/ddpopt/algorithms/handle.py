@@ -5,6 +5,12 @@
 the forwards of accumulated micro-batches and additional forwards before the same backward are not
 counted. A step ends with the last optimizer's update; if that is skipped, as GradScaler may do,
 it ends with the next step's forward, so that all ranks communicate equally often.
+
+[Note: the end of a backward] A backward may run others, as reentrant checkpoints do, each of which
+ends before it. DDP reduces each bucket once in a backward, in order, so all gradients are final
+when the backward, outer or inner, in which the last bucket was reduced has ended. In a static
+graph's first iteration, DDP reduces all buckets when the outermost backward has ended, gives each
+the index 0, and marks none of several as the last: an index 0 that comes again shows it.
 """
 
 from __future__ import annotations
@@ -146,7 +152,8 @@ class Handle:
         self._num_pauses = 0
         self._is_open = False  # a step has begun and has not ended
         self._has_run_backward = False
-        self._is_in_backward = False  # one that reduces
+        self._is_reducing = False  # the first bucket of a backward was reduced
+        self._is_ending = False  # all were
         self._updated: set[torch.optim.Optimizer] = set()
         if training.ddp not in _attached:
             training.ddp.register_comm_hook(weakref.ref(training.ddp), _comm_hook)
@@ -332,7 +339,7 @@ class Handle:
 
     def on_forward(self) -> None:
         """Count DDP's forward if it begins a step."""
-        self._is_in_backward = False  # one that raised never ended
+        self._is_reducing = self._is_ending = False  # a backward that raised never ended
         ddp = self.training.ddp
         is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
         is_repeated = self._is_open and not self._has_run_backward
@@ -344,15 +351,17 @@ class Handle:
         self.begin_step()
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
-        """Reduce a complete bucket of DDP's."""
+        """Reduce a complete bucket of DDP's; see [Note: the end of a backward]."""
         self._has_run_backward = True
-        if not self._is_in_backward:  # in a static graph's first no bucket is marked as the last
-            self._is_in_backward = True
+        is_first = bucket.index() == 0
+        if not self._is_ending and (bucket.is_last() or (is_first and self._is_reducing)):
+            self._is_ending = True
             _torch.at_end_of_backward(self._end_backward)
+        self._is_reducing = True
         return self.reduce(bucket)
 
     def _end_backward(self) -> None:
-        self._is_in_backward = False
+        self._is_reducing = self._is_ending = False
         self.end_backward()
 
     def on_update(
