@@ -247,7 +247,7 @@ class ShardedGradients:
     ) -> tuple[Works, Complete]:
         """Start averaging a bucket that is not divided: all ranks get all of it, and cut it."""
         values.div_(self._exchange.num_ranks)
-        work = dist.all_reduce(values, group=self._exchange.group, async_op=True)
+        work = self._exchange.communicator.all_reduce(values)
 
         def cut() -> None:
             for index, part in zip(members, torch.split(values, list(sizes)), strict=True):
@@ -293,12 +293,13 @@ class ShardedGradients:
         norms = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
         if norms:
             total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        communicator = self._exchange.communicator
         with communicating("adding up the norms of gradients"):
             if math.isinf(norm_type):
-                dist.all_reduce(total, dist.ReduceOp.MAX, group=self._exchange.group)
+                communicator.all_reduce(total, dist.ReduceOp.MAX).wait()
             else:
                 total = total.pow(norm_type)
-                dist.all_reduce(total, group=self._exchange.group)
+                communicator.all_reduce(total).wait()
                 total = total.pow(1 / norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
@@ -351,4 +352,4 @@ class ShardedGradients:
                 found_inf.fill_(1.0)
             gradient.mul_(scale.to(gradient.dtype))
         with communicating("asking all ranks for gradients that are not finite"):
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._exchange.group)
+            self._exchange.communicator.all_reduce(found_inf, dist.ReduceOp.MAX).wait()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,7 +81,7 @@ class ShardedUpdateHandle(Handle):
         self._flags = everyone
         if training.device.type != "cpu":
             self._flags = make_agreement_group(training.group, training.device)
-        self.exchange = Exchange(everyone, training.device, _following(ddp))
+        self.exchange = Exchange(everyone, _following(ddp))
         self.shards = Shards(self._parameters, self.exchange, self._predict())
         self._gradients = ShardedGradients(self.shards)
         self._states = ShardedStates(self.shards, training.optimizers)
@@ -322,12 +321,12 @@ class ShardedUpdateHandle(Handle):
         """Start sending all ranks the updated parameters that they have not been sent yet."""
         while self._unsent:
             self._send_next()
-        flags = torch.zeros(self._flags.size(), dtype=torch.int64)
-        flags[self._flags.rank()] = self._has_failed or bool(self._updating)
+        flags = torch.zeros(self._flags.num_ranks, dtype=torch.int64)
+        flags[self._flags.rank] = self._has_failed or bool(self._updating)
         self._is_changed = self._has_failed = False
         self._updating.clear()
         with communicating(f"sending parameters in step {self.num_steps}"):
-            work = dist.all_reduce(flags, group=self._flags, async_op=True)
+            work = self._flags.all_reduce(flags)
             self._sent = _Sent(flags, work, self.num_steps)
 
     def _send_next(self) -> None:
