@@ -50,7 +50,7 @@ def _nodes(rank: int) -> list[float]:
     for size in (2, 4):
         groups = Groups(dist.group.WORLD, CPU, size)
         value = torch.tensor(float(rank))
-        groups.reduce(value, lambda value, group: dist.all_reduce(value, group=group))
+        groups.reduce(value, lambda ranks, value: ranks.all_reduce(value).wait())
         values.append(value.item())
         dist.barrier()
         groups.end()

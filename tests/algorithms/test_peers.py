@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpopt.algorithms.decentralized import rotating_peer
-from ddpopt.algorithms.decentralized import ring_neighbours
+from ddpopt.algorithms.decentralized import ring_neighbours, rotating_peer
 
 TABLE = {
     2: ["10", "10"],

@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import AllreduceCost
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
-from ddpopt.algorithms.gradients import AbsentGradient
 from ddpopt.algorithms.comm import Exchange
-from ddpopt.algorithms.gradients import ShardedGradients
+from ddpopt.algorithms.gradients import AbsentGradient, ShardedGradients
 from ddpopt.algorithms.shards import Shard
 from ddpopt.bucketing import rebucket, stopwatch, tuner
 from ddpopt.bucketing.decision import Verdict

@@ -12,8 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import attach
-from ddpopt.algorithms.handle import Algorithm
-from ddpopt.algorithms.handle import BackgroundHandle, Worker
+from ddpopt.algorithms.handle import Algorithm, BackgroundHandle, Worker
 from tests.support.models import MLP, WIDTH
 
 CPU = torch.device("cpu")

@@ -116,14 +116,34 @@ def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
         events += disable().events()
 
 
-def naming_groups(name: str) -> contextlib.AbstractContextManager[None]:
-    """Give process groups that are made in a block this name.
+@contextlib.contextmanager
+def making_groups_apart(name: str) -> Iterator[None]:
+    """Let some ranks make a process group of this name in a block, with no part for the others.
 
     torch names a group that only its members make by the number of groups that the rank is in.
     That differs between ranks, which then wait for each other until their timeout; and it recurs
-    when groups are destroyed: then ranks look for connections that are gone.
+    when groups are destroyed: then ranks look for connections that are gone. And if
+    `init_process_group` was given a device, NCCL splits a group off the default one, for which all
+    of its ranks have to call; without the device it makes a group by itself, when it is first used.
     """
-    return names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
+    default = dist.group.WORLD
+    device = names.GROUP_DEVICE.of(default)
+    with names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name):
+        if device is not None:
+            names.GROUP_DEVICE.set(default, None)
+        try:
+            yield
+        finally:
+            if device is not None:
+                names.GROUP_DEVICE.set(default, device)
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return what communicates tensors of a device on a group, such as `gloo`.
+
+    `dist.get_backend` gives the name by which the group was made: `cpu:gloo`, or `undefined`.
+    """
+    return str(names.GROUP_BACKEND.of(group)(device).name())
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:

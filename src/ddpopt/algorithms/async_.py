@@ -31,9 +31,9 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.algorithms.attaching import check_count
-from ddpopt.algorithms.comm import make_agreement_group, note_sent, ring_bytes
+from ddpopt.algorithms.comm import Communicator, make_agreement_group
 from ddpopt.algorithms.handle import Algorithm, Bucket, GradientFuture, Handle, Training, own_stream
-from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.errors import OptionError, PeerError
 from ddpopt.ranks.agreement import Fact, communicating
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
@@ -199,15 +199,14 @@ class AveragingLoop:
             del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
-            note_sent(self._data, ring_bytes(values.nbytes, self._data.size()))
             self._reduce(values, self._data, dist.ReduceOp.SUM)
-            values.div_(self._data.size()).sub_(own)
+            values.div_(self._data.num_ranks).sub_(own)
         with self._turn() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
             del owner
 
-    def _reduce(self, values: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def _reduce(self, values: torch.Tensor, ranks: Communicator, op: Any) -> None:
         """Reduce in place, and be ready to end meanwhile.
 
         A thread that waits inside torch cannot be told to end, and aborts the interpreter when
@@ -215,8 +214,7 @@ class AveragingLoop:
         """
         if self._is_over.is_set():
             raise _OverError
-        work = dist.all_reduce(values, op, group=group, async_op=True)
-        assert work is not None
+        work = ranks.all_reduce(values, op)
         poll_s = _SHORTEST_POLL_S
         while not work.is_completed():
             if self._is_over.wait(poll_s):
@@ -303,32 +301,25 @@ class AsyncModelAverageHandle(Handle):
                 raise
         super().detach(average=average)
         if average:
-            dist.destroy_process_group(self._loop.agreement)
+            self._loop.agreement.end()
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Average a bucket in the warm-up; later gradients stay as they are."""
-        if 0 < self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
+        if self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
             return self.allreduce(bucket)
         return super().reduce(bucket)
 
     def on_forward(self) -> None:
         """As `Handle.on_forward`; take the weights from here on, see [Note: turns]."""
-        if torch.is_grad_enabled() and not self._num_pauses:
-            if _torch.is_in_join(self.training.ddp):
-                raise AttachError(
-                    "AsyncModelAverage cannot work in DDP's join() context, in which ranks wait "
-                    "for each other (and go on to do so after it); leave it out, since ranks may "
-                    "make different numbers of steps"
-                )
-            self.before_update()
         super().on_forward()
+        if torch.is_grad_enabled() and not self._num_pauses:
+            self.before_update()
 
     def begin_step(self) -> None:
         """Begin the rounds once the warm-up is over."""
         if self.num_steps > self.algorithm.warmup_steps:
             with self._communicating():
                 self._loop.run()
-        self.before_update()  # settling a step whose update was skipped gave the weights away
 
     def before_update(self) -> None:
         """Take the weights, even if no forward came before."""

@@ -108,7 +108,7 @@ def attach(
     if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
         raise AttachError("this rank has no process group any more; init_process_group comes first")
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    parameters = _torch.trainable_parameters(ddp)
+    parameters = _torch.reduced_or_trainable_parameters(ddp)
     training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
     remedy = "build model, optimizer and algorithm alike on all ranks"
     agree_on(ddp, lambda: _check(training, algorithm), remedy)

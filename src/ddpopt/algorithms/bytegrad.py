@@ -18,11 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ddpopt.algorithms.attaching import HierarchicalAlgorithm
-from ddpopt.algorithms.comm import Groups, note_sent
+from ddpopt.algorithms.comm import Communicator, Groups
 from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
 from ddpopt.errors import NonFiniteError
 
@@ -75,10 +74,6 @@ def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, (largest * scale).round_().sub_(NUM_STEPS)
 
 
-# torch < 2.13: only the old name exists
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 class ByteGradHandle(BackgroundHandle):
     """As `BackgroundHandle`."""
 
@@ -127,24 +122,22 @@ def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
         )
 
 
-def _average(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _average(ranks: Communicator, values: torch.Tensor) -> None:
     """Replace `values` by their mean, of which each rank computes a chunk; by NaN if one is bad.
 
     NaN and values that are too large survive decompression, mean and compression: all ranks see
     them in the ranges of the mean.
     """
-    num_chunks, num_values = group.size(), values.numel()
+    num_chunks, num_values = ranks.num_ranks, values.numel()
     if num_chunks == 1:
         if not values.isfinite().all():
             values.fill_(torch.nan)
         return
     sent = compress(F.pad(values, (0, -num_values % num_chunks)).view(num_chunks, -1))
     received = torch.empty_like(sent)
-    note_sent(group, sent.nbytes * (num_chunks - 1) / num_chunks)
-    dist.all_to_all_single(received, sent, group=group)
+    ranks.all_to_all(received, sent).wait()
     mean = compress(decompress(received).mean(dim=0, keepdim=True))
-    note_sent(group, mean.nbytes * (num_chunks - 1))
-    _all_gather(received, mean, group=group)
+    ranks.all_gather(received, mean).wait()
     if are_finite(received):
         values.copy_(decompress(received).view(-1)[:num_values])
     else:

@@ -14,37 +14,127 @@ copies. So ranks on the CPU send each other the parts themselves: with n ranks e
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
-
-_sent_bytes: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
-_noting = threading.Lock()  # workers send too
-
-
-def note_sent(group: dist.ProcessGroup, num_bytes: float) -> None:
-    """Note that this rank sends this many bytes to other ranks of a group."""
-    with _noting:
-        _sent_bytes[group] = sent_bytes(group) + num_bytes
-
-
-def sent_bytes(group: dist.ProcessGroup | None) -> float:
-    """Return how many bytes this rank has noted as sent on a group; 0 without a group."""
-    return 0.0 if group is None else _sent_bytes.get(group, 0.0)
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     """Return how many bytes each rank sends in an allreduce of `num_bytes`."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
+Work = Any  # torch.distributed.Work
+
+
+class Communicator:
+    """A process group and what this rank sends on it; all its ranks call its methods, in one order.
+
+    Those that return works start something, and until these have ended no given tensor may change.
+    Others return when all is done (on an accelerator, queued).
+
+    Attributes:
+        group: torch's group.
+        device: Where the tensors are.
+        rank: This rank's index in the group.
+        num_ranks: How many ranks there are.
+        sent_bytes: What this rank has sent so far, without headers; see this module's docstring.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.num_ranks = group.rank(), group.size()
+        self.sent_bytes = 0.0
+        self.is_gloo = _torch.group_backend(group, device) == "gloo"
+
+    def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        """Start replacing `values` by their sum over all ranks."""
+        self.sent_bytes += ring_bytes(values.nbytes, self.num_ranks)
+        return dist.all_reduce(values, op, group=self.group, async_op=True)
+
+    def mean(self, values: torch.Tensor) -> None:
+        """Replace `values` by their mean over all ranks."""
+        self.all_reduce(values).wait()
+        values.div_(self.num_ranks)
+
+    def mean_bucket(self, bucket: Any) -> Any:
+        """Return the future mean of a bucket of DDP's gradients, made as DDP makes it."""
+        self.sent_bytes += ring_bytes(bucket.buffer().nbytes, self.num_ranks)
+        return allreduce_hook(self.group, bucket)
+
+    def reduce_scatter(self, part: torch.Tensor, values: torch.Tensor) -> Work:
+        """Start summing `values` over all ranks, of which this one gets its `part`."""
+        self.sent_bytes += values.nbytes - part.nbytes
+        return dist.reduce_scatter_tensor(part, values, group=self.group, async_op=True)
+
+    def all_gather(self, values: torch.Tensor, own: torch.Tensor) -> Work:
+        """Start collecting each rank's `own` in `values`."""
+        self.sent_bytes += values.nbytes - own.nbytes
+        return _all_gather(values, own, group=self.group, async_op=True)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        """Start sending the r-th row of `sent` to rank r, and receiving the r-th row from it."""
+        self.sent_bytes += sent.nbytes * (self.num_ranks - 1) / self.num_ranks
+        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Overwrite `values` with those of rank 0."""
+        self.sent_bytes += values.nbytes * (self.num_ranks - 1) / self.num_ranks
+        dist.broadcast(values, group=self.group, group_src=0)
+
+    def send(self, values: torch.Tensor, receiver: int) -> Work:
+        """Start sending `values` to another rank, which calls `receive`."""
+        self.sent_bytes += values.nbytes
+        return dist.isend(values, group=self.group, group_dst=receiver)
+
+    def receive(self, values: torch.Tensor, sender: int) -> Work:
+        """Start overwriting `values` with what another rank sends."""
+        return dist.irecv(values, group=self.group, group_src=sender)
+
+    def swap(self, values: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
+        """Send `values` to each of the peers, and return what each has sent.
+
+        Receives come first: with gloo, ranks that begin to send before they can receive take turns
+        on a link that carries both. Measured: steps of 2.9 s instead of 1.6 s at 10 Mbit/s.
+
+        gloo sends and receives in CPU memory only, and ends the process if given GPU memory.
+        """
+        self.sent_bytes += len(peers) * values.nbytes
+        device = values.device
+        if self.is_gloo:
+            values = values.cpu()
+        received = [torch.empty_like(values) for _ in peers]
+        operations = [
+            dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
+            for peer, other in zip(peers, received, strict=True)
+        ]
+        operations += [
+            dist.P2POp(dist.isend, values, group=self.group, group_peer=peer) for peer in peers
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return [other.to(device) for other in received]
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        devices = None if self.device.type == "cpu" else [self.device.index]
+        dist.barrier(self.group, device_ids=devices)  # else the current one, which may be another
+
+    def end(self) -> None:
+        """Destroy the group. All ranks have to be done with it, or some lose connections."""
+        dist.destroy_process_group(self.group)
+
+
+# torch < 2.13: only the old name exists
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(slots=True)
@@ -79,7 +169,7 @@ class Groups:
 
     `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
     the others. `node` is None if a node is one rank. `place` is the index of this rank or node, and
-    their number.
+    their number. `ddp` is DDP's own group, for what DDP would send on it.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
@@ -87,10 +177,11 @@ class Groups:
         ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
         first = rank - rank % ranks_per_node
         self.place = (rank // ranks_per_node, len(ranks) // ranks_per_node)
-        name = _new_name(parent)
+        name = _new_name(parent, device)
+        self.ddp = Communicator(parent, device)
         self.everyone = _make_group(name, ranks, parent, device)
-        self.leaders: dist.ProcessGroup | None = self.everyone
-        self.node: dist.ProcessGroup | None = None
+        self.leaders: Communicator | None = self.everyone
+        self.node: Communicator | None = None
         if ranks_per_node > 1:
             members, leaders = ranks[first : first + ranks_per_node], ranks[::ranks_per_node]
             self.node = _make_group(f"{name}-node-{first}", members, parent, device)
@@ -101,44 +192,44 @@ class Groups:
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
         if self.node is not None:
-            mean(values, self.node)
+            self.node.mean(values)
 
     def tell_node(self, values: torch.Tensor) -> None:
         """Overwrite `values` with those of this node's leader, in place. Collective."""
         if self.node is not None:
-            dist.broadcast(values, group=self.node, group_src=0)
+            self.node.broadcast(values)
 
     def reduce(
-        self, values: torch.Tensor, by_leaders: Callable[[torch.Tensor, dist.ProcessGroup], None]
+        self, values: torch.Tensor, by_leaders: Callable[[Communicator, torch.Tensor], None]
     ) -> None:
         """Average within each node, then among leaders by `by_leaders`, in place. Collective."""
         self.average_node(values)
         if self.leaders is not None:
-            by_leaders(values, self.leaders)
+            by_leaders(self.leaders, values)
         self.tell_node(values)
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far, except within its node; see `tally.py`."""
-        leaders = None if self.leaders is self.everyone else self.leaders
-        return sent_bytes(self.everyone) + sent_bytes(leaders)
+        """What this rank has sent so far, except within its node."""
+        return sum(c.sent_bytes for c in {self.ddp, self.everyone, self.leaders} if c is not None)
 
     def end(self) -> None:
-        """Destroy the groups. All ranks have to be done with them, or some lose connections."""
-        for group in {self.everyone, self.leaders, self.node} - {None}:
-            dist.destroy_process_group(group)
+        """Destroy the groups, except DDP's, as `Communicator.end` does."""
+        for communicator in {self.everyone, self.leaders, self.node}:
+            if communicator is not None:
+                communicator.end()
 
 
-def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> Communicator:
     """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
     ranks = dist.get_process_group_ranks(parent)
-    return _make_group(_new_name(parent), ranks, parent, device, "gloo")
+    return _make_group(_new_name(parent, device), ranks, parent, device, "gloo")
 
 
-def _new_name(parent: dist.ProcessGroup) -> str:
+def _new_name(parent: dist.ProcessGroup, device: torch.device) -> str:
     """Return a name that was never used before, the same on all ranks. Collective."""
     name = [f"ddpopt-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, group=parent, group_src=0)
+    dist.broadcast_object_list(name, group=parent, group_src=0, device=device)
     return name[0]
 
 
@@ -148,53 +239,21 @@ def _make_group(
     parent: dist.ProcessGroup,
     device: torch.device,
     backend: str = "",
-) -> dist.ProcessGroup:
+) -> Communicator:
     """Make a group; only its ranks have to call this."""
-    with _torch.naming_groups(name):
+    with _torch.making_groups_apart(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=_torch.group_timeout(parent, device),
             backend=backend or dist.get_backend(parent),
             use_local_synchronization=True,
         )
-    return group
-
-
-def mean(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `values` by its mean over the ranks of `group`, in place. Collective."""
-    note_sent(group, ring_bytes(values.nbytes, group.size()))
-    dist.all_reduce(values, group=group)
-    values.div_(dist.get_world_size(group))
-
-
-def swap(
-    values: torch.Tensor, peers: Sequence[int], group: dist.ProcessGroup
-) -> list[torch.Tensor]:
-    """Send `values` to each of the peers, given by rank in the group; return what each has sent.
-
-    Receives come first: with gloo, ranks that begin to send before they can receive take turns on a
-    link that carries both. Measured: steps of 2.9 s instead of 1.6 s at 10 Mbit/s.
-
-    gloo sends and receives in CPU memory only, and ends the process if given GPU memory.
-    """
-    note_sent(group, len(peers) * values.nbytes)
-    device = values.device
-    if dist.get_backend(group) == "gloo":
-        values = values.cpu()
-    received = [torch.empty_like(values) for _ in peers]
-    operations = [
-        dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
-        for peer, other in zip(peers, received, strict=True)
-    ]
-    operations += [dist.P2POp(dist.isend, values, group=group, group_peer=p) for p in peers]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return [other.to(device) for other in received]
+    return Communicator(group, torch.device("cpu") if backend == "gloo" else device)
 
 
 _CACHED = 2**16  # elements of a few tensors that fit into a core's cache
 
-Works = list[Any]  # torch.distributed.Work
+Works = list[Work]
 Complete = Callable[[], object]
 Follow = Callable[[str, int, int, Works], Works]  # what, of which bucket, of how many bytes
 
@@ -211,16 +270,15 @@ class Exchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        communicator: Communicator,
         follow: Follow = lambda _what, _bucket, _num_bytes, works: works,
     ) -> None:
         """Take `follow`, which gets the works of an exchange and returns those to wait for."""
-        self.group = group
+        self.communicator = communicator
         self.follow = follow
         self.waited_s = 0.0
-        self.rank, self.num_ranks = group.rank(), group.size()
-        self._is_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
+        self.rank, self.num_ranks = communicator.rank, communicator.num_ranks
+        self._is_pairwise = communicator.is_gloo and communicator.device.type == "cpu"
 
     def wait(self, works: Works) -> None:
         """Return when these works have ended."""
@@ -239,7 +297,6 @@ class Exchange:
         the mean when they have ended.
         """
         size, divisor = part.numel(), self.num_ranks
-        note_sent(self.group, values.nbytes * (self.num_ranks - 1) / self.num_ranks)
         if values.dtype is torch.float16:  # a sum of which may be too large
             values.div_(divisor)
             divisor = 1
@@ -248,7 +305,7 @@ class Exchange:
             if values.numel() != size * self.num_ranks:
                 padded = values.new_zeros(size * self.num_ranks)
                 padded[: values.numel()].copy_(values)
-            work = dist.reduce_scatter_tensor(part, padded, group=self.group, async_op=True)
+            work = self.communicator.reduce_scatter(part, padded)
             return [work], lambda: part.div_(divisor)
         parts = [values[size * rank : size * (rank + 1)] for rank in range(self.num_ranks)]
         own = parts[self.rank]
@@ -274,29 +331,19 @@ class Exchange:
     def all_gather(self, values: torch.Tensor) -> Works:
         """Start sending each rank's part of `values` to all ranks; parts are of equal length."""
         parts = list(values.view(self.num_ranks, -1))
-        note_sent(self.group, parts[self.rank].nbytes * (self.num_ranks - 1))
         if self._is_pairwise:
             return self._swap([parts[self.rank]] * self.num_ranks, parts)
-        own = parts[self.rank]
-        return [dist.all_gather_into_tensor(values, own, group=self.group, async_op=True)]
+        return [self.communicator.all_gather(values, parts[self.rank])]
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Works:
         """Send `sent[r]` to each other rank r, and receive into `received[r]`; skip empty ones.
 
         Receives come first: a rank that sends before it can receive waits for its peer.
         """
+        ranks = self.communicator
         peers = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
-        receiving = [
-            dist.irecv(received[peer], group=self.group, group_src=peer)
-            for peer in reversed(peers)
-            if received[peer].numel()
-        ]
-        sending = [
-            dist.isend(sent[peer], group=self.group, group_dst=peer)
-            for peer in peers
-            if sent[peer].numel()
-        ]
-        return [*receiving, *sending]
+        receiving = [ranks.receive(received[r], r) for r in reversed(peers) if received[r].numel()]
+        return [*receiving, *(ranks.send(sent[r], r) for r in peers if sent[r].numel())]
 
 
 class FlatWeights:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt.algorithms.attaching import HierarchicalAlgorithm
 from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
-from ddpopt.algorithms.comm import FlatWeights, mean, swap
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
 from ddpopt.algorithms.handle import BackgroundHandle, Handle, Training
 from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
@@ -46,12 +46,13 @@ class DecentralizedHandle(BackgroundHandle):
             self.weights.assign(flat)
 
     def _average(self, flat: list[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
-        def with_peer(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-            peer = rotating_peer(group.rank(), group.size(), num_exchanges)
-            (other,) = swap(values, [peer], group)
+        def with_peer(ranks: Communicator, values: torch.Tensor) -> None:
+            peer = rotating_peer(ranks.rank, ranks.num_ranks, num_exchanges)
+            (other,) = ranks.swap(values, [peer])
             values.add_(other).div_(2)
 
-        by_leaders = mean if self.algorithm.peer_selection == "all" else with_peer
+        is_for_all = self.algorithm.peer_selection == "all"
+        by_leaders = Communicator.mean if is_for_all else with_peer
         for values in flat:
             self.groups.reduce(values, by_leaders)
         return flat
@@ -216,23 +217,22 @@ class LowPrecisionDecentralizedHandle(Handle):
     def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the left and the right neighbour's `values`, and send them this rank's."""
         leaders = self.groups.leaders
-        if leaders is None or leaders.size() == 1:
+        if leaders is None or leaders.num_ranks == 1:
             return values.clone(), values.clone()
         neighbours = list(dict.fromkeys(ring_neighbours(*self.groups.place)))  # of two ranks, one
-        received = swap(values, neighbours, leaders)
+        received = leaders.swap(values, neighbours)
         return received[0], received[-1].clone() if len(received) == 1 else received[-1]
 
-    def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         """Return the arguments of `_raise_problem`, valid once the returned work is done."""
         training = self.training
-        is_same = _torch.trainable_parameters(training.ddp).keys() == training.parameters.keys()
+        is_same = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         is_finite = torch.tensor(True, device=training.device)
         for difference in differences:
             is_finite &= are_finite(difference)
         known = torch.stack([is_finite, torch.tensor(is_same, device=training.device)])
         ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
-        work = dist.all_reduce(ranks, dist.ReduceOp.MAX, group=self.groups.everyone, async_op=True)
-        return ranks, work
+        return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
 
     def _raise_problem(self, non_finite: int, changed: int) -> None:
         """Raise on all ranks what is wrong on one; each argument is a rank + 1, or 0 for none."""

@@ -178,7 +178,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
 class QAdamHandle(BackgroundHandle):
     """As `BackgroundHandle`."""
 
-    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
+    def __init__(self, training: Training, algorithm: QAdam) -> None:
+        super().__init__(training, algorithm)
+        self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Average a bucket's gradients in the warm-up, momenta after it."""

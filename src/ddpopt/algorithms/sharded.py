@@ -321,9 +321,8 @@ class ShardedUpdateHandle(Handle):
     ) -> None:
         """As `Handle.on_update`; give the optimizer pieces, and gradients of them.
 
-        One of torch's updates bucket by bucket, and what it has besides DDP's parameters at last. A
-        compiled one does not, since updates by bucket would not be compiled, nor do users' own, which
-        may count their updates.
+        Updates of torch's own run bucket by bucket, and for parameters that are not DDP's at last.
+        A compiled update would not stay so; and users' own optimizers may count their updates.
         """
         self._end_failed()
         if self._has_failed:

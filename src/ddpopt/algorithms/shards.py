@@ -258,8 +258,13 @@ class Shards:
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
         """Divide these buckets in place of the previous ones, of which nothing is kept."""
         self.all = [
-            Shard(index, members, [self.parameters[k] for k in members], self.exchange,
-                  self._is_guarded)
+            Shard(
+                index,
+                members,
+                [self.parameters[k] for k in members],
+                self.exchange,
+                self._is_guarded,
+            )
             for index, members in enumerate(buckets)
         ]
         self.by_members: dict[tuple[int, ...], Shard] = {s.members: s for s in self.all}

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt.algorithms import Decentralized, GradientAllReduce, attach
+from ddpopt.algorithms import Algorithm, ByteGrad, Decentralized, Handle, attach
 from ddpopt.errors import AttachError, OptionError, PeerError
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
@@ -71,7 +73,7 @@ def _refuse(rank: int) -> list[str]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     mine = [optimizer, torch.optim.SGD(ddp.parameters(), lr=0.2)][rank]
     lbfgs = torch.optim.LBFGS(ddp.parameters())
-    small: Any = GradientAllReduce(hierarchical=True, local_world_size=[2, 1][rank])
+    small: Any = ByteGrad(local_world_size=[2, 1][rank])
     environment = os.environ.pop("LOCAL_WORLD_SIZE", None)
     try:
         said = [
@@ -295,6 +297,77 @@ def test_several_optimizers_make_one_step_and_closures_are_refused(ranks: Ranks)
         assert said.startswith("OptionError: Decentralized cannot work with a closure")
 
 
+class Watching(Handle):
+    """Notes how often a backward ended, and the gradients that it then had."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.ends: list[list[torch.Tensor]] = []
+
+    def reduce(self, bucket: Any) -> Any:
+        return self.allreduce(bucket)
+
+    def end_backward(self) -> None:
+        parameters = list(self.training.ddp.module.parameters())
+        self.ends.append([p.grad.clone() for p in parameters if p.grad is not None])
+
+
+@dataclass(frozen=True)
+class Watched(Algorithm[Watching]):
+    handle_type = Watching
+
+
+class Nested(MLP):
+    """An MLP whose layers but the first may be recomputed, in backwards of their own.
+
+    With a layer of another dtype, so that DDP's first backward has two buckets.
+    """
+
+    def __init__(self, is_recomputed: bool) -> None:
+        super().__init__(4)
+        self.layers[-1].double()
+        self.is_recomputed = is_recomputed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = x.to(layer.weight.dtype)
+            is_plain = k == 0 or not self.is_recomputed
+            x = layer(x) if is_plain else checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def _end_backwards(rank: int, is_static: bool, is_recomputed: bool) -> None:
+    """Each backward ends once, when all gradients are those of DDP; one that raises never does."""
+    torch.manual_seed(0)
+    module = Nested(is_recomputed)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.005, static_graph=is_static)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, optimizer, Watched())
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        assert len(handle.ends) == step
+        expected = [p.grad for p in ddp.parameters() if p.grad is not None]
+        assert len(expected) == 8
+        assert all(map(torch.equal, handle.ends[-1], expected))
+        optimizer.step()
+    loss = ddp(x).square().mean()
+    first = ddp.module.layers[0].weight.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss.backward()
+    first.remove()
+    assert len(handle.ends) == 3
+    handle.detach(average=False)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+def test_a_backward_ends_once_when_all_gradients_are_final(
+    own_ranks: OwnRanks, is_static: bool, is_recomputed: bool
+) -> None:
+    own_ranks().run(_end_backwards, is_static, is_recomputed)
+
+
 # ---- attach and detach ------------------------------------------------------------------------
 
 
@@ -309,7 +382,7 @@ def _detached(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     handle.detach()
     handle.detach()
     start = _flat(ddp)
-    again = attach(ddp, optimizer, GradientAllReduce())
+    again = attach(ddp, optimizer, ByteGrad(hierarchical=False))
     again.detach()
     optimizer.zero_grad()
     ddp(batches(rank, [(4, WIDTH)])[0]).pow(2).sum().backward()
@@ -429,7 +502,7 @@ def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
 @pytest.mark.parametrize(
-    "algorithm", [FLAT, GradientAllReduce()], ids=["decentralized", "allreduce"]
+    "algorithm", [FLAT, Watched()], ids=["decentralized", "allreduce"]
 )
 def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
     ranks: Ranks, algorithm: Any, split: str
