@@ -501,9 +501,7 @@ def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "algorithm", [FLAT, Watched()], ids=["decentralized", "allreduce"]
-)
+@pytest.mark.parametrize("algorithm", [FLAT, Watched()], ids=["decentralized", "allreduce"])
 def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
     ranks: Ranks, algorithm: Any, split: str
 ) -> None:
