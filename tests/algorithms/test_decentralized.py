@@ -1,4 +1,4 @@
-"""Decentralized SGD on real ranks: golden vectors, a simulator as the slow reference, intervals."""
+"""Decentralized SGD on real ranks: golden vectors, a simulator as the slow reference, peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import Decentralized, attach
-from ddpopt.algorithms.decentralized import rotating_peer
+from ddpopt.algorithms.decentralized import ring_neighbours, rotating_peer
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
@@ -289,3 +289,38 @@ def test_weights_are_averaged_behind_forward_and_replaced_after_backward(
     four_ranks: Ranks,
 ) -> None:
     assert four_ranks.run(_overlap) == [True] * 4
+
+
+# ---- Peers -------------------------------------------------------------------------------------
+
+
+TABLE = {
+    2: ["10", "10"],
+    4: ["2301", "3210", "2301"],
+    6: ["345012", "453201", "534120", "345012"],
+    8: ["45670123", "56743012", "67452301", "74561230"],
+}
+
+
+@pytest.mark.parametrize("num_ranks", TABLE)
+def test_the_rotation_is_bagua_s(num_ranks: int) -> None:
+    for exchange, row in enumerate(TABLE[num_ranks]):
+        peers = [rotating_peer(rank, num_ranks, exchange) for rank in range(num_ranks)]
+        assert peers == [int(digit) for digit in row]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6, 10, 64])
+def test_a_rank_is_its_peers_peer_and_meets_the_whole_other_half(num_ranks: int) -> None:
+    half = num_ranks // 2
+    for rank in range(num_ranks):
+        met = [rotating_peer(rank, num_ranks, exchange) for exchange in range(half)]
+        others = range(half, num_ranks) if rank < half else range(half)
+        assert sorted(met) == list(others)
+        for exchange, peer in enumerate(met):
+            assert rotating_peer(peer, num_ranks, exchange) == rank
+
+
+def test_a_ring_closes() -> None:
+    assert [ring_neighbours(rank, 4) for rank in range(4)] == [(3, 1), (0, 2), (1, 3), (2, 0)]
+    assert [ring_neighbours(rank, 2) for rank in range(2)] == [(1, 1), (0, 0)]
+    assert ring_neighbours(0, 1) == (0, 0)

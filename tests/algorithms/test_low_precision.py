@@ -391,9 +391,11 @@ def _refuse(rank: int) -> list[str]:
     except AttachError as error:
         said.append(str(error))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    first = next(ddp.parameters()).requires_grad_(False)
+    ddp = DistributedDataParallel(ddp.module)
     handle = attach(ddp, optimizer, algorithm)
     if rank == 1:
-        next(ddp.parameters()).requires_grad_(False)
+        first.requires_grad_(True)
     try:
         _step(ddp, optimizer, torch.ones(2, WIDTH))
     except AttachError as error:
@@ -403,10 +405,10 @@ def _refuse(rank: int) -> list[str]:
 
 
 def test_parameters_that_would_be_missed_are_refused_on_all_ranks(ranks: Ranks) -> None:
-    """Those in no optimizer, and those that were frozen on one rank after attaching."""
+    """Those in no optimizer, and a frozen one that one rank unfroze after attaching."""
     for missing, changed in ranks.run(_refuse):
         assert "layers.0.weight is trainable and in none of the optimizers" in missing
-        assert "on rank 1 other parameters are trainable" in changed
+        assert "on rank 1 a parameter is trainable that DDP does not reduce" in changed
 
 
 @pytest.mark.parametrize(

@@ -226,11 +226,11 @@ class LowPrecisionDecentralizedHandle(Handle):
     def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         """Return the arguments of `_raise_problem`, valid once the returned work is done."""
         training = self.training
-        is_same = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
+        is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         is_finite = torch.tensor(True, device=training.device)
         for difference in differences:
             is_finite &= are_finite(difference)
-        known = torch.stack([is_finite, torch.tensor(is_same, device=training.device)])
+        known = torch.stack([is_finite, torch.tensor(is_known, device=training.device)])
         ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
         return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
 
@@ -238,8 +238,9 @@ class LowPrecisionDecentralizedHandle(Handle):
         """Raise on all ranks what is wrong on one; each argument is a rank + 1, or 0 for none."""
         if changed:
             raise AttachError(
-                f"on rank {changed - 1} other parameters are trainable than were when the "
-                "algorithm was attached; detach it, then wrap the model in DDP and attach it again"
+                f"on rank {changed - 1} a parameter is trainable that DDP does not reduce and the "
+                "algorithm does not know, since it was frozen when DDP was made and the algorithm "
+                "attached; detach it, then wrap the model in DDP and attach it again"
             )
         if non_finite:
             raise NonFiniteError(
@@ -272,7 +273,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():
-            if parameter not in optimized:
+            if parameter.requires_grad and parameter not in optimized:
                 raise AttachError(
                     f"{described.name} is trainable and in none of the optimizers given to attach, "
                     "so that its updates would not be seen; give all optimizers, or freeze it "
