@@ -274,6 +274,8 @@ GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
 # ---- Optimizers ----------------------------------------------------------------------------------
 
 STEP_PRE_HOOKS = PrivateName("Optimizer", "_optimizer_step_pre_hooks", Need.ALGORITHMS)
+STEP_POST_HOOKS = PrivateName("Optimizer", "_optimizer_step_post_hooks", Need.ALGORITHMS)
+VERSION = PrivateName("Tensor", "_version", Need.ALGORITHMS)
 HOOKED = PrivateName("Optimizer.step", "hooked", Need.ALGORITHMS)
 
 # ---- Autograd ----------------------------------------------------------------------------------

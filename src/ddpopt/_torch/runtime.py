@@ -55,6 +55,16 @@ def step_without_hooks(
     return functools.partial(step.__wrapped__, optimizer)
 
 
+def run_first(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
+    """Let a hook after updates run before the optimizer's other ones."""
+    names.STEP_POST_HOOKS.of(optimizer).move_to_end(hook.id, last=False)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each write to a tensor."""
+    return names.VERSION.of(tensor)
+
+
 def is_autocast_on() -> bool:
     """Whether autocast is on for any device."""
     return names.IS_AUTOCAST_ON.get()()

@@ -9,9 +9,8 @@ rank's part, or nothing.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -134,28 +133,17 @@ class ShardedGradients:
         self._exchange = shards.exchange
         me = weakref.ref(self)
         self._absent = [AbsentGradient(p, k, me) for k, p in enumerate(self._parameters)]
-        self._absent_pieces: list[AbsentGradient] = []
         self._has_gradient = [False] * len(self._parameters)  # whether the shards have it
         self._reductions: list[Complete] = []
         self._hidden: list[int] = []  # gradients that are removed for a forward
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
-        self._given: dict[int, torch.Tensor] = {}  # gradients that pieces hold for an update
-        self.renew([False] * len(self._parameters))
+        self._local: dict[int, torch.Tensor] = {}  # this rank's own, to be added to those in shards
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 shard, k = shards.home(index)
                 shards.gradient(index).copy_(shard.cut(parameter.grad, k))
                 self._has_gradient[index] = True
                 parameter.grad = self._absent[index]
-                shards.piece(index).grad = self._absent_pieces[index]
-
-    def renew(self, are_there: Sequence[bool]) -> None:
-        """Switch to new pieces; `are_there` says which of them have a gradient."""
-        me = weakref.ref(self)
-        pieces = self._shards.pieces()
-        self._absent_pieces = [AbsentGradient(p, k, me) for k, p in enumerate(pieces)]
-        for piece, absent, is_there in zip(pieces, self._absent_pieces, are_there, strict=True):
-            piece.grad = absent if is_there else None
 
     def release(self) -> None:
         """Remove all gradients that raise."""
@@ -178,60 +166,57 @@ class ShardedGradients:
             self._parameters[index].grad = self._absent[index]
         self._hidden.clear()
 
-    def note(self, index: int) -> None:
-        """Note a local gradient that autograd is about to accumulate."""
-        if self._lifted is None:
-            self._lift()
-        self._shards.piece(index).grad = self._absent_pieces[index]
-
-    def _lift(self) -> None:
+    def lift(self, will_reduce: bool) -> None:
         """Prepare for a backward, in which autograd and DDP read and write gradients.
 
-        What was zeroed since the last backward is forgotten, wherever that was done.
+        What was zeroed since the last backward is forgotten. `end_backward` ends one in which DDP
+        reduces, `end_lift` another.
         """
+        if self._lifted is not None:
+            return
         self.finish()
         self._lifted = set()
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None or self._shards.piece(index).grad is None:
+            if parameter.grad is None:
                 self._has_gradient[index] = False
-                parameter.grad = None
             elif parameter.grad is self._absent[index]:
-                parameter.grad = None
+                parameter.grad = self._local.pop(index, None)
                 self._lifted.add(index)
+        self._local.clear()
+        if not will_reduce:
+            _torch.at_end_of_backward(self.end_lift)
 
     def end_lift(self) -> None:
-        """Restore the placeholders of gradients that this backward did not compute."""
+        """Put the placeholders back, and keep what this rank has to add to what they stand for."""
         for index in self._lifted or ():
-            if self._parameters[index].grad is None and self._shards.piece(index).grad is not None:
-                self._parameters[index].grad = self._absent[index]
+            local = self._parameters[index].grad
+            if local is not None:
+                self._local[index] = local
+            self._parameters[index].grad = self._absent[index]
         self._lifted = None
 
     def end_backward(self) -> None:
         """Replace all gradients by placeholders that raise."""
-        self.end_lift()
+        lifted, self._lifted = self._lifted or set(), None
         for index, parameter in enumerate(self._parameters):
-            has = parameter.grad is not None  # else it was never used, on any rank
+            has = parameter.grad is not None or index in lifted  # else no rank has ever used it
             self._has_gradient[index] = has
             parameter.grad = self._absent[index] if has else None
-            self._shards.piece(index).grad = self._absent_pieces[index] if has else None
 
     # ---- sums --------------------------------------------------------------------------------
 
-    def begin_sum(
-        self, bucket: int, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
-    ) -> None:
-        """Start averaging a bucket's values; `finish` completes this rank's gradients.
+    def begin_sum(self, bucket: int, values: torch.Tensor, members: Sequence[int]) -> None:
+        """Start averaging the values of a bucket, whose parameters are `members`.
 
-        `members` are its parameters, None for foreign ones; `sizes` are their numbers of values.
+        `finish` completes this rank's gradients.
         """
-        having = [k for k in members if k is not None and self._has_gradient[k]]
-        parts = [self._shards.gradient(k) for k in having]
+        parts = [self._shards.gradient(k) for k in members if self._has_gradient[k]]
         earlier = [part.clone() for part in parts]  # to which this backward adds
         own = self._shards.by_members.get(tuple(members))
         if own is not None:
             works, finish = self._exchange.mean_scatter(values, own.gradient)
         else:
-            works, finish = self._begin_mean(values, members, sizes)
+            works, finish = self._begin_mean(values, members)
         works = self._exchange.follow("sum", bucket, values.nbytes, works)
 
         def complete() -> None:
@@ -242,20 +227,18 @@ class ShardedGradients:
 
         self._reductions.append(complete)
 
-    def _begin_mean(
-        self, values: torch.Tensor, members: Sequence[int | None], sizes: Sequence[int]
-    ) -> tuple[Works, Complete]:
+    def _begin_mean(self, values: torch.Tensor, members: Sequence[int]) -> tuple[Works, Complete]:
         """Start averaging a bucket that is not divided: all ranks get all of it, and cut it."""
         values.div_(self._exchange.num_ranks)
-        work = self._exchange.communicator.all_reduce(values)
+        works = [self._exchange.communicator.all_reduce(values)]
+        sizes = [self._parameters[k].numel() for k in members]
 
         def cut() -> None:
-            for index, part in zip(members, torch.split(values, list(sizes)), strict=True):
-                if index is not None:
-                    shard, k = self._shards.home(index)
-                    self._shards.gradient(index).copy_(shard.cut_flat(part, k))
+            for index, part in zip(members, torch.split(values, sizes), strict=True):
+                shard, k = self._shards.home(index)
+                self._shards.gradient(index).copy_(shard.cut_flat(part, k))
 
-        return [work], cut
+        return works, cut
 
     def finish(self) -> None:
         """Complete this rank's gradients."""
@@ -270,9 +253,18 @@ class ShardedGradients:
         """Yield the index and this rank's gradient (a view) of each parameter that has one."""
         self.finish()
         for index, has in enumerate(self._has_gradient):
-            is_kept = self._shards.piece(index).grad is not None
-            if has and is_kept and self._parameters[index].grad is self._absent[index]:
+            if has and self._parameters[index].grad is self._absent[index]:
                 yield index, self._shards.gradient(index)
+
+    def find_local(self, indices: Collection[int]) -> int | None:
+        """Return one of these whose gradient is this rank's alone: its backward was no_sync's."""
+
+        def is_local(index: int) -> bool:
+            gradient = self._parameters[index].grad
+            is_whole = gradient is None or gradient is self._absent[index]
+            return not is_whole or index in self._local
+
+        return min(filter(is_local, indices), default=None)
 
     def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield index and whole gradient (a copy) of each parameter that has one. Collective."""
@@ -289,18 +281,14 @@ class ShardedGradients:
         gradients = [gradient for _, gradient in self.own()]
         is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
         kind = torch.float64 if is_double else torch.float32
-        total = torch.zeros((), device=self._parameters[0].device, dtype=kind)
-        norms = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
-        if norms:
-            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        communicator = self._exchange.communicator
+        # Of each rank, in its place: a maximum among ranks would lose a NaN.
+        norms = self._parameters[0].new_zeros(self._exchange.num_ranks, dtype=kind)
+        own = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
+        if own:
+            norms[self._exchange.rank] = torch.linalg.vector_norm(torch.stack(own), norm_type)
         with communicating("adding up the norms of gradients"):
-            if math.isinf(norm_type):
-                communicator.all_reduce(total, dist.ReduceOp.MAX).wait()
-            else:
-                total = total.pow(norm_type)
-                communicator.all_reduce(total).wait()
-                total = total.pow(1 / norm_type)
+            self._exchange.communicator.all_reduce(norms).wait()
+        total = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -308,48 +296,27 @@ class ShardedGradients:
             gradient.mul_(scale.to(gradient.dtype))
         return total
 
-    def give(self, indices: Iterable[int]) -> None:
-        """Give these pieces their gradients for an update."""
-        gradients = dict(self.own())
-        self._given.clear()
-        for index in indices:
-            piece = self._shards.piece(index)
-            if self._parameters[index].grad is None:  # by zero_grad of the model
-                piece.grad = None
-            elif piece.grad is not None and index in gradients:
-                piece.grad = self._given[index] = gradients[index]
+    def lend(self) -> None:
+        """Give all pieces their gradients for an update, until `take_back`."""
+        for index, gradient in self.own():
+            self._shards.piece(index).grad = gradient
 
-    def lend(self, indices: Iterable[int] | None = None) -> None:
-        """Give back to these pieces, or to all, what `withhold` took."""
-        for index in self._given if indices is None else self._given.keys() & indices:
-            self._shards.piece(index).grad = self._given[index]
-
-    def withhold(self, indices: Iterable[int] | None = None) -> None:
-        """Take from these pieces, or from all, what they were given, until `lend`."""
-        for index in self._given if indices is None else self._given.keys() & indices:
-            self._shards.piece(index).grad = None
-
-    def take_away(self) -> None:
-        """Remove what `give` gave."""
-        for index in self._given:
-            self._shards.piece(index).grad = self._absent_pieces[index]
-        self._given.clear()
+    def take_back(self) -> None:
+        """Remove what `lend` gave."""
+        for piece in self._shards.pieces():
+            piece.grad = None
 
     def zero(self, index: int) -> None:
         """Zero a gradient, and what this rank has accumulated of it."""
         self.finish()
         self._shards.gradient(index).zero_()
-        own = self._parameters[index].grad
-        if own is not None and own is not self._absent[index]:
-            own.zero_()
+        self._local.pop(index, None)
 
     def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
         """Multiply gradients by `scale`; `found_inf` is 1.0 if any rank's are not finite."""
-        gradients = dict(self.own())
+        own = dict(self.own())
         for index in indices:
-            gradient = gradients[index]
-            if not gradient.isfinite().all():
-                found_inf.fill_(1.0)
-            gradient.mul_(scale.to(gradient.dtype))
+            found_inf.masked_fill_(~own[index].isfinite().all(), 1.0)
+            own[index].mul_(scale.to(own[index].dtype))
         with communicating("asking all ranks for gradients that are not finite"):
             self._exchange.communicator.all_reduce(found_inf, dist.ReduceOp.MAX).wait()

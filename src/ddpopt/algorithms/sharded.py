@@ -7,9 +7,10 @@ and behind the next forward.
 
 from __future__ import annotations
 
-import itertools
+import enum
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,13 +27,14 @@ from ddpopt.algorithms.handle import (
     Bucket,
     GradientFuture,
     Handle,
+    ModuleHook,
     Training,
     agree_on,
 )
 from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
-from ddpopt.errors import OptionError, PeerError
+from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.ranks.agreement import communicating
 from ddpopt.ranks.rendezvous import name_ranks
 from ddpopt.reducer import known_buckets, predict_buckets
@@ -53,21 +55,64 @@ ELEMENTWISE = (
 )
 
 
-class _Sent(NamedTuple):
-    """What ranks tell each other besides parameters: 1 for each rank whose update raised."""
+class _Layout(NamedTuple):
+    """The parameters of an optimizer's groups: the user's own, and what an update has instead.
 
-    has_failed: torch.Tensor
+    `foreign` are those that DDP does not reduce. In `buckets` each entry has a shard and its pieces
+    by group, in the order in which forward reads.
+    """
+
+    groups: list[list[torch.Tensor]]
+    pieces: list[list[torch.Tensor]]
+    foreign: list[list[torch.Tensor]]
+    buckets: list[tuple[Shard, list[list[torch.Tensor]]]]
+    members: frozenset[int]
+    digest: int
+
+
+class _Problem(enum.IntEnum):
+    """What is wrong on a rank, which all ranks are told before an update."""
+
+    NONE = 0
+    LOCAL = 1
+    MOVED = 2
+    DISTURBED = 3
+
+
+_TEXTS = {
+    _Problem.LOCAL: "has a gradient of one rank alone, since its last backward ran under no_sync; "
+    "run one outside of it before the update",
+    _Problem.MOVED: "was given memory of another shape, dtype or device, or with other strides; "
+    "detach the algorithm before, and attach it again",
+    _Problem.DISTURBED: "was written or moved after an update, while other ranks' parts of it were "
+    "still arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
+    "overlap_forward out",
+}
+
+
+class _Told(NamedTuple):
+    """What ranks tell each other about a step: a row of numbers each, once `work` has ended."""
+
+    rows: torch.Tensor
     work: Any
     step: int
+
+    def read(self) -> list[list[int]]:
+        """Return the rows of all ranks, by rank."""
+        with communicating(f"asking all ranks about step {self.step}"):
+            self.work.wait()
+        rows: list[list[int]] = self.rows.tolist()
+        return rows
 
 
 class ShardedUpdateHandle(Handle):
     """As `Handle`, with gradients and optimizer states in shards; see [Note: shards and pieces].
 
     From backward on, using the `.grad` of parameters raises: read `full_gradients()`, and clip
-    with `clip_grad_norm_`. From an update to the end of the next forward, parameters may still be
-    in transit. Forwards of DDP and of its modules wait for them, and so does `state_dict`; before
-    anything else reads them (weight averaging, a copy, a compiled module without DDP) call `wait`.
+    with `clip_grad_norm_`. An optimizer's update returns with all parameters whole. With
+    `overlap_forward=True` they may still be in transit from an update to the end of the next
+    forward: forwards of DDP and of its modules wait for them, and so does `state_dict`; before
+    anything else reads or writes them (weight averaging, clamping, a copy) call `wait`.
     """
 
     algorithm: ShardedUpdate
@@ -75,41 +120,43 @@ class ShardedUpdateHandle(Handle):
     def __init__(self, training: Training, algorithm: ShardedUpdate) -> None:
         super().__init__(training, algorithm)
         ddp = training.ddp
-        self._parameters: list[torch.Tensor] = list(training.parameters)
+        described = _torch.reducer_parameters(ddp)
+        self._names = [parameter.name for parameter in described.values()]
+        self._parameters: list[torch.Tensor] = list(described)
         self._index = {parameter: k for k, parameter in enumerate(self._parameters)}
-        everyone = self.groups.everyone
-        self._flags = everyone
+        self._flags = self.groups.everyone
         if training.device.type != "cpu":
             self._flags = make_agreement_group(training.group, training.device)
-        self.exchange = Exchange(everyone, _following(ddp))
-        self.shards = Shards(self._parameters, self.exchange, self._predict())
+        self.exchange = Exchange(self.groups.everyone, _following(ddp))
+        is_guarded = algorithm.overlap_forward
+        self.shards = Shards(self._parameters, self.exchange, self._predict(), is_guarded)
         self._gradients = ShardedGradients(self.shards)
         self._states = ShardedStates(self.shards, training.optimizers)
+        self._layouts: dict[optim.Optimizer, _Layout] = {}
         self._failure: Exception | None = None
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
         self._buckets_so_far: list[tuple[int, ...]] = []  # of the running one
-        self._updating: set[optim.Optimizer] = set()
-        self._is_changed = False  # shards were updated, but not all have been sent
-        self._unsent: list[Shard] = []  # those not sent, in the order in which forward reads
-        self._has_failed = False  # an update that was partly sent failed
-        self._sent: _Sent | None = None
+        self._updating: optim.Optimizer | None = None  # its groups hold pieces, or nothing of DDP's
+        self._unsent: list[Shard] | None = None  # of the running update
+        self._has_failed = False  # an update raised on this rank, and no forward has run since
+        self._sent: _Told | None = None
+        self._will_reduce = True  # the backward of the last forward
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
-        _waits.begin_sharded(ddp, self.exchange)
-        state.of(ddp).wait_in_forward(True)
+        _waits.begin_sharded(ddp, self.exchange, is_guarded)
+        state.of(ddp).wait_in_forward(is_guarded)
         tuner.begin_anew(ddp)
 
     # ---- what users do -----------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Return when all parameters are whole, current, and equal on all ranks. Collective.
+        """Return when all parameters are whole, current, and equal on all ranks.
 
         Raises:
             PeerError: an update failed on a rank, or a rank is gone.
         """
         self.check_attached()
-        if self._is_changed:
-            self._send()
+        self._end_failed()
         self._receive()
 
     def clip_grad_norm_(
@@ -133,8 +180,7 @@ class ShardedUpdateHandle(Handle):
 
         The gradients are copies. Parameters without a gradient are left out.
         """
-        names = [described.name for described in self.training.parameters.values()]
-        return {names[index]: whole for index, whole in self._gradients.gather()}
+        return {self._names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
         """As `wait`: weights are equal on all ranks."""
@@ -159,11 +205,14 @@ class ShardedUpdateHandle(Handle):
                 self.average()
                 gradients, wholes = self.full_gradients(), self._states.gather()
         finally:
+            self._restore_groups()
             self._states.end(wholes)
             self._gradients.release()
-            for parameter, described in self.training.parameters.items():
-                parameter.grad = gradients.get(described.name, parameter.grad)
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                parameter.grad = gradients.get(name, parameter.grad)
             super().detach(average=average)
+        if average and self._flags is not self.groups.everyone:
+            self._flags.end()
 
     def close(self) -> None:
         """Give parameters storages of their own."""
@@ -201,7 +250,7 @@ class ShardedUpdateHandle(Handle):
         self.num_steps = state.get("num_steps", self.num_steps)
         self.num_communications = state.get("num_communications", self.num_communications)
 
-    # ---- a step ------------------------------------------------------------------------------
+    # ---- forward and backward ----------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Note the step's number."""
@@ -209,41 +258,43 @@ class ShardedUpdateHandle(Handle):
 
     def on_forward(self) -> None:
         """As `Handle.on_forward`; wait for parameters that no reader is known to wait for."""
+        self._end_failed()
+        self._has_failed = False
         super().on_forward()
+        ddp = self.training.ddp
         self._gradients.end_lift()
         self._buckets_so_far.clear()
-        if self.training.ddp.gradient_as_bucket_view:  # the Reducer copies them to new buckets
+        if ddp.gradient_as_bucket_view:  # the Reducer copies them to new buckets
             self._gradients.hide()
-        self._is_training = torch.is_grad_enabled() and self.training.ddp.training
-        for shard in reversed(self.shards):
-            # Readers that waited in the last forward will wait in this one.
-            if not (self._is_training and shard.is_awaited):
-                shard.wait()
-            shard.awaited.clear()
+        if torch.is_grad_enabled():
+            self._will_reduce = ddp.require_backward_grad_sync
+        if self.algorithm.overlap_forward:
+            self._is_training = torch.is_grad_enabled() and ddp.training
+            for shard in reversed(self.shards):
+                # Readers that waited in the last forward will wait in this one.
+                if not (self._is_training and shard.is_awaited):
+                    shard.wait()
+                shard.awaited.clear()
 
     def on_forward_end(self) -> None:
         """Wait for all parameters, and note which ones readers waited for."""
         self._gradients.show()
-        for shard in self.shards:
-            if self._is_training:
-                shard.is_awaited = shard.awaited >= shard.addresses
-        self._receive()
-
-    def on_gradient(self, index: int) -> None:
-        """Note a local gradient that autograd is about to accumulate."""
-        self._gradients.note(index)
+        if self.algorithm.overlap_forward:
+            for shard in self.shards:
+                if self._is_training:
+                    shard.is_awaited = shard.awaited >= shard.addresses()
+            self._receive()
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Start summing a bucket to shards. DDP need not wait for it."""
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
-        members = [self._index.get(parameter) for parameter in bucket.parameters()]
-        self._buckets_so_far.append(tuple(index for index in members if index is not None))
         try:
+            members = tuple(self._index[parameter] for parameter in bucket.parameters())
+            self._buckets_so_far.append(members)
             if self._failure is None:
-                sizes = [parameter.numel() for parameter in bucket.parameters()]
-                self._gradients.begin_sum(bucket.index(), values, members, sizes)
-                _forget_local_gradients(bucket, self._index)
+                self._gradients.begin_sum(bucket.index(), values, members)
+                _forget_local_gradients(bucket)
         except Exception as error:  # DDP would show it without its type
             self._failure = error
         done: GradientFuture = torch.futures.Future()
@@ -258,6 +309,8 @@ class ShardedUpdateHandle(Handle):
         self._buckets, self._buckets_so_far = self._buckets_so_far, []
         self._gradients.end_backward()
 
+    # ---- an update ---------------------------------------------------------------------------
+
     def before_update(self) -> None:
         """Wait for all parameters, and for this rank's gradients."""
         self._receive()
@@ -266,98 +319,175 @@ class ShardedUpdateHandle(Handle):
     def on_update(
         self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any], is_compiled: bool
     ) -> None:
-        """As `Handle.on_update`; give the optimizer this rank's gradients.
+        """As `Handle.on_update`; give the optimizer pieces, and gradients of them.
 
-        A step's last one updates bucket by bucket, and so has no gradients left when its own update
-        runs. A compiled one does not: updates by bucket would not be compiled.
+        Updates of torch's own run bucket by bucket, and for parameters that are not DDP's at last.
+        A compiled update would not stay so; and users' own optimizers may count their updates.
         """
+        self._end_failed()
+        if self._has_failed:
+            raise PeerError(
+                f"the optimizer's update raised on this rank in step {self.num_steps}, and cannot "
+                "be repeated: some buckets were updated; start again from a checkpoint"
+            )
+        self._receive()
+        layout = self._lay_out(optimizer)
+        told = self._tell(*self._find_problem(layout), layout.digest)  # while gradients arrive
         super().on_update(optimizer, args, kwargs, is_compiled)
-        self._has_failed |= optimizer in self._updating and len(self._unsent) < len(self.shards.all)
-        self._updating.add(optimizer)
-        if not self._is_changed:
-            self._is_changed, self._unsent = True, [*reversed(self.shards)]
-        self._gradients.give(self._states.indices_of(optimizer))
-        is_last = self._updated | {optimizer} == set(self.training.optimizers)
-        # Users' own optimizers may count steps in groups.
-        if is_last and not is_compiled and type(optimizer) in ELEMENTWISE:
+        self._check(told.read())
+        self._updating, self._unsent = optimizer, [shard for shard, _ in layout.buckets]
+        self._gradients.lend()
+        step = None
+        if not is_compiled and type(optimizer) in ELEMENTWISE:
+            # Users' hooks after this one would find the update done already.
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
-            if step is not None:
-                self._update_by_bucket(step)
-
-    def _update_by_bucket(self, step: Callable[[], object]) -> None:
-        """Send each bucket as soon as it is updated, in the order in which forward reads."""
-        self._gradients.withhold()
+        if step is None:
+            self._set_groups(layout.pieces)
+            return
+        groups = optimizer.param_groups
         try:
-            while self._unsent:
-                members = self._unsent[0].members
-                self._gradients.lend(members)
+            for _, members in layout.buckets:
+                self._set_groups(members)
+                optimizer.param_groups = [group for group in groups if group["params"]]
                 step()
-                self._gradients.withhold(members)
                 self._send_next()
         except BaseException:
-            self._gradients.lend()
+            optimizer.param_groups = groups
+            self._end_failed()
             raise
+        optimizer.param_groups = groups
+        self._end_update()
+        self._set_groups(layout.foreign)
 
-    def on_updated(self, optimizer: optim.Optimizer, *_ignored: object) -> None:
-        """As `Handle.on_updated`; take the gradients away again."""
-        self._updating.discard(optimizer)
-        self._gradients.take_away()
-        super().on_updated(optimizer)
+    def _on_stepped(self, *_ignored: object) -> None:
+        """Send what was not sent, and give the groups their parameters, before others see them."""
+        self._end_update()
+        self._restore_groups()
 
     def after_update(self) -> None:
-        """Send what was updated; divide buckets anew if DDP has other ones now."""
-        if self._is_changed:
-            self._send()
-        if not self.algorithm.overlap_forward:
-            self._receive()
+        """Divide buckets anew if DDP has other ones now."""
         buckets, self._buckets = self._buckets, []
         is_final = not _torch.will_rebuild_buckets(self.training.ddp)
         if is_final and buckets and not self.shards.by_members.keys() >= set(buckets):
             self._divide_anew(buckets)
 
-    # ---- parameters --------------------------------------------------------------------------
+    def _end_update(self, has_failed: bool = False) -> None:
+        """Send what an update has not sent; unless forward may hide it, wait for all of it."""
+        if self._unsent is not None:
+            while self._unsent:
+                self._send_next()
+            self._unsent = None
+            self._gradients.take_back()
+            self._sent = self._tell(has_failed)
+            if not self.algorithm.overlap_forward:
+                self._receive()
 
-    def _send(self) -> None:
-        """Start sending all ranks the updated parameters that they have not been sent yet."""
-        while self._unsent:
-            self._send_next()
-        flags = torch.zeros(self._flags.num_ranks, dtype=torch.int64)
-        flags[self._flags.rank] = self._has_failed or bool(self._updating)
-        self._is_changed = self._has_failed = False
-        self._updating.clear()
-        with communicating(f"sending parameters in step {self.num_steps}"):
-            work = self._flags.all_reduce(flags)
-            self._sent = _Sent(flags, work, self.num_steps)
+    def _end_failed(self) -> None:
+        """End an update that raised on this rank, so that the others are told."""
+        if self._unsent is not None:
+            self._has_failed = True
+            self._end_update(has_failed=True)
+        self._restore_groups()
+
+    def _lay_out(self, optimizer: Any) -> _Layout:
+        """Return the layout of an optimizer's groups, which users may have changed."""
+        found = self._layouts.get(optimizer)
+        groups = [group["params"] for group in optimizer.param_groups]
+        if found is not None and [[*map(id, g)] for g in groups] == [
+            [*map(id, g)] for g in found.groups
+        ]:
+            return found
+        indices = [[self._index.get(p) for p in group] for group in groups]
+        pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
+        buckets = []
+        for shard in reversed(self.shards):
+            own = dict(zip(shard.members, shard.pieces, strict=True))
+            members = [[own[k] for k in group if k in own] for group in indices]
+            if any(members):
+                buckets.append((shard, members))
+        layout = self._layouts[optimizer] = _Layout(
+            groups=[list(group) for group in groups],
+            pieces=[[p if k is None else self.shards.piece(k) for p, k in g] for g in pairs],
+            foreign=[[p for p, k in group if k is None] for group in pairs],
+            buckets=buckets,
+            members=frozenset(k for group in indices for k in group if k is not None),
+            digest=zlib.crc32(repr([[k for k in g if k is not None] for g in indices]).encode()),
+        )
+        return layout
+
+    def _set_groups(self, members: Sequence[list[torch.Tensor]]) -> None:
+        assert self._updating is not None
+        for group, own in zip(self._updating.param_groups, members, strict=True):
+            group["params"] = own
+
+    def _restore_groups(self) -> None:
+        """Give the groups of the optimizer that updates their parameters."""
+        if self._updating is not None:
+            self._set_groups(self._layouts[self._updating].groups)
+            self._updating = None
+
+    # ---- what ranks tell each other ----------------------------------------------------------
+
+    def _tell(self, *numbers: int) -> _Told:
+        """Start telling all ranks a few numbers of this rank's."""
+        rows = torch.zeros(self._flags.num_ranks, len(numbers), dtype=torch.int64)
+        rows[self._flags.rank] = torch.tensor(numbers)
+        with communicating(f"asking all ranks about step {self.num_steps}"):
+            return _Told(rows, self._flags.all_reduce(rows), self.num_steps)
+
+    def _find_problem(self, layout: _Layout) -> tuple[_Problem, int]:
+        """Take in parameters that were moved; return what forbids an update, and of which one."""
+        local = self._gradients.find_local(layout.members)
+        if local is not None:
+            return _Problem.LOCAL, local
+        for shard in self.shards:
+            member = shard.take_in()
+            if member is not None:
+                return _Problem.MOVED, shard.members[member]
+            if shard.disturbed is not None:
+                member, shard.disturbed = shard.disturbed, None
+                return _Problem.DISTURBED, shard.members[member]
+        return _Problem.NONE, 0
+
+    def _check(self, told: Sequence[Sequence[int]]) -> None:
+        """Raise on all ranks what was found on one."""
+        for rank, (problem, index, _) in enumerate(told):
+            if problem:
+                text = _TEXTS[_Problem(problem)]
+                raise OptionError(f"on rank {rank}: {self._names[index]} {text}")
+        if len({digest for _, _, digest in told}) > 1:
+            raise AttachError(
+                "the optimizer's groups have other parameters on some ranks than on others; add "
+                "the same ones on all ranks"
+            )
+
+    # ---- parameters --------------------------------------------------------------------------
 
     def _send_next(self) -> None:
         """Start sending one bucket to all ranks."""
-        shard = self._unsent.pop(0)
-        torch.autograd.graph.increment_version(shard.parameters)  # as in-place updates do
+        assert self._unsent is not None
         with communicating(f"sending parameters in step {self.num_steps}"):
-            shard.send(f"receiving parameters of step {self.num_steps}")
+            self._unsent.pop(0).send(f"receiving parameters of step {self.num_steps}")
 
     def _receive(self) -> None:
         """Wait for all parameters; raise if an update failed."""
         for shard in reversed(self.shards):
             shard.wait()
         sent, self._sent = self._sent, None
-        if sent is None:
-            return
-        with communicating(f"receiving parameters of step {sent.step}"):
-            sent.work.wait()
-        if failed := sent.has_failed.nonzero().flatten().tolist():
-            raise PeerError(
-                f"the optimizer's update raised on {name_ranks(failed)} in step {sent.step}; all "
-                "ranks have the same parameters, of which some were not updated: start again from "
-                "a checkpoint"
-            )
+        if sent is not None:
+            failed = [rank for rank, (has_failed,) in enumerate(sent.read()) if has_failed]
+            if failed and not self._has_failed:
+                raise PeerError(
+                    f"the optimizer's update raised on {name_ranks(failed)} in step {sent.step}; "
+                    "all ranks have the same parameters, of which some were not updated: start "
+                    "again from a checkpoint"
+                )
 
     def _predict(self) -> list[list[int]]:
         """Return the Reducer's buckets, as far as they are known, by parameter index."""
-        known, described = state.of(self.training.ddp), list(self.training.parameters.values())
-        if known.buckets is not None and {*itertools.chain(*known.buckets)} == {
-            *self._index.values()
-        }:
+        known = state.of(self.training.ddp)
+        described = list(_torch.reducer_parameters(self.training.ddp).values())
+        if known.buckets is not None:
             buckets = known_buckets(described, known.buckets, known.rules)
         else:
             buckets = predict_buckets(described[::-1], known.rules)
@@ -367,54 +497,76 @@ class ShardedUpdateHandle(Handle):
         """Divide these buckets in place of the previous ones. Collective."""
         self._receive()
         self._gradients.finish()
-        are_there = [piece.grad is not None for piece in self.shards.pieces()]
+        for shard in self.shards:
+            shard.take_in()
         missing = {*self._index.values()}.difference(*buckets)
         self._states.divide([*filter(None, buckets), *([index] for index in sorted(missing))])
-        self._gradients.renew(are_there)
+        self._layouts.clear()
 
     # ---- hooks -------------------------------------------------------------------------------
 
     def _hooks(self) -> Iterator[Any]:
         """Register all hooks that `Handle` does not have."""
-        ddp, me = self.training.ddp, weakref.ref(self)
-
-        def call(method: Callable[..., None], *arguments: Any) -> None:
-            live = me()
-            if live is not None:
-                method(live, *arguments)
+        ddp = self.training.ddp
 
         def end_forward(module: object, *_: object) -> None:
             live = me()
-            if live is not None and module is live.training.ddp:  # and not a copy of it
+            if live is not None and module is live.training.ddp:  # and not a shallow copy of it
                 live.on_forward_end()
 
-        end = _torch.uncompiled(end_forward)
+        def lift(*_: object) -> None:
+            live = me()
+            if live is not None:
+                live._gradients.lift(live._will_reduce)
+
+        def end_step(*_: object) -> None:
+            live = me()
+            if live is not None:
+                live._on_stepped()
+
+        me = weakref.ref(self)
+        end = ModuleHook(_torch.uncompiled(end_forward))
         yield ddp.register_forward_hook(end, always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
-        for index, node in enumerate(self._nodes):
-            yield node.register_prehook(
-                lambda *_, index=index: call(ShardedUpdateHandle.on_gradient, index)
-            )
+        for node in self._nodes:
+            yield node.register_prehook(lift)
+        for optimizer in self.training.optimizers:
+            hook = optimizer.register_step_post_hook(_torch.uncompiled(end_step))
+            _torch.run_first(optimizer, hook)
+            yield hook
+        if self.algorithm.overlap_forward:
+            yield from self._guards()
+
+    def _guards(self) -> Iterator[Any]:
+        """Make all readers wait that torch can tell of."""
         _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
-        for module in ddp.modules():
+        me = weakref.ref(self)
+
+        def wait(*_: object) -> None:
+            live = me()
+            if live is not None:
+                live.wait()
+
+        whole = ModuleHook(_torch.uncompiled(wait))
+        for module in self.training.ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]
-            if own and self.algorithm.overlap_forward:
-                yield module.register_forward_pre_hook(_waiting_for(own))
-            whole = _torch.uncompiled(lambda *_: call(ShardedUpdateHandle.wait))
+            if own:  # first, since other hooks read parameters: weight_norm's, and pruning's
+                waiting = ModuleHook(_waiting_for(own))
+                yield module.register_forward_pre_hook(waiting, prepend=True)
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
 
 
-def _forget_local_gradients(bucket: Bucket, members: Container[torch.Tensor]) -> None:
-    """Make the gradients of members views of the bucket, as with `gradient_as_bucket_view`.
+def _forget_local_gradients(bucket: Bucket) -> None:
+    """Make a bucket's gradients views of it, as with `gradient_as_bucket_view`.
 
     This frees their memory for the rest of backward. It also spares DDP a copy: when backward ends,
     it copies the bucket into gradients that are not views of the bucket.
     """
     values, start = bucket.buffer(), 0
     for parameter in bucket.parameters():
-        if parameter.grad is not None and parameter in members:
+        if parameter.grad is not None:
             place = values.storage_offset() + start
             parameter.grad = values.as_strided(parameter.shape, parameter.stride(), place)
         start += parameter.numel()
@@ -448,20 +600,24 @@ def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
-    """Sums gradients to shards behind backward, and sends updated shards behind forward.
+    """Sums gradients to shards behind backward, of which each rank updates its own.
 
     The result is that of plain DDP with the same optimizer, bit for bit on two ranks if parameters
     have 32 or 64 bits. Each rank keeps its part of the optimizer's state, and does its part of the
     update. The optimizer has to update each element of a parameter independently.
 
+    By default `optimizer.step()` sends each bucket as soon as it is updated, and returns with all
+    parameters whole: they may be read and written at any time, as with plain DDP.
+
     Attributes:
-        overlap_forward: Send parameters behind the next forward; False waits in `optimizer.step`,
-            so that parameters may be read at any time.
+        overlap_forward: Return from `optimizer.step()` with parameters in transit, which the next
+            forward waits for where it reads them; see `ShardedUpdateHandle` for what this asks of
+            the training loop.
         elementwise: Additional optimizers, by class, that update each element independently.
     """
 
     handle_type = ShardedUpdateHandle
-    overlap_forward: bool = True
+    overlap_forward: bool = False
     elementwise: tuple[type[optim.Optimizer], ...] = ()
 
     def __post_init__(self) -> None:
@@ -481,11 +637,11 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
                     f"itself, such as AdamW; if {name} does, give ShardedUpdate(elementwise="
                     f"({name},))"
                 )
-        named = {p: described.name for p, described in training.parameters.items()}
         reduced = _torch.reducer_parameters(training.ddp)
-        for parameter, name in named.items():
+        for parameter, described in training.parameters.items():
             if parameter not in reduced:
                 raise OptionError(
-                    f"DDP does not reduce {name}, which was frozen when DDP was made; make DDP anew"
+                    f"DDP does not reduce {described.name}, which was frozen when DDP was made; "
+                    "make DDP anew"
                 )
-        check_memory(named)
+        check_memory({parameter: described.name for parameter, described in reduced.items()})

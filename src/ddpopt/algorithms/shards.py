@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from ddpopt import _waits
+from ddpopt import _torch, _waits
 from ddpopt.algorithms.comm import Exchange
 from ddpopt.errors import OptionError
 from ddpopt.ranks.agreement import Fact, communicating
@@ -40,9 +40,9 @@ class Shard:
         members: The bucket's parameters, by index, in its order.
         pieces: This rank's piece of each of them.
         gradient: The averaged gradient of this rank's part.
-        addresses: Where in memory the parameters are.
-        awaited: The addresses that readers have waited for since this was cleared.
+        awaited: The addresses of parameters that readers have waited for since it was cleared.
         is_awaited: Whether these were all of them in the last training forward.
+        disturbed: The first member that was written or moved while it was being received.
     """
 
     def __init__(
@@ -51,8 +51,12 @@ class Shard:
         members: Sequence[int],
         parameters: Sequence[torch.Tensor],
         exchange: Exchange,
+        is_guarded: bool = False,
     ) -> None:
-        """Move `parameters`, those of `members`, into the shard's storage."""
+        """Move `parameters`, those of `members`, into the shard's storage.
+
+        With `is_guarded` what happens to them between `send` and `wait` is looked at.
+        """
         self.index = index
         self.members = tuple(members)
         self.parameters = tuple(parameters)
@@ -64,15 +68,21 @@ class Shard:
         self._size = -(-per_rank // _ALIGNMENT) * _ALIGNMENT
         self._first = self._size * exchange.rank
         self._flat = parameters[0].detach().new_zeros(self._size * exchange.num_ranks)
-        for parameter, values in zip(parameters, self.split(self._flat), strict=True):
-            values.copy_(parameter.detach())
-            parameter.data = values
+        self._layouts = [(p.shape, p.stride()) for p in parameters]
+        self._places = self.split(self._flat)
+        for parameter, place in zip(parameters, self._places, strict=True):
+            place.copy_(parameter.detach())
+            if parameter.numel() and _is_aligned(place):
+                # A storage of its own: views would drag the bucket along when they are saved.
+                parameter.data = torch.from_dlpack(place)  # type: ignore[attr-defined]
         own = self.own_part(self._flat)
         self.gradient = torch.zeros_like(own)
         self.pieces = [nn.Parameter(own[self.place_of(k)]) for k in range(len(parameters))]
         self.awaited: set[int] = set()
         self.is_awaited = False
-        self.addresses = {p.data_ptr() for p in parameters if p.numel()}
+        self.disturbed: int | None = None
+        self._is_guarded = is_guarded
+        self._sent: list[tuple[int, int]] = []
         self._arriving: list[Any] = []
         self._what = ""
 
@@ -90,7 +100,7 @@ class Shard:
 
         `value` has the member's shape.
         """
-        return self.cut_flat(flatten(value, self.parameters[member]), member)
+        return self.cut_flat(flatten(value, self._places[member]), member)
 
     def cut_flat(self, flat: torch.Tensor, member: int) -> torch.Tensor:
         """As `cut`, for values of shape [num_elements], in the order of the member's memory."""
@@ -106,11 +116,34 @@ class Shard:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of the bucket's values for each member, with its shape and strides."""
         return [
-            flat.as_strided(p.shape, p.stride(), flat.storage_offset() + start)
-            for p, start in zip(self.parameters, self._starts, strict=True)
+            flat.as_strided(shape, stride, flat.storage_offset() + start)
+            for (shape, stride), start in zip(self._layouts, self._starts, strict=True)
         ]
 
     # ---- parameters --------------------------------------------------------------------------
+
+    def strays(self) -> list[int]:
+        """Return the members that are elsewhere: `.data` was assigned, or they were never moved.
+
+        They are copied to the buffer before an update, and back when it has been received.
+        """
+        pairs = enumerate(zip(self.parameters, self._places, strict=True))
+        return [k for k, (p, place) in pairs if p.data_ptr() != place.data_ptr() and p.numel()]
+
+    def addresses(self) -> set[int]:
+        """Return where the parameters are."""
+        return {parameter.data_ptr() for parameter in self.parameters if parameter.numel()}
+
+    def take_in(self) -> int | None:
+        """Copy this rank's pieces of strays to the buffer; return a member that does not fit."""
+        for k in self.strays():
+            parameter, place = self.parameters[k], self._places[k]
+            if (parameter.shape, parameter.stride()) != self._layouts[k] or (
+                (parameter.dtype, parameter.device) != (place.dtype, place.device)
+            ):
+                return k
+            self.pieces[k].data.copy_(self.cut(parameter.detach(), k))
+        return None
 
     def send(self, what: str) -> None:
         """Start sending each rank's part of the current parameters to all ranks.
@@ -118,6 +151,9 @@ class Shard:
         Errors begin with `what`.
         """
         self._what = what
+        torch.autograd.graph.increment_version(self.parameters)  # as in-place updates do
+        if self._is_guarded:
+            self._sent = self._marks()
         works = self._exchange.all_gather(self._flat)
         self._arriving = self._exchange.follow("gather", self.index, self._flat.nbytes, works)
 
@@ -127,6 +163,15 @@ class Shard:
             arriving, self._arriving = self._arriving, []
             with communicating(self._what):
                 self._exchange.wait(arriving)
+            if self._is_guarded and self.disturbed is None:
+                pairs = enumerate(zip(self._marks(), self._sent, strict=True))
+                self.disturbed = next((k for k, (now, sent) in pairs if now != sent), None)
+            for k in self.strays():
+                self.parameters[k].data.copy_(self._places[k])
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return what changes if a parameter is written, or its `.data` assigned."""
+        return [(p.data_ptr(), _torch.version_of(p)) for p in self.parameters]
 
     def reach(self, address: int) -> None:
         """Wait on behalf of a parameter's reader."""
@@ -191,7 +236,8 @@ class Shard:
 class Shards:
     """All parameters of a model in shards, by bucket.
 
-    Readers of a parameter wait for it as long as this object is alive; see `_waits.py`.
+    With `is_guarded` readers of a parameter wait for it as long as this object is alive; see
+    `_waits.py`.
     """
 
     def __init__(
@@ -199,26 +245,39 @@ class Shards:
         parameters: Sequence[torch.Tensor],
         exchange: Exchange,
         buckets: Sequence[Sequence[int]],
+        is_guarded: bool = False,
     ) -> None:
         """Divide `buckets`, given by parameter indices, among the ranks."""
         self.parameters = tuple(parameters)
         self.exchange = exchange
+        self._is_guarded = is_guarded
         self._addresses: dict[int, Shard] = {}
         weakref.finalize(self, _waits.withdraw, self._addresses)
         self.divide(buckets)
 
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
         """Divide these buckets in place of the previous ones, of which nothing is kept."""
-        _waits.withdraw(self._addresses)
         self.all = [
-            Shard(index, members, [self.parameters[k] for k in members], self.exchange)
+            Shard(
+                index,
+                members,
+                [self.parameters[k] for k in members],
+                self.exchange,
+                self._is_guarded,
+            )
             for index, members in enumerate(buckets)
         ]
-        self.by_members: dict[tuple[int | None, ...], Shard] = {s.members: s for s in self.all}
+        self.by_members: dict[tuple[int, ...], Shard] = {s.members: s for s in self.all}
         self._home = {index: (s, k) for s in self.all for k, index in enumerate(s.members)}
-        self._addresses.clear()
-        self._addresses.update({a: shard for shard in self.all for a in shard.addresses})
-        _waits.announce(self._addresses)
+        self.announce()
+
+    def announce(self) -> None:
+        """Make readers wait for parameters, which may have moved since this was last called."""
+        if self._is_guarded:
+            _waits.withdraw(self._addresses)
+            self._addresses.clear()
+            self._addresses.update({a: s for s in self.all for a in s.addresses()})
+            _waits.announce(self._addresses)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.all)
@@ -262,6 +321,11 @@ def is_dense(parameter: torch.Tensor) -> bool:
     return parameter.stride() == torch.empty_like(parameter).stride()
 
 
+def _is_aligned(values: torch.Tensor) -> bool:
+    """Whether compiled code may take these for a parameter: on a GPU it relies on 16 bytes."""
+    return values.device.type == "cpu" or values.data_ptr() % 16 == 0
+
+
 def check_memory(named: Mapping[torch.Tensor, str]) -> None:
     """Raise OptionError for parameters that have gaps in memory or share it."""
     for parameter, name in named.items():
@@ -289,7 +353,7 @@ def flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class ShardedStates:
-    """Gives optimizers pieces in place of parameters, and their part of the states."""
+    """This rank's part of the optimizers' states, which they keep for pieces of parameters."""
 
     def __init__(self, shards: Shards, optimizers: Sequence[optim.Optimizer]) -> None:
         self._shards = shards
@@ -297,19 +361,14 @@ class ShardedStates:
         self._optimizers = tuple(optimizers)
         self._is_whole = False  # optimizers temporarily have their whole states
         for optimizer in optimizers:
-            self._give_pieces(optimizer)
-
-    def indices_of(self, optimizer: optim.Optimizer) -> list[int]:
-        """Return which parameters' pieces an optimizer has."""
-        own = {piece for group in optimizer.param_groups for piece in group["params"]}
-        return [index for index, piece in enumerate(self._shards.pieces()) if piece in own]
+            self._cut(optimizer)
 
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
         """Divide new buckets, with their states and gradients. Collective.
 
         Only one bucket's are whole at a time.
         """
-        old, old_pieces = self._shards.all, self._shards.pieces()
+        old = self._shards.all
         self._shards.divide(buckets)
         for shard in old:
             for optimizer in self._optimizers:
@@ -319,16 +378,13 @@ class ShardedStates:
             for index, gradient in zip(shard.members, shard.gather_gradients(), strict=True):
                 home, member = self._shards.home(index)
                 self._shards.gradient(index).copy_(home.cut(gradient, member))
-        for optimizer in self._optimizers:
-            _replace(optimizer, old_pieces, self._shards.pieces())
 
     def end(self, wholes: Sequence[Sequence[State]] = ()) -> None:
-        """Give optimizers back their parameters, and whole states as `gather` returned them."""
+        """Remove pieces from optimizers; give them whole states as `gather` returned them."""
         for optimizer in self._optimizers:
-            self._take_pieces(optimizer)
+            self._forget(optimizer)
         for optimizer, states in zip(self._optimizers, wholes, strict=False):
-            kept = zip(self._parameters, states, strict=True)
-            optimizer.state.update({p: s for p, s in kept if s})
+            self._give(optimizer, states)
 
     def gather(self) -> list[list[State]]:
         """Return each optimizer's states of whole parameters, by index. Collective."""
@@ -358,10 +414,10 @@ class ShardedStates:
     def load(self, given: dict[str, Any]) -> None:
         """Load a state that passes `check`."""
         for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
-            self._take_pieces(optimizer)
+            self._forget(optimizer)
             with self._being_whole():
                 optimizer.load_state_dict(saved)
-            self._give_pieces(optimizer)
+            self._cut(optimizer)
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks that make optimizers refuse to save or load by themselves."""
@@ -401,12 +457,8 @@ class ShardedStates:
 
     def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         whole = self._gather(optimizer)
-        pieces = self._shards.pieces()
-        cut: dict[torch.Tensor, State] = {
-            piece: optimizer.state.pop(piece) for piece in pieces if piece in optimizer.state
-        }
-        optimizer.state.update({p: s for p, s in zip(self._parameters, whole, strict=True) if s})
-        _replace(optimizer, pieces, self._parameters)
+        cut = self._forget(optimizer)
+        self._give(optimizer, whole)
         try:
             with self._being_whole():
                 return optimizer.state_dict()
@@ -414,7 +466,6 @@ class ShardedStates:
             for parameter in self._parameters:
                 optimizer.state.pop(parameter, None)
             optimizer.state.update(cut)
-            _replace(optimizer, self._parameters, pieces)
 
     @contextlib.contextmanager
     def _being_whole(self) -> Iterator[None]:
@@ -426,22 +477,24 @@ class ShardedStates:
 
     # ---- pieces ------------------------------------------------------------------------------
 
-    def _give_pieces(self, optimizer: optim.Optimizer) -> None:
-        """Give an optimizer pieces in place of parameters, and their part of its states."""
-        _replace(optimizer, self._parameters, self._shards.pieces())
+    def _cut(self, optimizer: optim.Optimizer) -> None:
+        """Let an optimizer keep this rank's part of its states."""
         for index, parameter in enumerate(self._parameters):
             self._put(optimizer, index, optimizer.state.pop(parameter, {}))
-
-    def _take_pieces(self, optimizer: optim.Optimizer) -> None:
-        """Give an optimizer back its parameters, without states."""
-        for piece in self._shards.pieces():
-            optimizer.state.pop(piece, None)
-        _replace(optimizer, self._shards.pieces(), self._parameters)
 
     def _put(self, optimizer: optim.Optimizer, index: int, whole: State) -> None:
         shard, k = self._shards.home(index)
         if whole:
             optimizer.state[shard.pieces[k]] = shard.cut_state(whole, k)
+
+    def _forget(self, optimizer: optim.Optimizer) -> dict[torch.Tensor, State]:
+        """Return what an optimizer has of pieces' states, and remove it."""
+        pieces = self._shards.pieces()
+        return {p: optimizer.state.pop(p) for p in pieces if p in optimizer.state}
+
+    def _give(self, optimizer: optim.Optimizer, states: Sequence[State]) -> None:
+        named = zip(self._parameters, states, strict=True)
+        optimizer.state.update({parameter: state for parameter, state in named if state})
 
     def _gather(self, optimizer: optim.Optimizer) -> list[State]:
         found: dict[int, State] = {}
@@ -449,12 +502,3 @@ class ShardedStates:
             states = [optimizer.state.get(piece, {}) for piece in shard.pieces]
             found.update(zip(shard.members, shard.gather_states(states), strict=True))
         return [found[index] for index in range(len(self._parameters))]
-
-
-def _replace(
-    optimizer: optim.Optimizer, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
-) -> None:
-    """Replace some parameters in an optimizer's groups by others."""
-    by = dict(zip(old, new, strict=True))
-    for group in optimizer.param_groups:
-        group["params"] = [by.get(parameter, parameter) for parameter in group["params"]]
