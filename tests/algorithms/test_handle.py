@@ -40,6 +40,7 @@ from ddpopt.algorithms.handle import BackgroundHandle, Worker
 from ddpopt.errors import AttachError, PeerError
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.system.documents import blocks
 
 FLAT = Decentralized(hierarchical=False)
 
@@ -431,6 +432,60 @@ def test_copies_and_pickles_leave_the_algorithm_behind(ranks: Ranks) -> None:
     (copied, pickled), others = ranks.run(_copy)
     assert torch.equal(copied, pickled)
     assert all(torch.equal(copied, other) for other in others)
+
+
+# ---- an algorithm of one's own ----------------------------------------------------------------
+
+
+def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Run the page's algorithm, and go on from a state that it saved between two exchanges."""
+    page = next(b for b in blocks("docs/your-algorithm.md") if b.language == "python")
+    found: dict[str, Any] = {}
+    exec(page.text, found)
+    torch.manual_seed(0)
+    weights = []
+    algorithm = found["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
+    ddp, optimizer, handle = _setting(algorithm)
+    saved: list[Any] = []
+    for k, x in enumerate(inputs[rank]):
+        if k == 3:
+            saved = copy.deepcopy([ddp.state_dict(), handle.state_dict()])
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    weights.append(_flat(ddp))
+    handle.detach()
+    resumed, optimizer, handle = _setting(algorithm)
+    resumed.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    for x in inputs[rank][3:]:
+        optimizer.zero_grad()
+        resumed(x).square().mean().backward()
+        optimizer.step()
+    handle.detach(average=False)
+    return [*weights, _flat(resumed)]
+
+
+def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
+    """As docs/your-algorithm.md has it; bitwise after it was saved and loaded."""
+    inputs = [batches(rank, [(4, WIDTH)] * 6) for rank in range(2)]
+    torch.manual_seed(0)
+    models = [MLP(2)]
+    models.append(copy.deepcopy(models[0]))
+    start, momentum = _flat(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
+    for step in range(6):
+        for model, x in zip(models, (own[step] for own in inputs), strict=True):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if step % 2:
+            momentum = 0.5 * momentum + sum(_flat(model) - start for model in models) / 2
+            start = start + 0.7 * momentum
+            for model in models:
+                nn.utils.vector_to_parameters(start.clone(), model.parameters())
+    for trained, resumed in ranks.run(_train_own, inputs):
+        torch.testing.assert_close(trained, start)
+        assert torch.equal(trained, resumed)
 
 
 # ---- compiled ---------------------------------------------------------------------------------
