@@ -761,7 +761,7 @@ EXITS = """
     import sys, time
     sys.path.insert(0, {tests!r})
     import torch, torch.distributed as dist
-    from tests.algorithms.test_async_average import OFTEN, AsyncModelAverage, Trial
+    from tests.algorithms.test_async import OFTEN, AsyncModelAverage, Trial
 
     rank, ending = int(sys.argv[1]), sys.argv[2]
     store = dist.FileStore(sys.argv[3], 2)
