@@ -63,6 +63,8 @@ class _Layout(NamedTuple):
     """
 
     groups: list[list[torch.Tensor]]
+    kept: list[list[torch.Tensor]]  # so that `ids` stay theirs
+    ids: list[list[int]]
     pieces: list[list[torch.Tensor]]
     foreign: list[list[torch.Tensor]]
     buckets: list[tuple[Shard, list[list[torch.Tensor]]]]
@@ -342,12 +344,12 @@ class ShardedUpdateHandle(Handle):
             # Users' hooks after this one would find the update done already.
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
         if step is None:
-            self._set_groups(layout.pieces)
+            _set_groups(optimizer.param_groups, layout.pieces)
             return
         groups = optimizer.param_groups
         try:
             for _, members in layout.buckets:
-                self._set_groups(members)
+                _set_groups(groups, members)
                 optimizer.param_groups = [group for group in groups if group["params"]]
                 step()
                 self._send_next()
@@ -357,7 +359,7 @@ class ShardedUpdateHandle(Handle):
             raise
         optimizer.param_groups = groups
         self._end_update()
-        self._set_groups(layout.foreign)
+        _set_groups(groups, layout.foreign)
 
     def _on_stepped(self, *_ignored: object) -> None:
         """Send what was not sent, and give the groups their parameters, before others see them."""
@@ -391,11 +393,10 @@ class ShardedUpdateHandle(Handle):
 
     def _lay_out(self, optimizer: Any) -> _Layout:
         """Return the layout of an optimizer's groups, which users may have changed."""
-        found = self._layouts.get(optimizer)
         groups = [group["params"] for group in optimizer.param_groups]
-        if found is not None and [[*map(id, g)] for g in groups] == [
-            [*map(id, g)] for g in found.groups
-        ]:
+        ids = [[*map(id, group)] for group in groups]
+        found = self._layouts.get(optimizer)
+        if found is not None and found.ids == ids:
             return found
         indices = [[self._index.get(p) for p in group] for group in groups]
         pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
@@ -406,7 +407,9 @@ class ShardedUpdateHandle(Handle):
             if any(members):
                 buckets.append((shard, members))
         layout = self._layouts[optimizer] = _Layout(
-            groups=[list(group) for group in groups],
+            groups=groups,
+            kept=[list(group) for group in groups],
+            ids=ids,
             pieces=[[p if k is None else self.shards.piece(k) for p, k in g] for g in pairs],
             foreign=[[p for p, k in group if k is None] for group in pairs],
             buckets=buckets,
@@ -415,15 +418,10 @@ class ShardedUpdateHandle(Handle):
         )
         return layout
 
-    def _set_groups(self, members: Sequence[list[torch.Tensor]]) -> None:
-        assert self._updating is not None
-        for group, own in zip(self._updating.param_groups, members, strict=True):
-            group["params"] = own
-
     def _restore_groups(self) -> None:
         """Give the groups of the optimizer that updates their parameters."""
         if self._updating is not None:
-            self._set_groups(self._layouts[self._updating].groups)
+            _set_groups(self._updating.param_groups, self._layouts[self._updating].groups)
             self._updating = None
 
     # ---- what ranks tell each other ----------------------------------------------------------
@@ -556,6 +554,11 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
+
+
+def _set_groups(groups: list[dict[str, Any]], members: Sequence[list[torch.Tensor]]) -> None:
+    for group, own in zip(groups, members, strict=True):
+        group["params"] = own
 
 
 def _forget_local_gradients(bucket: Bucket) -> None:

@@ -136,13 +136,14 @@ class Shard:
 
     def take_in(self) -> int | None:
         """Copy this rank's pieces of strays to the buffer; return a member that does not fit."""
-        for k in self.strays():
-            parameter, place = self.parameters[k], self._places[k]
-            if (parameter.shape, parameter.stride()) != self._layouts[k] or (
-                (parameter.dtype, parameter.device) != (place.dtype, place.device)
-            ):
+        for k, (parameter, layout) in enumerate(zip(self.parameters, self._layouts, strict=True)):
+            if (parameter.shape, parameter.stride()) != layout:
                 return k
-            self.pieces[k].data.copy_(self.cut(parameter.detach(), k))
+        for k in self.strays():
+            value, place = self.parameters[k].detach(), self._places[k]
+            if (value.dtype, value.device) != (place.dtype, place.device):
+                return k
+            self.pieces[k].data.copy_(self.cut(value, k))
         return None
 
     def send(self, what: str) -> None:
