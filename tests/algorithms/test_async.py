@@ -655,16 +655,6 @@ def test_buffers_that_ddp_does_not_send_are_fine(one_rank: None) -> None:
         attach(ddp, optimizer, OFTEN).detach()
 
 
-def test_closures_are_refused(one_rank: None) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, OFTEN)
-    loss = ddp(torch.ones(2, WIDTH)).sum()
-    with pytest.raises(OptionError, match="closure"):
-        optimizer.step(lambda: loss)
-    handle.detach()
-
-
 # ---- what ends a thread -----------------------------------------------------------------------
 
 

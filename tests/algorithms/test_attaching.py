@@ -41,6 +41,7 @@ def _setting(algorithm: Any = FLAT, **ddp_options: Any) -> tuple[Any, Any, Any]:
         ({"communication_interval": True}, TypeError, "bool"),
         ({"hierarchical": 1}, TypeError, "hierarchical is 1"),
         ({"local_world_size": 0}, OptionError, "local_world_size is 0"),
+        ({"local_world_size": -1}, OptionError, "local_world_size is -1"),
     ],
 )
 def test_bad_values_are_refused_when_the_algorithm_is_made(

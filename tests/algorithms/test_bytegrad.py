@@ -21,7 +21,7 @@ from ddpopt.algorithms.bytegrad import (
     decompress,
     read_ranges,
 )
-from ddpopt.errors import NonFiniteError, OptionError
+from ddpopt.errors import NonFiniteError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
@@ -331,19 +331,6 @@ def test_a_killed_rank_fails_the_backward_of_the_others(own_ranks: OwnRanks) -> 
     for rank in (0, 2):
         assert re.match(r"reducing gradients in step [234] failed: ", said[rank])
         assert "another rank has ended" in said[rank]
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"average": 1}, TypeError),
-        ({"hierarchical": None}, TypeError),
-        ({"local_world_size": -1}, OptionError),
-    ],
-)
-def test_bad_values_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ByteGrad(**options)
 
 
 # ---- Codes -------------------------------------------------------------------------------------

@@ -728,20 +728,6 @@ def test_parameters_that_would_be_missed_are_refused_on_all_ranks(ranks: Ranks) 
         assert "on rank 1 a parameter is trainable that DDP does not reduce" in changed
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"communication_interval": 0}, OptionError),
-        ({"communication_interval": 2.0}, TypeError),
-        ({"hierarchical": "no"}, TypeError),
-        ({"local_world_size": 0}, OptionError),
-    ],
-)
-def test_bad_values_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        LowPrecisionDecentralized(**options)
-
-
 def _poison(rank: int, options: dict[str, Any]) -> Any:
     setting = _ring(4, options)
     assert setting is not None
