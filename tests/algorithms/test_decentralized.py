@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import Decentralized, LowPrecisionDecentralized, attach, decentralized
 from ddpopt.algorithms.bytegrad import EPSILON, compress, decompress
-from ddpopt.algorithms.decentralized import ring_neighbours, rotating_peer
+from ddpopt.algorithms.decentralized import rotating_peer
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
@@ -323,12 +323,6 @@ def test_a_rank_is_its_peers_peer_and_meets_the_whole_other_half(num_ranks: int)
         assert sorted(met) == list(others)
         for exchange, peer in enumerate(met):
             assert rotating_peer(peer, num_ranks, exchange) == rank
-
-
-def test_a_ring_closes() -> None:
-    assert [ring_neighbours(rank, 4) for rank in range(4)] == [(3, 1), (0, 2), (1, 3), (2, 0)]
-    assert [ring_neighbours(rank, 2) for rank in range(2)] == [(1, 1), (0, 0)]
-    assert ring_neighbours(0, 1) == (0, 0)
 
 
 # ---- LowPrecisionDecentralized -----------------------------------------------------------------

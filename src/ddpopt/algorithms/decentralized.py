@@ -219,9 +219,12 @@ class LowPrecisionDecentralizedHandle(Handle):
         leaders = self.groups.leaders
         if leaders is None or leaders.num_ranks == 1:
             return values.clone(), values.clone()
-        neighbours = list(dict.fromkeys(ring_neighbours(*self.groups.place)))  # of two ranks, one
-        received = leaders.swap(values, neighbours)
-        return received[0], received[-1].clone() if len(received) == 1 else received[-1]
+        left, right = ((leaders.rank + step) % leaders.num_ranks for step in (-1, 1))
+        if left == right:
+            (other,) = leaders.swap(values, [left])
+            return other, other.clone()
+        from_left, from_right = leaders.swap(values, [left, right])
+        return from_left, from_right
 
     def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         """Return the arguments of `_raise_problem`, valid once the returned work is done."""
@@ -299,8 +302,3 @@ def _shapes(replicas: Any) -> Any:
         return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
     except (TypeError, AttributeError):
         return f"of a {type(replicas).__name__} without tensors"
-
-
-def ring_neighbours(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the ranks to the left and to the right; with two ranks, both are the other one."""
-    return (rank - 1) % num_ranks, (rank + 1) % num_ranks

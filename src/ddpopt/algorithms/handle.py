@@ -193,6 +193,7 @@ class Handle:
         self._updated: set[torch.optim.Optimizer] = set()
         ignored, known = training.ddp.parameters_to_ignore, training.parameters
         named = training.ddp.module.named_parameters()
+        # Neither DDP reduces them, nor does this hold them.
         self._frozen = {name: p for name, p in named if p not in known and name not in ignored}
         self._reduction = _reduction_of(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
@@ -214,10 +215,10 @@ class Handle:
         return noop_hook(None, bucket)
 
     def end_backward(self) -> None:
-        """Run when a backward that reduced buckets has ended, including DDP's part of it."""
+        """Run when all gradients are final; see [Note: the end of a backward]."""
 
     def begin_step(self) -> None:
-        """Run before the forward of a step; `num_steps` already counts it."""
+        """Run before a step's forward, in eval mode in its backward; `num_steps` counts it."""
 
     def before_update(self) -> None:
         """Run before each optimizer's update, and if updates are skipped: once or more."""
