@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
+from ddpopt.algorithms import ShardedUpdate, attach
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks, error_of
 

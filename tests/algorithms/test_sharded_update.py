@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import AllreduceCost
-from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
+from ddpopt.algorithms import Decentralized, ShardedUpdate, attach, sharded
 from ddpopt.algorithms.comm import Exchange
 from ddpopt.algorithms.gradients import AbsentGradient, ShardedGradients
 from ddpopt.algorithms.shards import Shard
@@ -938,6 +938,11 @@ def test_local_gradients_are_freed_when_their_bucket_is_summed(ranks: Ranks) -> 
 
 def _watch_sends(rank: int, name: str) -> Any:
     """Return for each bucket that was sent which of them had been updated by then."""
+    with mock.patch.object(sharded, "LEAST_BYTES", 1):
+        return _watch_each_send(rank, name)
+
+
+def _watch_each_send(rank: int, name: str) -> Any:
     torch.manual_seed(0)
     training = Training(True, MLP(4), bucket_cap_mb=0.005)
     training.optimizer = OPTIMIZERS[name](training.ddp.parameters())

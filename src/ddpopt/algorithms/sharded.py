@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,11 +55,15 @@ ELEMENTWISE = (
 )
 
 
+LEAST_BYTES = 2**18  # of pieces, that are updated at once: each update has a cost of its own
+
+
 class _Layout(NamedTuple):
     """The parameters of an optimizer's groups: the user's own, and what an update has instead.
 
-    `foreign` are those that DDP does not reduce. In `buckets` each entry has a shard and its pieces
-    by group, in the order in which forward reads.
+    `foreign` are those that DDP does not reduce. Each of `turns` has the shards that are updated at
+    once, and their pieces by group: a bucket, or several small ones, in the order in which forward
+    reads.
     """
 
     groups: list[list[torch.Tensor]]
@@ -67,7 +71,7 @@ class _Layout(NamedTuple):
     ids: list[list[int]]
     pieces: list[list[torch.Tensor]]
     foreign: list[list[torch.Tensor]]
-    buckets: list[tuple[Shard, list[list[torch.Tensor]]]]
+    turns: list[tuple[list[Shard], list[list[torch.Tensor]]]]
     members: frozenset[int]
     digest: int
 
@@ -82,8 +86,9 @@ class _Problem(enum.IntEnum):
 
 
 _TEXTS = {
-    _Problem.LOCAL: "has a gradient of one rank alone, since its last backward ran under no_sync; "
-    "run one outside of it before the update",
+    _Problem.LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or "
+    "DDP still waits for parameters that had none in it; run one outside of no_sync before the "
+    "update, and give find_unused_parameters=True where parameters are frozen after DDP was made",
     _Problem.MOVED: "was given memory of another shape, dtype or device, or with other strides; "
     "detach the algorithm before, and attach it again",
     _Problem.DISTURBED: "was written or moved after an update, while other ranks' parts of it were "
@@ -185,9 +190,10 @@ class ShardedUpdateHandle(Handle):
         return {self._names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
-        """As `wait`: weights are equal on all ranks."""
+        """As `wait`, since weights are equal on all ranks; raise if one was disturbed on its way."""
         self.settle()
         self.wait()
+        self._check(self._ask())
 
     def begin_pause(self) -> None:
         """Wait for all parameters."""
@@ -227,8 +233,7 @@ class ShardedUpdateHandle(Handle):
 
         `["optimizers"]` has, for each optimizer, what its `state_dict` returns with plain DDP.
         """
-        self.settle()
-        self.wait()
+        self.average()
         return {
             "algorithm": self.algorithm.name,
             "num_steps": self.num_steps,
@@ -334,10 +339,10 @@ class ShardedUpdateHandle(Handle):
             )
         self._receive()
         layout = self._lay_out(optimizer)
-        told = self._tell(*self._find_problem(layout), layout.digest)  # while gradients arrive
+        told = self._ask(layout.members, layout.digest)  # while gradients arrive
         super().on_update(optimizer, args, kwargs, is_compiled)
-        self._check(told.read())
-        self._updating, self._unsent = optimizer, [shard for shard, _ in layout.buckets]
+        self._check(told)
+        self._updating, self._unsent = optimizer, [s for shards, _ in layout.turns for s in shards]
         self._gradients.lend()
         step = None
         if not is_compiled and type(optimizer) in ELEMENTWISE:
@@ -348,11 +353,12 @@ class ShardedUpdateHandle(Handle):
             return
         groups = optimizer.param_groups
         try:
-            for _, members in layout.buckets:
+            for shards, members in layout.turns:
                 _set_groups(groups, members)
                 optimizer.param_groups = [group for group in groups if group["params"]]
                 step()
-                self._send_next()
+                for _ in shards:
+                    self._send_next()
         except BaseException:
             optimizer.param_groups = groups
             self._end_failed()
@@ -400,20 +406,29 @@ class ShardedUpdateHandle(Handle):
             return found
         indices = [[self._index.get(p) for p in group] for group in groups]
         pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
-        buckets = []
+        group_of = {k: number for number, own in enumerate(indices) for k in own if k is not None}
+        turns: list[tuple[list[Shard], list[list[torch.Tensor]]]] = []
+        open_bytes = LEAST_BYTES
         for shard in reversed(self.shards):
-            own = dict(zip(shard.members, shard.pieces, strict=True))
-            members = [[own[k] for k in group if k in own] for group in indices]
-            if any(members):
-                buckets.append((shard, members))
+            if group_of.keys().isdisjoint(shard.members):
+                continue
+            if open_bytes >= LEAST_BYTES:
+                open_bytes = 0
+                turns.append(([], [[] for _ in groups]))
+            shards, members = turns[-1]
+            shards.append(shard)
+            for index, piece in zip(shard.members, shard.pieces, strict=True):
+                if index in group_of:
+                    members[group_of[index]].append(piece)
+                    open_bytes += piece.nbytes
         layout = self._layouts[optimizer] = _Layout(
             groups=groups,
             kept=[list(group) for group in groups],
             ids=ids,
             pieces=[[p if k is None else self.shards.piece(k) for p, k in g] for g in pairs],
             foreign=[[p for p, k in group if k is None] for group in pairs],
-            buckets=buckets,
-            members=frozenset(k for group in indices for k in group if k is not None),
+            turns=turns,
+            members=frozenset(group_of),
             digest=zlib.crc32(repr([[k for k in g if k is not None] for g in indices]).encode()),
         )
         return layout
@@ -433,27 +448,27 @@ class ShardedUpdateHandle(Handle):
         with communicating(f"asking all ranks about step {self.num_steps}"):
             return _Told(rows, self._flags.all_reduce(rows), self.num_steps)
 
-    def _find_problem(self, layout: _Layout) -> tuple[_Problem, int]:
-        """Take in parameters that were moved; return what forbids an update, and of which one."""
-        local = self._gradients.find_local(layout.members)
-        if local is not None:
-            return _Problem.LOCAL, local
+    def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
+        """Take in parameters that were moved, and start telling what forbids an update of these."""
+        problem, index = _Problem.NONE, self._gradients.find_local(members)
+        if index is not None:
+            problem = _Problem.LOCAL
         for shard in self.shards:
-            member = shard.take_in()
-            if member is not None:
-                return _Problem.MOVED, shard.members[member]
-            if shard.disturbed is not None:
-                member, shard.disturbed = shard.disturbed, None
-                return _Problem.DISTURBED, shard.members[member]
-        return _Problem.NONE, 0
+            misfit, disturbed, shard.disturbed = shard.take_in(), shard.disturbed, None
+            if misfit is not None:
+                problem, index = _Problem.MOVED, shard.members[misfit]
+            if disturbed is not None:
+                problem, index = _Problem.DISTURBED, shard.members[disturbed]
+        return self._tell(problem, index or 0, digest)
 
-    def _check(self, told: Sequence[Sequence[int]]) -> None:
+    def _check(self, told: _Told) -> None:
         """Raise on all ranks what was found on one."""
-        for rank, (problem, index, _) in enumerate(told):
+        rows = told.read()
+        for rank, (problem, index, _) in enumerate(rows):
             if problem:
                 text = _TEXTS[_Problem(problem)]
                 raise OptionError(f"on rank {rank}: {self._names[index]} {text}")
-        if len({digest for _, _, digest in told}) > 1:
+        if len({digest for _, _, digest in rows}) > 1:
             raise AttachError(
                 "the optimizer's groups have other parameters on some ranks than on others; add "
                 "the same ones on all ranks"
