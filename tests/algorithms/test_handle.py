@@ -1,11 +1,13 @@
-"""`attach`: what it refuses, what a step is, and what is left when it goes."""
+"""`Handle`: what a step is, what it leaves when it goes, and its worker."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import os
+import pickle
 import signal
 import threading
 import time
@@ -18,15 +20,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt.algorithms import Algorithm, ByteGrad, Decentralized, Handle, attach
-from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    Handle,
+    LowPrecisionDecentralized,
+    QAdam,
+    QAdamOptimizer,
+    ShardedUpdate,
+    attach,
+)
+from ddpopt.algorithms.handle import BackgroundHandle, Worker
+from ddpopt.errors import AttachError, PeerError
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.system.documents import blocks
 
 FLAT = Decentralized(hierarchical=False)
 
@@ -40,152 +54,6 @@ def _setting(algorithm: Any = FLAT, **ddp_options: Any) -> tuple[Any, Any, Any]:
     ddp = DistributedDataParallel(MLP(2), **ddp_options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     return ddp, optimizer, attach(ddp, optimizer, algorithm)
-
-
-# ---- bad input --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "names"),
-    [
-        ({"peer_selection": "ring"}, OptionError, "'ring'"),
-        ({"communication_interval": 0}, OptionError, "0; the least is 1"),
-        ({"communication_interval": 1.0}, TypeError, "float"),
-        ({"communication_interval": True}, TypeError, "bool"),
-        ({"hierarchical": 1}, TypeError, "hierarchical is 1"),
-        ({"local_world_size": 0}, OptionError, "local_world_size is 0"),
-    ],
-)
-def test_bad_values_are_refused_when_the_algorithm_is_made(
-    options: dict[str, Any], error: type[Exception], names: str
-) -> None:
-    with pytest.raises(error, match=names):
-        Decentralized(**options)
-
-
-def _refuse(rank: int) -> list[str]:
-    """Each of these is refused on both ranks, though it may concern only one of them."""
-    ddp = DistributedDataParallel(MLP(2))
-    hooked = DistributedDataParallel(MLP(2))
-    hooked.register_comm_hook(None, allreduce_hook)
-    sparse = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
-    imaginary = DistributedDataParallel(Imaginary())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    mine = [optimizer, torch.optim.SGD(ddp.parameters(), lr=0.2)][rank]
-    lbfgs = torch.optim.LBFGS(ddp.parameters())
-    small: Any = ByteGrad(local_world_size=[2, 1][rank])
-    environment = os.environ.pop("LOCAL_WORLD_SIZE", None)
-    try:
-        said = [
-            error_of(lambda: attach(ddp, [optimizer, lbfgs][rank], FLAT)),
-            error_of(lambda: attach(ddp, optimizer, Decentralized)),  # type: ignore[arg-type]
-            error_of(lambda: attach(ddp, [optimizer, "SGD"][rank : rank + 1], FLAT)),  # type: ignore[arg-type]
-            error_of(lambda: attach(ddp, mine, FLAT)),
-            error_of(
-                lambda: attach(
-                    ddp,
-                    optimizer,
-                    Decentralized(hierarchical=False, communication_interval=rank + 1),
-                )
-            ),
-            error_of(lambda: attach(ddp, optimizer, small)),
-            error_of(lambda: attach(ddp, optimizer, Decentralized())),
-            error_of(lambda: attach(ddp, optimizer, Decentralized(local_world_size=3))),
-            error_of(
-                lambda: attach(
-                    ddp, optimizer, Decentralized(peer_selection="shift_one", local_world_size=2)
-                )
-            ),
-            error_of(lambda: attach(hooked, optimizer, FLAT)),
-            error_of(lambda: attach(sparse, optimizer, FLAT)),
-            error_of(lambda: attach(imaginary, optimizer, FLAT)),
-        ]
-        handle = attach(ddp, optimizer, FLAT)
-        said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
-        handle.detach()
-        said.append(error_of(handle.average))
-        said.append(error_of(lambda: attach(MLP(2), optimizer, FLAT)))
-        return said
-    finally:
-        if environment is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = environment
-
-
-class Imaginary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
-REFUSALS = [
-    ("OptionError", "on rank 1: LBFGS"),
-    ("TypeError", "such as Decentralized()"),
-    ("TypeError", "on rank 1: an optimizer is a str"),
-    ("AttachError", "optimizer 0, group 0, lr is 0.2 instead of 0.1"),
-    ("AttachError", "communication_interval=2"),
-    ("AttachError", "local_world_size=1"),
-    ("OptionError", "LOCAL_WORLD_SIZE is not set"),
-    ("OptionError", "2 ranks cannot be divided into nodes of 3"),
-    ("OptionError", "there are 1 nodes of 2 ranks (hierarchical=True; True is the default)"),
-    ("AttachError", "has a comm hook"),
-    ("NotImplementedError", "weight has sparse gradients"),
-    ("TypeError", "torch.complex64"),
-    ("AttachError", "has an algorithm already"),
-    ("AttachError", "was detached"),
-    ("TypeError", "this is a MLP"),
-]
-
-
-def test_bad_input_is_refused_on_all_ranks_before_anything_hangs(ranks: Ranks) -> None:
-    for said in ranks.run(_refuse):
-        for (kind, text), message in zip(REFUSALS, said, strict=True):
-            assert message.startswith(f"{kind}: "), message
-            assert text in message
-
-
-def test_without_a_process_group_attach_refuses(one_rank: None) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    ddp.process_group = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(AttachError, match="init_process_group"):
-        attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
-
-
-def _start_apart(rank: int) -> bool:
-    """Weights and momentum that were changed on one rank are rank 0's after `attach`."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2))
-    optimizer = torch.optim.Adam(ddp.parameters())
-    ddp(torch.full((2, WIDTH), 1.0)).sum().backward()
-    optimizer.step()
-    expected = _flat(ddp), [s["exp_avg"].clone() for s in optimizer.state.values()]
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.add_(rank)
-            optimizer.state[parameter]["exp_avg"].add_(rank)
-    attach(ddp, optimizer, FLAT).detach()
-    momenta = [s["exp_avg"] for s in optimizer.state.values()]
-    return torch.equal(_flat(ddp), expected[0]) and all(map(torch.equal, momenta, expected[1]))
-
-
-def test_ranks_start_with_rank_0s_weights_and_optimizer(ranks: Ranks) -> None:
-    assert ranks.run(_start_apart) == [True, True]
-
-
-def _unequal_groups(rank: int) -> float:
-    """Only rank 0 has made further groups, by which torch would name the algorithm's."""
-    mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(3 * (1 - rank))]
-    ddp, optimizer, handle = _setting(Decentralized(local_world_size=2))
-    ddp(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    handle.detach()
-    for group in mine:
-        dist.destroy_process_group(group)
-    return _flat(ddp).sum().item()
-
-
-def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
-    first, second = ranks.run(_unequal_groups)
-    assert first == second
 
 
 # ---- what a step is ---------------------------------------------------------------------------
@@ -267,6 +135,75 @@ def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
     first, second = ranks.run(_skip_update)
     assert torch.equal(first, second)
     assert first.isfinite().all()
+
+
+ALL: dict[str, Any] = {
+    "Decentralized": FLAT,
+    "LowPrecisionDecentralized": LowPrecisionDecentralized(hierarchical=False),
+    "ByteGrad": ByteGrad(hierarchical=False),
+    "QAdam": QAdam(hierarchical=False),
+    "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1),
+    "ShardedUpdate": ShardedUpdate(),
+}
+
+
+def _attached(name: str) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2))
+    kind = QAdamOptimizer if name == "QAdam" else torch.optim.SGD
+    optimizer = kind(ddp.parameters(), lr=0.1)
+    return ddp, optimizer, attach(ddp, optimizer, ALL[name])
+
+
+def _train_in_eval(rank: int, name: str) -> torch.Tensor:
+    """As with a frozen batch norm; and evaluations that forgot `no_grad` do not count."""
+    ddp, optimizer, handle = _attached(name)
+    ddp.eval()
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
+        ddp(x)
+        assert handle.num_steps == step - 1
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        assert handle.num_steps == step
+    end_s = time.monotonic() + 60
+    while not handle.num_communications and time.monotonic() < end_s:  # in the background
+        time.sleep(0.001)
+    assert handle.num_communications > 0
+    handle.detach()
+    return _flat(ddp)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
+    assert torch.equal(*ranks.run(_train_in_eval, name))
+
+
+def _skip_in_eval(rank: int) -> torch.Tensor:
+    """An update is skipped in eval mode: the average is taken over between two backwards."""
+    ddp, optimizer, handle = _setting()
+    ddp.eval()
+    for k, x in enumerate(batches(rank, [(4, WIDTH)] * 3)):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        if k != 1:
+            optimizer.step()
+    assert handle.num_steps == handle.num_communications == 3
+    handle.detach()
+    return _flat(ddp)
+
+
+def test_an_update_may_be_skipped_in_eval_mode(ranks: Ranks) -> None:
+    assert torch.equal(*ranks.run(_skip_in_eval))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_joins_forwards_are_refused(one_rank: None, name: str) -> None:
+    """On a rank without inputs an algorithm would not take part."""
+    ddp, _, handle = _attached(name)
+    with pytest.raises(AttachError, match=rf"{name} cannot work in DDP's join\(\)"), ddp.join():
+        ddp(torch.ones(2, WIDTH))
+    handle.detach()
 
 
 def _two_optimizers(rank: int) -> tuple[bool, str]:
@@ -468,6 +405,89 @@ def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
         assert said[3].startswith("TypeError: on rank 0: a state is a dict")
 
 
+def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies and pickles train by themselves, as plain DDP does, and can get an algorithm."""
+    ddp, optimizer, handle = _setting()
+    x = batches(rank, [(4, WIDTH)])[0]
+    ddp(x).square().mean().backward()
+    optimizer.step()
+    copy.deepcopy(ddp.module)
+    torch.save(ddp.module, io.BytesIO())
+    copied, pickled = copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))
+    for other in (copied, pickled):
+        other.zero_grad()
+        other(x).square().mean().backward()
+        assert other.module.layers[0].weight.grad is not None
+    assert handle.num_steps == 1
+    gradient = torch.cat([p.grad.flatten() for p in copied.parameters()])
+    again = attach(copied, torch.optim.SGD(copied.parameters(), lr=0.1), FLAT)
+    copied(x).square().mean().backward()
+    assert (again.num_steps, handle.num_steps) == (1, 1)
+    again.detach()
+    handle.detach()
+    return gradient, torch.cat([p.grad.flatten() for p in pickled.parameters()])
+
+
+def test_copies_and_pickles_leave_the_algorithm_behind(ranks: Ranks) -> None:
+    (copied, pickled), others = ranks.run(_copy)
+    assert torch.equal(copied, pickled)
+    assert all(torch.equal(copied, other) for other in others)
+
+
+# ---- an algorithm of one's own ----------------------------------------------------------------
+
+
+def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Run the page's algorithm, and go on from a state that it saved between two exchanges."""
+    page = next(b for b in blocks("docs/your-algorithm.md") if b.language == "python")
+    found: dict[str, Any] = {}
+    exec(page.text, found)
+    torch.manual_seed(0)
+    weights = []
+    algorithm = found["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
+    ddp, optimizer, handle = _setting(algorithm)
+    saved: list[Any] = []
+    for k, x in enumerate(inputs[rank]):
+        if k == 3:
+            saved = copy.deepcopy([ddp.state_dict(), handle.state_dict()])
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    weights.append(_flat(ddp))
+    handle.detach()
+    resumed, optimizer, handle = _setting(algorithm)
+    resumed.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    for x in inputs[rank][3:]:
+        optimizer.zero_grad()
+        resumed(x).square().mean().backward()
+        optimizer.step()
+    handle.detach(average=False)
+    return [*weights, _flat(resumed)]
+
+
+def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
+    """As docs/your-algorithm.md has it; bitwise after it was saved and loaded."""
+    inputs = [batches(rank, [(4, WIDTH)] * 6) for rank in range(2)]
+    torch.manual_seed(0)
+    models = [MLP(2)]
+    models.append(copy.deepcopy(models[0]))
+    start, momentum = _flat(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
+    for step in range(6):
+        for model, x in zip(models, (own[step] for own in inputs), strict=True):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if step % 2:
+            momentum = 0.5 * momentum + sum(_flat(model) - start for model in models) / 2
+            start = start + 0.7 * momentum
+            for model in models:
+                nn.utils.vector_to_parameters(start.clone(), model.parameters())
+    for trained, resumed in ranks.run(_train_own, inputs):
+        torch.testing.assert_close(trained, start)
+        assert torch.equal(trained, resumed)
+
+
 # ---- compiled ---------------------------------------------------------------------------------
 
 
@@ -544,3 +564,90 @@ def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
     message, seconds = own_ranks().run_survivors([0], _lose_a_rank, algorithm)[0]
     assert message.startswith("PeerError: averaging weights in step 3 failed: another rank has ")
     assert seconds < 60
+
+
+# ---- Worker ------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+class _Owner:
+    pass
+
+
+def _ends(worker: Worker) -> bool:
+    for _ in range(10_000):
+        if not worker._thread.is_alive():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+    seen: list[tuple[int, int, bool]] = []
+
+    def note(k: int) -> int:
+        seen.append((k, threading.get_ident(), torch.is_grad_enabled()))
+        return k
+
+    futures = [worker.submit(lambda k=k: note(k)) for k in range(20)]
+    assert [future.wait() for future in futures] == list(range(20))
+    assert [k for k, _, _ in seen] == list(range(20))
+    assert {thread for _, thread, _ in seen}.isdisjoint({threading.get_ident()})
+    assert not any(grad for _, _, grad in seen)
+    worker.close()
+    assert _ends(worker)
+
+
+def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+
+    def fail() -> None:
+        raise ValueError("weights are 3")
+
+    failed, done = worker.submit(fail), worker.submit(lambda: 7)
+    with pytest.raises(Exception, match="weights are 3"):
+        failed.wait()
+    assert done.wait() == 7
+    worker.close()
+
+
+def test_the_thread_ends_when_its_owner_is_collected() -> None:
+    owner = _Owner()
+    worker = owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
+    worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
+    del owner
+    gc.collect()
+    assert _ends(worker)
+
+
+class _FailingHandle(BackgroundHandle):
+    def reduce(self, bucket):  # type: ignore[no-untyped-def]
+        def fail(_values: torch.Tensor) -> None:
+            raise ArithmeticError(f"bucket {bucket.index()}")
+
+        return self.run_behind_backward(bucket, fail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failing(Algorithm[_FailingHandle]):
+    handle_type = _FailingHandle
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_failure_in_the_background_is_raised_by_that_backward(
+    one_rank: None, static_graph: bool
+) -> None:
+    """By each one; of a static graph's first no bucket says that it is the last."""
+    ddp = DistributedDataParallel(MLP(2), static_graph=static_graph)
+    optimizer = torch.optim.SGD(ddp.parameters())
+    handle = attach(ddp, optimizer, _Failing())
+    for _ in range(3):
+        loss = ddp(torch.ones(2, WIDTH)).sum()
+        with pytest.raises(ArithmeticError, match="bucket 0"):
+            loss.backward()
+    handle.detach()

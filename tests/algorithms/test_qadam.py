@@ -168,16 +168,6 @@ def test_sparse_gradients_are_refused() -> None:
         QAdamOptimizer(model.parameters()).step()
 
 
-@pytest.mark.parametrize(
-    ("options", "error"), [({"hierarchical": 2}, TypeError), ({"local_world_size": 0}, OptionError)]
-)
-def test_bad_values_of_the_algorithm_are_refused(
-    options: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        QAdam(**options)
-
-
 # ---- on ranks ---------------------------------------------------------------------------------
 
 

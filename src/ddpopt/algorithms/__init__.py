@@ -1,27 +1,37 @@
-"""Communication algorithms other than DDP's allreduce, attached to a DDP model by `attach`."""
+"""Communication algorithms other than DDP's allreduce, attached to a DDP model by `attach`.
+
+docs/your-algorithm.md shows how to write another one.
+"""
 
 from __future__ import annotations
 
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
-from ddpopt.algorithms.attaching import attach
+from ddpopt.algorithms.attaching import HierarchicalAlgorithm, attach
 from ddpopt.algorithms.bytegrad import ByteGrad
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
 from ddpopt.algorithms.decentralized import (
     Decentralized,
     LowPrecisionDecentralized,
     LowPrecisionDecentralizedHandle,
     Replicas,
 )
-from ddpopt.algorithms.handle import Algorithm, Handle
+from ddpopt.algorithms.handle import Algorithm, BackgroundHandle, Handle, Training
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
 from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
+from ddpopt.ranks.agreement import communicating
 
 __all__ = [
     "Algorithm",
     "AsyncModelAverage",
     "AsyncModelAverageHandle",
+    "BackgroundHandle",
     "ByteGrad",
+    "Communicator",
     "Decentralized",
+    "FlatWeights",
+    "Groups",
     "Handle",
+    "HierarchicalAlgorithm",
     "LowPrecisionDecentralized",
     "LowPrecisionDecentralizedHandle",
     "QAdam",
@@ -29,5 +39,7 @@ __all__ = [
     "Replicas",
     "ShardedUpdate",
     "ShardedUpdateHandle",
+    "Training",
     "attach",
+    "communicating",
 ]

@@ -144,8 +144,8 @@ def _check(training: Training, algorithm: Any) -> list[Fact]:
             )
         if not parameter.dtype.is_floating_point:
             raise TypeError(
-                f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it, "
-                "or use a real floating point type"
+                f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it "
+                "before DDP is made, or use a real floating point type"
             )
     algorithm.ranks_per_node(training.group.size())
     algorithm.check(training)

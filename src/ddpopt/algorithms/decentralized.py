@@ -219,18 +219,21 @@ class LowPrecisionDecentralizedHandle(Handle):
         leaders = self.groups.leaders
         if leaders is None or leaders.num_ranks == 1:
             return values.clone(), values.clone()
-        neighbours = list(dict.fromkeys(ring_neighbours(*self.groups.place)))  # of two ranks, one
-        received = leaders.swap(values, neighbours)
-        return received[0], received[-1].clone() if len(received) == 1 else received[-1]
+        left, right = ((leaders.rank + step) % leaders.num_ranks for step in (-1, 1))
+        if left == right:
+            (other,) = leaders.swap(values, [left])
+            return other, other.clone()
+        from_left, from_right = leaders.swap(values, [left, right])
+        return from_left, from_right
 
     def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         """Return the arguments of `_raise_problem`, valid once the returned work is done."""
         training = self.training
-        is_same = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
+        is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         is_finite = torch.tensor(True, device=training.device)
         for difference in differences:
             is_finite &= are_finite(difference)
-        known = torch.stack([is_finite, torch.tensor(is_same, device=training.device)])
+        known = torch.stack([is_finite, torch.tensor(is_known, device=training.device)])
         ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
         return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
 
@@ -238,8 +241,9 @@ class LowPrecisionDecentralizedHandle(Handle):
         """Raise on all ranks what is wrong on one; each argument is a rank + 1, or 0 for none."""
         if changed:
             raise AttachError(
-                f"on rank {changed - 1} other parameters are trainable than were when the "
-                "algorithm was attached; detach it, then wrap the model in DDP and attach it again"
+                f"on rank {changed - 1} a parameter is trainable that DDP does not reduce and the "
+                "algorithm does not know, since it was frozen when DDP was made and the algorithm "
+                "attached; detach it, then wrap the model in DDP and attach it again"
             )
         if non_finite:
             raise NonFiniteError(
@@ -272,7 +276,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():
-            if parameter not in optimized:
+            if parameter.requires_grad and parameter not in optimized:
                 raise AttachError(
                     f"{described.name} is trainable and in none of the optimizers given to attach, "
                     "so that its updates would not be seen; give all optimizers, or freeze it "
@@ -298,8 +302,3 @@ def _shapes(replicas: Any) -> Any:
         return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
     except (TypeError, AttributeError):
         return f"of a {type(replicas).__name__} without tensors"
-
-
-def ring_neighbours(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the ranks to the left and to the right; with two ranks, both are the other one."""
-    return (rank - 1) % num_ranks, (rank + 1) % num_ranks

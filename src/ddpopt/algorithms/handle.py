@@ -57,6 +57,7 @@ class _Reduction:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
         self.find: Callable[[], Callable[[Bucket], GradientFuture] | None] = lambda: None
+        ddp.register_comm_hook(self, _Reduction.reduce)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -190,15 +191,15 @@ class Handle:
         self._is_reducing = False  # the first bucket of a backward was reduced
         self._is_ending = False  # all were
         self._updated: set[torch.optim.Optimizer] = set()
-        self._frozen = self._find_foreign()
-        reduction = _reduction_of(training.ddp)
-        if reduction is None:
-            reduction = _Reduction(training.ddp)
-            training.ddp.register_comm_hook(reduction, _Reduction.reduce)
-        reduction.find = weakref.WeakMethod(self.on_bucket)
+        ignored, known = training.ddp.parameters_to_ignore, training.parameters
+        named = training.ddp.module.named_parameters()
+        # Neither DDP reduces them, nor does this hold them.
+        self._frozen = {name: p for name, p in named if p not in known and name not in ignored}
+        self._reduction = _reduction_of(training.ddp) or _Reduction(training.ddp)
+        self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
-        count = ModuleHook(_weakly(self._count))
-        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(count)]
+        hook = ModuleHook(_weakly(self._before_forward))
+        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
         self._update_hooks: dict[torch.optim.Optimizer, RemovableHandle] = {
             optimizer: optimizer.register_step_pre_hook(_telling(_weakly(self.on_update)))
             for optimizer in training.optimizers
@@ -214,10 +215,10 @@ class Handle:
         return noop_hook(None, bucket)
 
     def end_backward(self) -> None:
-        """Run when a backward that reduced buckets has ended, including DDP's part of it."""
+        """Run when all gradients are final; see [Note: the end of a backward]."""
 
     def begin_step(self) -> None:
-        """Run before the forward of a step; `num_steps` already counts it."""
+        """Run before a step's forward, in eval mode in its backward; `num_steps` counts it."""
 
     def before_update(self) -> None:
         """Run before each optimizer's update, and if updates are skipped: once or more."""
@@ -320,9 +321,7 @@ class Handle:
             self._is_attached = False
             for removable in self._removable:
                 removable.remove()
-            reduction = _reduction_of(self.training.ddp)
-            if reduction is not None:
-                reduction.find = lambda: None
+            self._reduction.find = lambda: None
             metrics.remove_source(self.training.ddp)
             self.close()
         if average:
@@ -370,8 +369,8 @@ class Handle:
             self.before_update()
             self._end_step()
 
-    def _count(self, ddp: object, _inputs: object) -> None:
-        if ddp is self.training.ddp:  # shallow copies have its hooks
+    def _before_forward(self, ddp: object, _inputs: object) -> None:
+        if ddp is self.training.ddp:  # copies of `verify` share its hooks
             self.on_forward()
 
     def on_forward(self) -> None:
@@ -395,17 +394,6 @@ class Handle:
     def _open(self) -> None:
         self._is_open, self._has_run_backward = True, False
         self.num_steps += 1
-        self._tell_of_unfrozen()
-        self.begin_step()
-
-    def _find_foreign(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name that the algorithm does not have, as they are frozen."""
-        ignored = self.training.ddp.parameters_to_ignore
-        named = self.training.ddp.module.named_parameters()
-        known = self.training.parameters
-        return {name: p for name, p in named if p not in known and name not in ignored}
-
-    def _tell_of_unfrozen(self) -> None:
         for name in [name for name, p in self._frozen.items() if p.requires_grad]:
             del self._frozen[name]
             _logs.warning(
@@ -415,6 +403,7 @@ class Handle:
                 name,
                 self.algorithm.name,
             )
+        self.begin_step()
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a complete bucket of DDP's; see [Note: the end of a backward]."""
