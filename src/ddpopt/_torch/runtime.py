@@ -18,7 +18,13 @@ from ddpopt.errors import TorchDriftError
 
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return names.TASK_ID.get()() != -1
+    return running_backward() != -1
+
+
+def running_backward() -> int:
+    """Return autograd's number of the backward that runs in this thread, -1 if none does."""
+    task: int = names.TASK_ID.get()()
+    return task
 
 
 def autograd_node() -> Any:
@@ -35,7 +41,12 @@ class BackwardEnds:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
-        self._watched: set[int] = set()  # of autograd's graph tasks
+        self._watched: set[int] = set()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a watched backward has not ended; also after one that raised."""
+        return bool(self._watched)
 
     def watch(self) -> None:
         """Watch the running backward, unless that has been asked before.
@@ -43,7 +54,7 @@ class BackwardEnds:
         The call comes after DDP's own work. Autograd runs callbacks in the order in which they were
         queued, and DDP queues its end with the last gradient; so this one queues itself once more.
         """
-        task = names.TASK_ID.get()()
+        task = running_backward()
         if task not in self._watched:
             self._watched.add(task)
             queue = queue_callback()

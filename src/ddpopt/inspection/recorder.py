@@ -4,9 +4,11 @@
 Sections report themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
 note when each gradient arrives. DDP's own hook runs between our two on the same node, and launches
 the allreduces of the buckets that are complete, so our second hook gives the time of the launch.
-After the first step, hooks stay only on the gradients that completed a bucket in it: autograd's
-order is the same in each step of the same graphs, and hooks on hundreds of gradients would cost
-time. Only the process group knows when an allreduce has finished; torch's profiler records it. The
+After the first step, hooks stay only on the gradients that completed a bucket in it, and on one of
+each backward, whose end would be missed otherwise: reentrant checkpoints run backwards within the
+backward. Autograd's order is the same in each step of the same graphs, and hooks on hundreds of
+gradients would cost time. A step's backward ends with the last that got one of its gradients; one
+that arrives once more after an end is of another backward. Only the process group knows when an allreduce has finished; torch's profiler records it. The
 profiler cannot be on twice: where it is on already, that time is left out, and sections and buckets
 appear as named ranges in the profile of whoever turned it on.
 
@@ -163,6 +165,7 @@ class _Step:
     forward_stop_s: float = 0.0
     backward_stop_s: float = 0.0
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)  # around DDP's hook
+    backwards: dict[int, int] = field(default_factory=dict)  # and a gradient that arrived in each
     sections: list[RecordedSection] = field(default_factory=list)
     sums: dict[int, FollowedExchange] = field(default_factory=dict)  # by bucket
     gathers: list[FollowedExchange] = field(default_factory=list)
@@ -207,6 +210,7 @@ class _Recorder(Observer):
         self._gathers: list[FollowedExchange] = []  # of the next step
         self._step: _Step | None = None  # the one whose backward is running or still to come
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
+        self._ends = _torch.BackwardEnds(self._end_backward)
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._missing: list[int] = []  # how many gradients of each bucket have not arrived
@@ -240,6 +244,7 @@ class _Recorder(Observer):
             self._step = None
             self._gathers = []
         elif self._step is None or self._step.arrivals:
+            self._drop_needless_hooks()
             self._step = _Step(self._now_s(), gathers=self._gathers)
             self._gathers = []
             self.steps.append(self._step)
@@ -290,11 +295,14 @@ class _Recorder(Observer):
 
         def before(_gradients: object) -> None:
             step = self._step
-            if step is None or step.backward_stop_s:
+            if step and step.backward_stop_s and index in step.arrivals:
+                step = self._step = step if self._ends.is_pending else None
+            if step is None:
                 return
             if not step.arrivals:
-                _torch.at_end_of_backward(self._end_backward)
                 self._missing = list(self._sizes)
+            self._ends.watch()
+            step.backwards[_torch.running_backward()] = index
             step.arrivals[index] = (self._now_s(), 0.0)
             if bucket is not None:
                 self._missing[bucket] -= 1
@@ -303,21 +311,22 @@ class _Recorder(Observer):
 
         def after(_inputs: object, _outputs: object) -> None:
             self._range.close()
-            step = self._step
-            if step is not None and not step.backward_stop_s:
-                step.arrivals[index] = (step.arrivals[index][0], self._now_s())
+            if self._step is not None:
+                self._step.arrivals[index] = (self._step.arrivals[index][0], self._now_s())
 
         self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
 
     def _end_backward(self) -> None:
-        step = self._step
-        if step is None:
-            return
-        step.backward_stop_s = self._now_s()
-        if self._buckets and step.arrivals.keys() >= self._bucket_of.keys():
-            last = {max(bucket, key=lambda i: step.arrivals[i][1]) for bucket in self._buckets}
-            self._remove_hooks(self._hooks.keys() - last)
-            self._sizes = [1] * len(self._buckets)
+        if self._step is not None:
+            self._step.backward_stop_s = self._now_s()
+
+    def _drop_needless_hooks(self) -> None:
+        arrivals = self.steps[-1].arrivals if self.steps else {}
+        if self._buckets and arrivals.keys() >= self._bucket_of.keys():
+            needed = {max(bucket, key=lambda i: arrivals[i][1]) for bucket in self._buckets}
+            needed.update(self.steps[-1].backwards.values())
+            self._remove_hooks(self._hooks.keys() - needed)
+            self._sizes = [len(needed.intersection(bucket)) for bucket in self._buckets]
 
     def _remove_hooks(self, indices: Iterable[int]) -> None:
         for index in tuple(indices):
