@@ -8,9 +8,10 @@ After the first step, hooks stay only on the gradients that completed a bucket i
 each backward, whose end would be missed otherwise: reentrant checkpoints run backwards within the
 backward. Autograd's order is the same in each step of the same graphs, and hooks on hundreds of
 gradients would cost time. A step's backward ends with the last that got one of its gradients; one
-that arrives once more after an end is of another backward. Only the process group knows when an allreduce has finished; torch's profiler records it. The
-profiler cannot be on twice: where it is on already, that time is left out, and sections and buckets
-appear as named ranges in the profile of whoever turned it on.
+that arrives once more after an end is of another backward. Only the process group knows when an
+allreduce has finished; torch's profiler records it. The profiler cannot be on twice: where it is on
+already, that time is left out, and sections and buckets appear as named ranges in the profile of
+whoever turned it on.
 
 Sharded updates have exchanges of their own in place of allreduces, and report them: sums in
 backward, and gathers in forward, which belong to the step whose forward comes next. See
