@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import time
 import weakref
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def ask_at_first(turn: Turn, interest: _Interest) -> None:
 
 def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> None:
     """Notify `observer` of a module's forwards; it replaces one with the same turn."""
+    importlib.import_module("ddpopt.backend")  # it watches forwards, once it has been looked up
     others = [item for item in _observers_of(ddp) if item[0] is not turn]
     _observers[ddp] = tuple(sorted([*others, (turn, observer)], key=lambda item: item[0]))
 

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -293,6 +295,42 @@ def test_a_backward_without_a_forward_of_ddp_is_in_no_step(one_rank: None) -> No
         ddp.module(torch.ones(8, WIDTH)).sum().backward()
     (step,) = recording.steps
     assert 0 < step.backward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9
+
+
+EAGER = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ddpopt
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+def step():
+    ddp(torch.ones(2, 4)).sum().backward()
+{first}
+for _ in range(4):
+    step()
+with ddpopt.record(ddp) as recording:
+    step()
+has_step = "ddpopt.step.ms" in ddpopt.metrics(ddp)
+print(len(recording.steps), len(recording.steps[0].buckets), has_step)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("first", "has_step"), [("", False), ("ddpopt.metrics(ddp)", True)])
+def test_ddp_is_recorded_where_nothing_is_compiled(first: str, has_step: bool) -> None:
+    """In a process that has never looked up the backend, which reports forwards."""
+    code = EAGER.format(first=first)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "1", str(has_step)]
+
+
+def test_a_recording_without_steps_says_why(one_rank: None) -> None:
+    """No forward that communicates, with its backward, ran in the block."""
+    ddp, _ = _model("uncompiled")
+    with ddpopt.record(ddp) as recording:
+        ddp.module(torch.ones(8, WIDTH)).sum().backward()
+    assert recording.steps == ()
+    assert "steps: " in str(recording)
 
 
 def _record_under_profiler(rank: int) -> tuple[list[str], tuple[str, ...], list[float | None]]:

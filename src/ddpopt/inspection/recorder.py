@@ -59,6 +59,11 @@ from ddpopt.split import state
 # What process groups call their allreduces in a profile; on a GPU the kernel gives the finish.
 _ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
 
+_NO_STEPS = (
+    "steps: this block had no forward of this DDP module that communicates (with gradients, not "
+    "under no_sync) and whose backward ended"
+)
+
 _recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
 
 
@@ -109,6 +114,8 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     reader = _Reader(ddp, recording.origin_unix_ns, events)
     steps = [step.at(clock.computed_s) for step in recorder.steps if step.backward_stop_s]
     recording.steps = tuple(map(reader.read, steps))
+    if not steps:
+        reader.notes.insert(0, _NO_STEPS)
     recording.notes = tuple(dict.fromkeys(reader.notes))
     _recordings[ddp] = recording
     if path is not None:
