@@ -1,4 +1,7 @@
-"""What `calibrate` does on a GPU, and when it does, shown without one; `test_rebucket.py` measures real ranks."""
+"""What `calibrate` does on a GPU, and when, shown without one.
+
+`test_rebucket.py` measures real ranks.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,7 @@ def test_a_backend_that_only_the_gpu_has_is_measured(
 
 def test_a_real_group_tells_its_backends(one_rank: None) -> None:
     """In torch's words; of gloo alone the processor's path is measured."""
-    with mock.patch.object(
-        torch.accelerator, "current_accelerator", lambda _: torch.device("cuda")
-    ):
+    found = torch.device("cuda")
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=found):
         is_gloo = dist.get_backend() == "gloo"
         assert calibrate._device_of(None).type == ("cpu" if is_gloo else "cuda")
