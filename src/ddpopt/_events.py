@@ -58,9 +58,13 @@ def ask_at_first(turn: Turn, interest: _Interest) -> None:
     _interests[turn] = interest
 
 
+def watch_forwards() -> None:
+    """Have forwards reported in a process that compiles nothing, too: the loaded backend does."""
+    importlib.import_module("ddpopt.backend")
+
+
 def observe(ddp: DistributedDataParallel, turn: Turn, observer: Observer) -> None:
     """Notify `observer` of a module's forwards; it replaces one with the same turn."""
-    importlib.import_module("ddpopt.backend")  # it watches forwards, once it has been looked up
     others = [item for item in _observers_of(ddp) if item[0] is not turn]
     _observers[ddp] = tuple(sorted([*others, (turn, observer)], key=lambda item: item[0]))
 

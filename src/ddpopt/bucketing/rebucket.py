@@ -167,7 +167,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
             parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # as torch has it
             for parameter in reduced
         ]
-    # Where torch has moved what tells that a forward has begun, this does.
+    # If nothing has been compiled yet, nobody else notices that a forward has begun.
     begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
     _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
     observe(ddp, Turn.REBUCKET, _Permission())

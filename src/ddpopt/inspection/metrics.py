@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import StepClock, Turn, observe
+from ddpopt._events import StepClock, Turn, observe, watch_forwards
 from ddpopt.bucketing import rebucket
 from ddpopt.split import state
 
@@ -42,6 +42,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     clock = _clocks.get(ddp)
     if clock is None:
         clock = _clocks[ddp] = StepClock()
+        watch_forwards()
         observe(ddp, Turn.METRICS, clock)
     known = state.of(ddp)
     plans = known.plans

@@ -41,7 +41,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch, _waits
-from ddpopt._events import Label, Observer, Turn, ignore, listen, observe, will_communicate
+from ddpopt._events import (
+    Label,
+    Observer,
+    Turn,
+    ignore,
+    listen,
+    observe,
+    watch_forwards,
+    will_communicate,
+)
 from ddpopt._files import check_can_write
 from ddpopt._ranges import range_name, watch_backward
 from ddpopt._text import format_bytes
@@ -238,6 +247,7 @@ class _Recorder(Observer):
             node = _torch.accumulate_node(tensor)
             self._kept.append(node)
             self._watch_arrival(node, parameter.index)
+        watch_forwards()
         observe(ddp, Turn.RECORDER, self)
         try:
             yield
@@ -303,9 +313,10 @@ class _Recorder(Observer):
 
         def before(_gradients: object) -> None:
             step = self._step
-            if step and step.backward_stop_s and index in step.arrivals:
-                step = self._step = step if self._ends.is_pending else None
             if step is None:
+                return
+            if step.backward_stop_s and index in step.arrivals and not self._ends.is_pending:
+                self._step = None
                 return
             if not step.arrivals:
                 self._missing = list(self._sizes)
