@@ -254,6 +254,7 @@ class _Recorder(Observer):
         finally:
             ignore(ddp, Turn.RECORDER)
             self._remove_hooks(self._hooks.keys())
+            self._kept.clear()
             self._follower.close()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
