@@ -18,7 +18,13 @@ from ddpopt.errors import TorchDriftError
 
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return names.TASK_ID.get()() != -1
+    return running_backward() != -1
+
+
+def running_backward() -> int:
+    """Return autograd's number of the backward that runs in this thread, -1 if none does."""
+    task: int = names.TASK_ID.get()()
+    return task
 
 
 def autograd_node() -> Any:
@@ -26,14 +32,42 @@ def autograd_node() -> Any:
     return names.AUTOGRAD_NODE.get()()
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function when the running backward has ended, DDP's own work in it included.
+class BackwardEnds:
+    """Calls a function at the end of each backward in which it was asked to `watch`.
 
-    Autograd runs callbacks in the order in which they were queued, and DDP queues its end with the
-    last gradient; so this one queues itself once more.
+    A backward may run others within it, as reentrant checkpoints do, which end before it does: the
+    last call is the end of the outermost one that was watched.
     """
-    queue = queue_callback()
-    queue(lambda: queue(call))
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._watched: set[int] = set()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a watched backward has not ended; also after one that raised."""
+        return bool(self._watched)
+
+    def watch(self) -> None:
+        """Watch the running backward, unless that has been asked before.
+
+        The call comes after DDP's own work. Autograd runs callbacks in the order in which they were
+        queued, and DDP queues its end with the last gradient; so this one queues itself once more.
+        """
+        task = running_backward()
+        if task not in self._watched:
+            self._watched.add(task)
+            queue = queue_callback()
+            queue(lambda: queue(lambda: self._end(task)))
+
+    def _end(self, task: int) -> None:
+        self._watched.discard(task)
+        self._call()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward has ended, DDP's own work in it included."""
+    BackwardEnds(call).watch()
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:
