@@ -245,6 +245,17 @@ class Parametrized(Part):
         return self.layer(x)
 
 
+class Pruned(Parametrized):
+    """A weight that a hook computes before forward."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        if self.choice % 2:
+            nn.utils.weight_norm(self.layer)
+        else:
+            nn.utils.prune.l1_unstructured(self.layer, "weight", 0.25)
+
+
 class Sorted(Part):
     """Operators with several results, some without a gradient."""
 
