@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.system.fuzzing.spec import Block
 
@@ -253,7 +254,7 @@ class Pruned(Parametrized):
         if self.choice % 2:
             nn.utils.weight_norm(self.layer)
         else:
-            nn.utils.prune.l1_unstructured(self.layer, "weight", 0.25)
+            prune.l1_unstructured(self.layer, "weight", 0.25)
 
 
 class Sorted(Part):

@@ -196,7 +196,8 @@ def _clip(loop: Loop, norm: float, note: Note) -> None:
         if ddp in of_handle:
             total = of_handle[ddp].clip_grad_norm_(_MAX_NORM, norm)
         else:
-            total = clip_grad_norm_(ddp.parameters(), _MAX_NORM, norm)
+            own = [p for p in ddp.parameters() if p.numel()]  # torch refuses empty ones for inf
+            total = clip_grad_norm_(own, _MAX_NORM, norm)
         note(f"norm {norm} of {number}", total)
 
 
@@ -254,7 +255,7 @@ def _save(loop: Loop, where: str, note: Note, _look: Look) -> None:
     """Save on rank 0, which the others wait for."""
     if dist.get_rank() == 0:
         for name, value in loop.ddp.state_dict().items():
-            note(f"{where} saved {name}", value)
+            note(f"{where} saved {name.replace('_orig_mod.', '')}", value)
     dist.barrier(loop.ddp.process_group)
 
 

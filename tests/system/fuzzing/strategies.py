@@ -142,7 +142,7 @@ def cases(draw: st.DrawFn, algorithms: bool = False) -> Case:
 @st.composite
 def _loops(draw: st.DrawFn, case: Case, algorithms: bool) -> Case:
     """Draw what is done with an algorithm; with `algorithms`, it can be attached."""
-    actions = draw(st.lists(st.sampled_from(ACTIONS), max_size=3, unique=True))
+    actions = draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4, unique=True))
     case = dataclasses.replace(
         case,
         batches=case.batches + case.batches[-1:] * (3 - len(case.batches)),
@@ -155,12 +155,14 @@ def _loops(draw: st.DrawFn, case: Case, algorithms: bool) -> Case:
         case = dataclasses.replace(
             case,
             blocks=tuple(_attachable(block) for block in case.blocks),
-            static_graph=case.static_graph and not case.copied and case.container != "dataclass",
+            copied=case.copied if draw(_sometimes(3)) else "",
+            static_graph=case.static_graph and case.container != "dataclass",
             uncompiled=draw(_sometimes(3)),
             is_sharded=True,
             delayed="",
         )
-        if draw(_sometimes(6)):
+        uses_all = not {*PARTLY_UNUSED} & {block.kind for block in case.all_blocks()}
+        if draw(_sometimes(6)) and uses_all:
             case = dataclasses.replace(case, regions="reentrant", find_unused=False, freezes=())
     if "frozen" in actions:
         how = draw(st.sampled_from(FROZEN))
@@ -218,7 +220,7 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=(), delayed="")
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
-    return _possible_in_ddp(_possible_in_shards(case), kinds)
+    return _possible_in_ddp(_possible_in_shards(case, kinds), kinds)
 
 
 def _possible_blocks(case: Case, kinds: set[str]) -> Case:
@@ -232,23 +234,28 @@ def _possible_blocks(case: Case, kinds: set[str]) -> Case:
     return case
 
 
-def _possible_in_shards(case: Case) -> Case:
+def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
     if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
         case = dataclasses.replace(case, copied="deepcopy")
+    if "pruned" in kinds:  # what hooks compute cannot be copied
+        case = dataclasses.replace(case, copied="", actions=_without(case, "ema", "copy"))
+    if case.copied:  # the encoder is not
+        case = dataclasses.replace(case, arrangement="")
+    if "encoder" in case.arrangement:  # some of the states are of the other handle
+        case = dataclasses.replace(case, actions=_without(case, "states"))
+    if "thawed" in case.freezes:  # handles clip what DDP reduces
+        case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
     # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
     is_found = case.container != "dataclass" and not case.copied
-    gone = {"states"} if "encoder" in case.arrangement else set()  # another handle has some
-    if "thawed" in case.freezes:  # handles clip what DDP reduces
-        gone |= {"clip 2", "clip inf"}
-    if case.copied or {*gone} & {*case.actions}:
-        arrangement = "" if case.copied else case.arrangement
-        actions = tuple(action for action in case.actions if action not in gone)
-        case = dataclasses.replace(case, actions=actions, arrangement=arrangement)
     # torch's updates round the last elements of 16-bit tensors otherwise, and shards end elsewhere.
     has_16_bits = any(block.dtype == "bfloat16" for block in case.all_blocks())
     if has_16_bits or (case.static_graph and not is_found):
         case = dataclasses.replace(case, is_sharded=False)
     return case
+
+
+def _without(case: Case, *actions: str) -> tuple[str, ...]:
+    return tuple(action for action in case.actions if action not in actions)
 
 
 def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:
