@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,19 +25,13 @@ from ddpopt.errors import OptionError
 from tests.system.fuzzing.blocks import WIDTH
 from tests.system.fuzzing.spec import Case
 
-# The first are with momentum or without, by the case.
-OPTIMIZERS: dict[str, dict[str, Any]] = {
+_NAMES = ("SGD", "AdamW", "Adam", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam")
+OPTIMIZERS: dict[str, dict[str, Any]] = dict.fromkeys((*_NAMES, "RMSprop", "Rprop"), {"lr": 0.01})
+OPTIMIZERS |= {
     "SGD": {"lr": 0.05},
-    "AdamW": {"lr": 0.01},
     "Adam": {"lr": 0.01, "amsgrad": True, "foreach": False},
-    "Adagrad": {"lr": 0.01},
     "Adadelta": {"lr": 0.5},
-    "Adamax": {"lr": 0.01},
-    "ASGD": {"lr": 0.01},
-    "NAdam": {"lr": 0.01},
-    "RAdam": {"lr": 0.01},
     "RMSprop": {"lr": 0.01, "momentum": 0.5},
-    "Rprop": {"lr": 0.01},
 }
 _MAX_NORM = 0.5
 _BOUND = 0.25  # of what is clamped
@@ -126,6 +121,7 @@ def begin(
     kind, options = getattr(optim, case.optimizer), dict(OPTIMIZERS[case.optimizer])
     if case.optimizer == "SGD":
         options["momentum"] = 0.9 if case.momentum else 0.0
+    average = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     loop = Loop(
         case=case,
         ddp=ddp,
@@ -134,7 +130,7 @@ def begin(
         temperature=temperature,
         optimizers=[kind(groups, **options) for groups in _groups(case, own)],
         later=later,
-        ema=_average(model) if "ema" in case.actions else None,
+        ema=average(model) if "ema" in case.actions else None,
     )
     for each in loop.ddps if is_sharded else ():
         if each is encoder and case.arrangement != "both encoder and model":
@@ -154,10 +150,6 @@ def _groups(case: Case, parameters: list[nn.Parameter]) -> list[list[dict[str, A
     if case.arrangement == "groups":
         return [[even, odd]]
     return [[even], [odd]] if case.arrangement == "two optimizers" else [[{"params": parameters}]]
-
-
-def _average(model: nn.Module) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
 
 
 def update(loop: Loop, step: int, note: Note, look: Look) -> None:
@@ -260,8 +252,10 @@ def _save(loop: Loop, where: str, note: Note, _look: Look) -> None:
 
 
 def _save_states(loop: Loop, where: str, note: Note, _look: Look) -> None:
-    states = [optimizer.state_dict for optimizer in loop.optimizers]
-    saved = loop.handles[0].state_dict()["optimizers"] if loop.handles else [s() for s in states]
+    if loop.handles:
+        saved = loop.handles[0].state_dict()["optimizers"]
+    else:
+        saved = [optimizer.state_dict() for optimizer in loop.optimizers]
     _note_states(lambda name, value: note(f"{where} saved {name}", value), saved)
 
 
@@ -276,11 +270,4 @@ _AFTER: dict[str, Callable[[Loop, str, Note, Look], None]] = {
 }
 # "frozen": what `freezes` says of the first step holds when the algorithm is attached already.
 ACTIONS = (*_AFTER, "rate", "grow", "skip", "clip 2", "clip inf", "look", "eval", "frozen")
-ARRANGEMENTS = (
-    "",
-    "groups",
-    "two optimizers",
-    "temperature",
-    "encoder",
-    "both encoder and model",
-)
+ARRANGEMENTS = ("", "groups", "two optimizers", "temperature", "encoder", "both encoder and model")
