@@ -25,13 +25,15 @@ from ddpopt.errors import OptionError
 from tests.system.fuzzing.blocks import WIDTH
 from tests.system.fuzzing.spec import Case
 
-_NAMES = ("SGD", "AdamW", "Adam", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam")
-OPTIMIZERS: dict[str, dict[str, Any]] = dict.fromkeys((*_NAMES, "RMSprop", "Rprop"), {"lr": 0.01})
-OPTIMIZERS |= {
+OPTIMIZERS = (
+    *("SGD", "AdamW", "Adam", "Adagrad", "Adadelta", "Adamax"),
+    *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
+)
+_OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05},
-    "Adam": {"lr": 0.01, "amsgrad": True, "foreach": False},
+    "Adam": {"amsgrad": True, "foreach": False},
     "Adadelta": {"lr": 0.5},
-    "RMSprop": {"lr": 0.01, "momentum": 0.5},
+    "RMSprop": {"momentum": 0.5},
 }
 _MAX_NORM = 0.5
 _BOUND = 0.25  # of what is clamped
@@ -118,7 +120,8 @@ def begin(
     if case.arrangement == "temperature":
         temperature = nn.Parameter(torch.tensor(0.1))
         own.insert(len(own) // 2, temperature)
-    kind, options = getattr(optim, case.optimizer), dict(OPTIMIZERS[case.optimizer])
+    kind = getattr(optim, case.optimizer)
+    options = {"lr": 0.01, **_OPTIONS.get(case.optimizer, {})}
     if case.optimizer == "SGD":
         options["momentum"] = 0.9 if case.momentum else 0.0
     average = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.75))
