@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn, algorithms: bool = False) -> Case:
         delayed=draw(st.sampled_from((*[""] * 10, "last", "most"))),
         ignored=draw(st.sampled_from((*[""] * 10, "last", "most"))),
     )
-    if case.is_sharded or algorithms:
+    if algorithms or _possible(case).is_sharded:
         case = draw(_loops(case, algorithms))
     return _possible(case)
 
