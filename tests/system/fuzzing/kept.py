@@ -77,7 +77,9 @@ KEPT: dict[str, Case] = {
         container="list",
     ),
     # The fuzz trained the warm start without ShardedUpdate, and compared it with that.
-    "a warm start with sharded updates": Case(blocks=(), inner="inductor", is_sharded=True),
+    "a warm start with sharded updates": Case(
+        blocks=(), inner="inductor", is_sharded=True, overlaps=True
+    ),
 }
 
 AWAITED: tuple[Case, ...] = (
