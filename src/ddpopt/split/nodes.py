@@ -103,12 +103,20 @@ def is_composite(value: object) -> bool:
 
 
 def has_ragged_sizes(graph: fx.Graph) -> bool:
-    """Whether a tensor consists of others whose sizes are symbols, as a nested one does.
+    """Whether a tensor consists of others whose sizes the inputs do not tell, as a nested one does.
 
-    Only the first compile of a graph that makes one finds the symbols that Dynamo chose.
+    Only the first compile of a graph that makes one finds the symbols that Dynamo chose. Sizes of
+    the inputs may be symbols on one rank and numbers on another, and so must not count.
     """
-    values = (node.meta.get("example_value") for node in graph.nodes)
-    return any(is_composite(value) and _torch.free_symbols(value) for value in values)
+    given: set[Any] = set()
+    ragged: set[Any] = set()
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if is_composite(value):
+            ragged |= _torch.free_symbols(value)
+        elif node.op == "placeholder":
+            given |= _torch.free_symbols(value)
+    return not ragged <= given
 
 
 def name_of(node: fx.Node) -> str:

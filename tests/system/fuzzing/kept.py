@@ -49,6 +49,12 @@ KEPT: dict[str, Case] = {
     "a cut beside a collective, with more rows on one rank": Case(
         blocks=(Block(kind="statistics", choice=1), Block(kind="linear")), more_rows=(20, 20)
     ),
+    # Whether a subclass kept a graph whole depended on whether the batch size was a symbol.
+    "a subclass's output and a collective, with more rows on one rank": Case(
+        blocks=(Block(kind="statistics", choice=1), Block(kind="image")),
+        outputs=("pair",),
+        more_rows=(9, 0, 20),
+    ),
     # One autograd node gave out all gradients, those that the delayed reduction waits for too late.
     "delayed parameters in a graph that is whole": Case(blocks=(), delayed="most"),
     # A section was first run on fake tensors, which one with a symbolic size did not survive.
