@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import AllreduceCost
-from ddpopt.algorithms import Decentralized, ShardedUpdate, attach, sharded
+from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from ddpopt.algorithms.comm import Exchange
 from ddpopt.algorithms.gradients import AbsentGradient, ShardedGradients
 from ddpopt.algorithms.shards import Shard
@@ -588,7 +588,7 @@ def _fail_on_the_way(rank: int, algorithm: ShardedUpdate) -> Any:
     training.optimizer = torch.optim.SGD(training.ddp.parameters(), lr=0.1)
     training.attach(algorithm)
     inputs = batches(rank, [(8, WIDTH)] * 5)
-    with mock.patch.object(sharded, "LEAST_BYTES", 1):
+    with mock.patch("ddpopt.algorithms.sharded.LEAST_BYTES", 1):
         said = [error_of(lambda x=x: training.step(x)) for x in inputs[:2]]
     module, calls = sys.modules["torch.optim.sgd"], iter(range(9))
     update: Any = module.sgd
@@ -939,7 +939,7 @@ def test_local_gradients_are_freed_when_their_bucket_is_summed(ranks: Ranks) -> 
 
 def _watch_sends(rank: int, name: str) -> Any:
     """Return for each bucket that was sent which of them had been updated by then."""
-    with mock.patch.object(sharded, "LEAST_BYTES", 1):
+    with mock.patch("ddpopt.algorithms.sharded.LEAST_BYTES", 1):
         return _watch_each_send(rank, name)
 
 

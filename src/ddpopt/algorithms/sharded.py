@@ -190,7 +190,7 @@ class ShardedUpdateHandle(Handle):
         return {self._names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
-        """As `wait`, since weights are equal on all ranks; raise if one was disturbed on its way."""
+        """As `wait`, as weights are equal on all ranks; raise if one was disturbed on its way."""
         self.settle()
         self.wait()
         self._check(self._ask())
@@ -283,14 +283,24 @@ class ShardedUpdateHandle(Handle):
                     shard.wait()
                 shard.awaited.clear()
 
-    def on_forward_end(self) -> None:
+    def on_forward_end(self, ddp: object, *_ignored: object) -> None:
         """Wait for all parameters, and note which ones readers waited for."""
+        if ddp is not self.training.ddp:  # but a shallow copy of it
+            return
         self._gradients.show()
         if self.algorithm.overlap_forward:
             for shard in self.shards:
                 if self._is_training:
                     shard.is_awaited = shard.awaited >= shard.addresses()
             self._receive()
+
+    def on_gradient(self, *_ignored: object) -> None:
+        """Prepare for the backward that accumulates it."""
+        self._gradients.lift(self._will_reduce)
+
+    def on_state(self, *_ignored: object) -> None:
+        """Wait before a module's state is saved or loaded."""
+        self.wait()
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Start summing a bucket to shards. DDP need not wait for it."""
@@ -367,7 +377,7 @@ class ShardedUpdateHandle(Handle):
         self._end_update()
         _set_groups(groups, layout.foreign)
 
-    def _on_stepped(self, *_ignored: object) -> None:
+    def on_stepped(self, *_ignored: object) -> None:
         """Send what was not sent, and give the groups their parameters, before others see them."""
         self._end_update()
         self._restore_groups()
@@ -520,31 +530,14 @@ class ShardedUpdateHandle(Handle):
 
     def _hooks(self) -> Iterator[Any]:
         """Register all hooks that `Handle` does not have."""
-        ddp = self.training.ddp
-
-        def end_forward(module: object, *_: object) -> None:
-            live = me()
-            if live is not None and module is live.training.ddp:  # and not a shallow copy of it
-                live.on_forward_end()
-
-        def lift(*_: object) -> None:
-            live = me()
-            if live is not None:
-                live._gradients.lift(live._will_reduce)
-
-        def end_step(*_: object) -> None:
-            live = me()
-            if live is not None:
-                live._on_stepped()
-
-        me = weakref.ref(self)
-        end = ModuleHook(_torch.uncompiled(end_forward))
-        yield ddp.register_forward_hook(end, always_call=True)
+        end = _torch.uncompiled(_weakly(self.on_forward_end))
+        yield self.training.ddp.register_forward_hook(ModuleHook(end), always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
         for node in self._nodes:
-            yield node.register_prehook(lift)
+            yield node.register_prehook(_weakly(self.on_gradient))
         for optimizer in self.training.optimizers:
-            hook = optimizer.register_step_post_hook(_torch.uncompiled(end_step))
+            stepped = _torch.uncompiled(_weakly(self.on_stepped))
+            hook = optimizer.register_step_post_hook(stepped)
             _torch.run_first(optimizer, hook)
             yield hook
         if self.algorithm.overlap_forward:
@@ -553,14 +546,7 @@ class ShardedUpdateHandle(Handle):
     def _guards(self) -> Iterator[Any]:
         """Make all readers wait that torch can tell of."""
         _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
-        me = weakref.ref(self)
-
-        def wait(*_: object) -> None:
-            live = me()
-            if live is not None:
-                live.wait()
-
-        whole = ModuleHook(_torch.uncompiled(wait))
+        whole = ModuleHook(_torch.uncompiled(_weakly(self.on_state)))
         for module in self.training.ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]
             if own:  # first, since other hooks read parameters: weight_norm's, and pruning's
@@ -569,6 +555,18 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a handle's method while the handle lives."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        live = weak()
+        if live is not None:
+            live(*arguments)
+
+    return call
 
 
 def _set_groups(groups: list[dict[str, Any]], members: Sequence[list[torch.Tensor]]) -> None:
