@@ -142,6 +142,7 @@ class ShardedUpdateHandle(Handle):
         self._layouts: dict[optim.Optimizer, _Layout] = {}
         self._failure: Exception | None = None
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
+        self._earlier_buckets: list[tuple[int, ...]] = []  # of that before the last update
         self._buckets_so_far: list[tuple[int, ...]] = []  # of the running one
         self._updating: optim.Optimizer | None = None  # its groups hold pieces, or nothing of DDP's
         self._unsent: list[Shard] | None = None  # of the running update
@@ -384,9 +385,12 @@ class ShardedUpdateHandle(Handle):
 
     def after_update(self) -> None:
         """Divide buckets anew if DDP has other ones now."""
-        buckets, self._buckets = self._buckets, []
-        is_final = not _torch.will_rebuild_buckets(self.training.ddp)
-        if is_final and buckets and not self.shards.by_members.keys() >= set(buckets):
+        # All ranks have seen the same backwards, while forwards may differ (under no_sync). DDP
+        # rebuilds its buckets after the first one.
+        buckets, earlier = self._buckets, self._earlier_buckets
+        self._earlier_buckets = buckets
+        is_final = buckets == earlier
+        if is_final and not self.shards.by_members.keys() >= set(buckets):
             self._divide_anew(buckets)
 
     def _end_update(self, has_failed: bool = False) -> None:
