@@ -237,6 +237,8 @@ def _possible_blocks(case: Case, kinds: set[str]) -> Case:
 def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
     if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
         case = dataclasses.replace(case, copied="deepcopy")
+    if case.is_sharded and "half" in case.freezes:  # else DDP leaves gradients unreduced
+        case = dataclasses.replace(case, find_unused=True)
     if "pruned" in kinds:  # what hooks compute cannot be copied
         case = dataclasses.replace(case, copied="", actions=_without(case, "ema", "copy"))
     if case.copied:  # the encoder is not
