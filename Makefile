@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder tests
 
 # What is promised to training, whatever the release of torch; pages, benchmarks and docs are not.
 CORE   := _torch split ranks checks data_parallel test_backend.py test_options.py test_config.py \
-          test_reducer.py algorithms/test_api.py system/test_drift.py system/test_training.py
+          test_reducer.py algorithms/test_handle.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
 .PHONY: demo test test-all operators drift gpu lint docs clean

@@ -34,10 +34,10 @@ from benchmarks.harness.tables import write_json
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 
 _ALGORITHMS = (
-    "eager", "ddpopt", "allreduce", "decentralized", "shift_one", "low_precision", "async",
+    "eager", "ddpopt", "decentralized", "shift_one", "low_precision", "async",
     "bytegrad", "qadam",
 )  # fmt: skip
-_STRAGGLING = ("eager", "ddpopt", "allreduce", "decentralized", "async")
+_STRAGGLING = ("eager", "ddpopt", "decentralized", "async")
 _QUICK: dict[str, Any] = {
     "model": "small",
     "ranks": 2,

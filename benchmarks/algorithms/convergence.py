@@ -30,9 +30,9 @@ from benchmarks.algorithms.convergence_tasks import TASKS, Data, Task
 from benchmarks.algorithms.peers import Settings, find_peer
 
 _ALGORITHMS = (
-    "allreduce", "decentralized", "shift_one", "decentralized:communication_interval=4",
+    "ddpopt", "decentralized", "shift_one", "decentralized:communication_interval=4",
     "low_precision", "async:sync_interval_ms=10", "async:sync_interval_ms=100", "bytegrad",
-    "qadam", "allreduce_adam", "fp16", "powersgd", "post_local_sgd",
+    "qadam", "ddpopt_adam", "fp16", "powersgd", "post_local_sgd",
 )  # fmt: skip
 _WARMUP = 5  # a fifth of the steps
 

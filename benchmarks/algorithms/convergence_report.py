@@ -11,7 +11,7 @@ from benchmarks.algorithms.peers import find_peer
 from benchmarks.algorithms.report import label
 from benchmarks.harness.tables import write_json
 
-_BASE = "allreduce"
+_BASE = "ddpopt"
 _LAST = 0.05  # of the steps, whose losses are averaged
 _SMOOTHED = 0.04
 

@@ -108,12 +108,8 @@ def _qadam(ddp: DistributedDataParallel, settings: Settings, options: dict[str, 
     return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
 
 
-def _allreduce_adam(
-    ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
-) -> Training:
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=settings.lr)
-    algorithm = algorithms.GradientAllReduce(**options)
-    return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
+def _adam(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+    return Training(torch.optim.Adam(ddp.parameters(), lr=settings.lr))
 
 
 def _fp16(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
@@ -151,11 +147,6 @@ _ALL = (
     Peer(name="eager", description="DDP, not compiled", start=_plain, is_compiled=False),
     Peer(name="ddpopt", description="compiled by ddpopt, `split: forward`", start=_plain),
     Peer(
-        name="allreduce",
-        description="`GradientAllReduce()`",
-        start=_attached("GradientAllReduce"),
-    ),
-    Peer(
         name="decentralized",
         description='`Decentralized(peer_selection="all")`',
         start=_attached("Decentralized", hierarchical=False),
@@ -183,9 +174,9 @@ _ALL = (
     ),
     Peer(name="qadam", description="`QAdam()` and its `QAdamOptimizer`", start=_qadam),
     Peer(
-        name="allreduce_adam",
-        description="`GradientAllReduce()` with Adam, whatever the others have",
-        start=_allreduce_adam,
+        name="ddpopt_adam",
+        description="as `ddpopt`, with Adam, whatever the others have",
+        start=_adam,
     ),
     Peer(name="fp16", description="torch's `fp16_compress_hook`", start=_fp16),
     Peer(

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.cluster import Cluster, open_cluster, why_not_emulated
 from benchmarks.harness.models import find_model
 from ddpopt.algorithms import ShardedUpdate, attach
-from ddpopt.algorithms._runtime.shards import Shard
+from ddpopt.algorithms.shards import Shard
 
 PLAIN, SHARDED, NO_WAITS = "plain DDP", "ShardedUpdate", "ShardedUpdate, readers do not wait"
 _NUM_RANKS, _NUM_STEPS = 2, 10

@@ -376,7 +376,6 @@ _KERNELS = {
     )
 }
 _ALGORITHMS: dict[str, Callable[[], Any]] = {
-    "GradientAllReduce": algorithms.GradientAllReduce,
     "Decentralized": functools.partial(algorithms.Decentralized, hierarchical=False),
     "LowPrecisionDecentralized": functools.partial(
         algorithms.LowPrecisionDecentralized, hierarchical=False

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import AllreduceCost
-from ddpopt.algorithms._runtime.exchange import Exchange
+from ddpopt.algorithms.comm import Exchange
 
 _PROBE_CYCLES = 20_000_000
 _NUM_PROBES = 5

@@ -40,11 +40,14 @@ class Waiting(Protocol):
 _arrivals: dict[int, Arrival] = {}
 _sharded: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], Waiting | None]]
 _sharded = weakref.WeakKeyDictionary()
+_behind_forward: weakref.WeakKeyDictionary[DistributedDataParallel, bool]
+_behind_forward = weakref.WeakKeyDictionary()
 
 
-def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting) -> None:
+def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting, is_behind_forward: bool) -> None:
     """Note that a module's updates are sharded while `waiting` lives, or until `end_sharded`."""
     _sharded[ddp] = weakref.ref(waiting)
+    _behind_forward[ddp] = is_behind_forward
 
 
 def end_sharded(ddp: DistributedDataParallel) -> None:
@@ -55,6 +58,11 @@ def end_sharded(ddp: DistributedDataParallel) -> None:
 def is_sharded(ddp: DistributedDataParallel) -> bool:
     """Whether a module's updates are sharded."""
     return ddp in _sharded and _sharded[ddp]() is not None
+
+
+def hides_behind_forward(ddp: DistributedDataParallel) -> bool:
+    """Whether a module's sharded parameters may arrive while its forward runs."""
+    return is_sharded(ddp) and _behind_forward[ddp]
 
 
 def waited_s(ddp: DistributedDataParallel) -> float:

@@ -81,7 +81,10 @@ def test_a_function_of_a_module_that_moved_is_not_made_anew(
 ) -> None:
     """Where it is replaced in a block."""
     monkeypatch.delattr("torch.distributed.distributed_c10d._process_group_name")
-    with pytest.raises(TorchDriftError, match="_process_group_name"), _torch.naming_groups("mine"):
+    with (
+        pytest.raises(TorchDriftError, match="_process_group_name"),
+        _torch.making_groups_apart("mine"),
+    ):
         pass
     assert not hasattr(torch.distributed.distributed_c10d, "_process_group_name")
 

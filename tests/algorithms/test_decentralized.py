@@ -1,20 +1,25 @@
-"""Decentralized SGD on real ranks: golden vectors, a simulator as the slow reference, intervals."""
+"""Decentralized and LowPrecisionDecentralized on real ranks: golden vectors, slow references."""
 
 from __future__ import annotations
 
+import io
+import re
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.algorithms import Decentralized, attach
+from ddpopt.algorithms import Decentralized, LowPrecisionDecentralized, attach, decentralized
+from ddpopt.algorithms.bytegrad import EPSILON, compress, decompress
 from ddpopt.algorithms.decentralized import rotating_peer
+from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
 
 LR = 0.1
 
@@ -248,8 +253,8 @@ class Scalars(nn.Module):
 def test_a_linear_loss_is_trained_as_by_allreduce(
     four_ranks: Ranks, compiled: bool, split: str
 ) -> None:
-    for decentralized, reduced in four_ranks.run(_train_as_allreduce, compiled, split):
-        torch.testing.assert_close(decentralized, reduced, rtol=1e-5, atol=1e-6)
+    for averaged, reduced in four_ranks.run(_train_as_allreduce, compiled, split):
+        torch.testing.assert_close(averaged, reduced, rtol=1e-5, atol=1e-6)
 
 
 class Waiting(nn.Module):
@@ -289,3 +294,555 @@ def test_weights_are_averaged_behind_forward_and_replaced_after_backward(
     four_ranks: Ranks,
 ) -> None:
     assert four_ranks.run(_overlap) == [True] * 4
+
+
+# ---- Peers -------------------------------------------------------------------------------------
+
+
+TABLE = {
+    2: ["10", "10"],
+    4: ["2301", "3210", "2301"],
+    6: ["345012", "453201", "534120", "345012"],
+    8: ["45670123", "56743012", "67452301", "74561230"],
+}
+
+
+@pytest.mark.parametrize("num_ranks", TABLE)
+def test_the_rotation_is_bagua_s(num_ranks: int) -> None:
+    for exchange, row in enumerate(TABLE[num_ranks]):
+        peers = [rotating_peer(rank, num_ranks, exchange) for rank in range(num_ranks)]
+        assert peers == [int(digit) for digit in row]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6, 10, 64])
+def test_a_rank_is_its_peers_peer_and_meets_the_whole_other_half(num_ranks: int) -> None:
+    half = num_ranks // 2
+    for rank in range(num_ranks):
+        met = [rotating_peer(rank, num_ranks, exchange) for exchange in range(half)]
+        others = range(half, num_ranks) if rank < half else range(half)
+        assert sorted(met) == list(others)
+        for exchange, peer in enumerate(met):
+            assert rotating_peer(peer, num_ranks, exchange) == rank
+
+
+# ---- LowPrecisionDecentralized -----------------------------------------------------------------
+
+
+RING_LR = 0.1
+BUCKET_BYTES = 20_000  # one layer of MLP
+
+
+def _flat_ring(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RING_LR, momentum=0.5)
+
+
+def _ring(
+    num_ranks: int,
+    options: dict[str, Any],
+    model: nn.Module | None = None,
+    timeout_s: float = 300,
+) -> tuple[Any, Any, Any] | None:
+    """Return DDP on the first ranks, its optimizer and the handle, with several buckets."""
+    group = first_ranks(num_ranks, timeout_s)
+    if group is None:
+        return None
+    decentralized.BUCKET_BYTES = BUCKET_BYTES
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(model or MLP(3), process_group=group)
+    optimizer = _optimizer(ddp)
+    algorithm = LowPrecisionDecentralized(**{"hierarchical": False, **options})
+    return ddp, optimizer, attach(ddp, optimizer, algorithm)
+
+
+def _step(forward: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = forward(x).float().pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _copies(handle: Any) -> list[list[torch.Tensor]] | None:
+    if handle.replicas is None:
+        return None
+    return [[values.clone() for values in replica] for replica in handle.replicas]
+
+
+def _train_ring(rank: int, num_ranks: int, num_steps: int, options: dict[str, Any]) -> Any:
+    """Return weights and replicas after each step, and counters."""
+    setting = _ring(num_ranks, options)
+    if setting is None:
+        return None
+    ddp, optimizer, handle = setting
+    seen = []
+    for x in batches(rank, [(8, WIDTH)] * num_steps):
+        _step(ddp, optimizer, x)
+        seen.append((_flat_ring(ddp), _copies(handle)))
+    counts = (handle.num_steps, handle.num_communications)
+    handle.detach(average=False)
+    return seen, counts
+
+
+# ---- the slow reference -----------------------------------------------------------------------
+
+
+def _simulate_ring_on_first(rank: int, *args: Any) -> Any:
+    """In a worker, whose number of threads decides the order in which it adds."""
+    return None if rank else _simulate_ring(*args)
+
+
+def _simulate_ring(num_ranks: int, num_steps: int, options: dict[str, Any]) -> Any:
+    """All ranks in one process, in plain lists; weights after each step, and the codes' widths."""
+    torch.manual_seed(0)
+    first = MLP(3)
+    models = []
+    for _ in range(num_ranks):
+        model = MLP(3)
+        model.load_state_dict(first.state_dict())
+        models.append(model)
+    optimizers = [_optimizer(model) for model in models]
+    inputs = [batches(rank, [(8, WIDTH)] * num_steps) for rank in range(num_ranks)]
+    node = options.get("local_world_size", 1)
+    num_nodes = num_ranks // node
+    told = [_layers(first) for _ in range(num_nodes)]
+    weights: list[list[torch.Tensor]] = [[] for _ in models]
+    widths = []
+    for step in range(num_steps):
+        for rank, model in enumerate(models):
+            _step(model, optimizers[rank], inputs[rank][step])
+        if step % options.get("communication_interval", 1) == 0:
+            nodes = [models[k : k + node] for k in range(0, num_ranks, node)]
+            means = [
+                [sum(layers) / node for layers in zip(*map(_layers, members), strict=True)]
+                for members in nodes
+            ]
+            told, width = _mix_ring(means, told)
+            widths.append(width)
+            for rank, model in enumerate(models):
+                _assign(model, told[rank // node])
+        for rank, model in enumerate(models):
+            weights[rank].append(_flat_ring(model))
+    return weights, widths
+
+
+def _layers(model: nn.Module) -> list[torch.Tensor]:
+    """One flat tensor a layer, as FlatWeights has it with buckets of that size."""
+    return [
+        torch.cat([layer.weight.detach().flatten(), layer.bias.detach()]) for layer in model.layers
+    ]
+
+
+@torch.no_grad()
+def _assign(model: nn.Module, layers: list[torch.Tensor]) -> None:
+    for layer, values in zip(model.layers, layers, strict=True):
+        layer.weight.copy_(values[: WIDTH * WIDTH].view(WIDTH, WIDTH))
+        layer.bias.copy_(values[WIDTH * WIDTH :])
+
+
+def _mix_ring(
+    means: list[list[torch.Tensor]], told: list[list[torch.Tensor]]
+) -> tuple[list[list[torch.Tensor]], float]:
+    new, width = [], 0.0
+    for index, mean in enumerate(means):
+        left, right = told[index - 1], told[(index + 1) % len(told)]
+        mixed = []
+        for x, own, at_left, at_right in zip(mean, told[index], left, right, strict=True):
+            z = x + at_left * (1 / 3) + at_right * (1 / 3) - own * (5 / 3)
+            width = max(width, float(z.max() - z.min()))
+            mixed.append(own + decompress(compress(z.view(1, -1))).view(-1))
+        new.append(mixed)
+    return new, width
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_training_on_a_ring_equals_the_simulator(
+    four_ranks: Ranks, num_ranks: int, interval: int
+) -> None:
+    """On steps without an exchange too, where ranks run on their own.
+
+    Within a level of a code or so: sums that round otherwise can fall on the other side of a tie.
+    """
+    options = {"communication_interval": interval}
+    found = four_ranks.run(_train_ring, num_ranks, 7, options)[:num_ranks]
+    expected, widths = four_ranks.run(_simulate_ring_on_first, num_ranks, 7, options)[0]
+    for (seen, counts), steps in zip(found, expected, strict=True):
+        assert counts == (7, len(range(0, 7, interval)))
+        for (value, _), reference in zip(seen, steps, strict=True):
+            torch.testing.assert_close(value, reference, rtol=0, atol=3 * max(widths) / 255)
+            assert (value - reference).abs().mean() < 1e-6
+
+
+def test_nodes_average_first_and_then_make_a_ring(four_ranks: Ranks) -> None:
+    """Two nodes of two ranks; only leaders have replicas, and a node has equal weights."""
+    options = {"hierarchical": True, "local_world_size": 2}
+    found = four_ranks.run(_train_ring, 4, 5, options)
+    expected, widths = four_ranks.run(_simulate_ring_on_first, 4, 5, options)[0]
+    for (seen, _), steps in zip(found, expected, strict=True):
+        for (value, _), reference in zip(seen, steps, strict=True):
+            torch.testing.assert_close(value, reference, rtol=0, atol=3 * max(widths) / 255)
+            assert (value - reference).abs().mean() < 1e-6
+    assert [seen[-1][1] is None for seen, _ in found] == [False, True, False, True]
+    for leader, other in ((0, 1), (2, 3)):
+        assert torch.equal(found[leader][0][-1][0], found[other][0][-1][0])
+    _check_replicas([found[0][0][-1][1], found[2][0][-1][1]])
+
+
+# ---- replicas ---------------------------------------------------------------------------------
+
+
+def _check_replicas(copies: list[Any]) -> None:
+    for index, (own, _, _) in enumerate(copies):
+        at_right = copies[(index + 1) % len(copies)][1]
+        at_left = copies[index - 1][2]
+        for values, other, another in zip(own, at_right, at_left, strict=True):
+            assert torch.equal(values, other)
+            assert torch.equal(values, another)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_replicas_are_bitwise_what_they_are_of(four_ranks: Ranks, num_ranks: int) -> None:
+    found = four_ranks.run(_train_ring, num_ranks, 6, {})[:num_ranks]
+    for step in range(6):
+        _check_replicas([seen[step][1] for seen, _ in found])
+    for seen, _ in found:
+        weights, (own, _, _) = seen[-1]
+        assert torch.equal(torch.cat(own), weights)
+
+
+@pytest.mark.parametrize("num_ranks", [6, 8])
+def test_replicas_are_equal_on_more_ranks(eight_ranks: Ranks, num_ranks: int) -> None:
+    found = eight_ranks.run(_train_ring, num_ranks, 3, {})[:num_ranks]
+    _check_replicas([seen[-1][1] for seen, _ in found])
+
+
+def test_the_mean_moves_by_the_gradients_and_what_rounding_adds(four_ranks: Ranks) -> None:
+    """The mixing is doubly stochastic: without gradients the mean drifts only by rounding."""
+    results = four_ranks.run(_drift)
+    before = sum(first for first, _, _ in results) / 4
+    after = sum(last for _, last, _ in results) / 4
+    allowed = max(lost for _, _, lost in results)
+    assert (after - before).abs().max() <= allowed
+    assert max((last - after).abs().max() for _, last, _ in results) < 0.2  # of up to 1.5
+
+
+def _drift(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    setting = _ring(4, {})
+    assert setting is not None
+    ddp, _, handle = setting
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1 + rank)
+    handle.resync()
+    for group in handle.training.optimizers[0].param_groups:
+        group["lr"] = 0.0
+    first, lost = _flat_ring(ddp), 0.0
+    for x in batches(rank, [(8, WIDTH)] * 12):
+        old = [values.clone() for values in handle.replicas.own]
+        _step(ddp, handle.training.optimizers[0], x)
+        told = [new - was for new, was in zip(handle.replicas.own, old, strict=True)]
+        width = max(float(values.max() - values.min()) for values in told)
+        lost += (1.01 * width + EPSILON) / 510 + 1e-6
+    widest = torch.tensor(lost)
+    dist.all_reduce(widest, dist.ReduceOp.MAX)
+    handle.detach(average=False)
+    return first, _flat_ring(ddp), float(widest)
+
+
+def _resync(rank: int, is_mean: bool) -> Any:
+    setting = _ring(3, {})
+    if setting is None:
+        return None
+    ddp, optimizer, handle = setting
+    inputs = batches(rank, [(8, WIDTH)] * 4)
+    _step(ddp, optimizer, inputs[0])
+    if is_mean:
+        handle.average()
+    else:
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.add_(rank)
+        handle.resync()
+    fresh = _copies(handle), _flat_ring(ddp)
+    for x in inputs[1:]:
+        _step(ddp, optimizer, x)
+    result = fresh, _copies(handle)
+    handle.detach()
+    return result, _flat_ring(ddp)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_replicas_are_right_again_after_resync_and_average(
+    four_ranks: Ranks, is_mean: bool
+) -> None:
+    found = four_ranks.run(_resync, is_mean)[:3]
+    _check_replicas([copies for ((copies, _), _), _ in found])
+    _check_replicas([later for (_, later), _ in found])
+    for ((copies, weights), _), last in found:
+        assert torch.equal(torch.cat(copies[0]), weights)
+        assert torch.equal(last, found[0][1])  # detach averaged
+
+
+def _resume(rank: int) -> Any:
+    """Train on, or in a new model from what was saved after two steps."""
+    results = []
+    saved: dict[str, Any] = {}
+    for is_resumed in (False, True):
+        setting = _ring(4, {"hierarchical": True, "local_world_size": 2})
+        assert setting is not None
+        ddp, optimizer, handle = setting
+        inputs = batches(rank, [(8, WIDTH)] * 4)
+        if is_resumed:
+            ddp.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            handle.load_state_dict(saved["handle"])
+        for step in range(2 if is_resumed else 0, 4):
+            if step == 2 and not is_resumed:
+                buffer = io.BytesIO()
+                parts = {"model": ddp, "optimizer": optimizer, "handle": handle}
+                torch.save({name: part.state_dict() for name, part in parts.items()}, buffer)
+                buffer.seek(0)
+                saved = torch.load(buffer)
+            _step(ddp, optimizer, inputs[step])
+        results.append((_flat_ring(ddp), handle.num_steps, handle.num_communications))
+        handle.detach(average=False)
+    return results
+
+
+def test_a_run_goes_on_bitwise_from_a_checkpoint(four_ranks: Ranks) -> None:
+    for (weights, *counts), (resumed, *others) in four_ranks.run(_resume):
+        assert torch.equal(weights, resumed)
+        assert counts == others == [4, 4]
+
+
+def _load_bad(rank: int) -> list[str]:
+    setting = _ring(2, {})
+    assert setting is not None
+    _, _, handle = setting
+    good = handle.state_dict()
+    own, left, right = good["replicas"]
+    bad: list[dict[str, Any]] = [
+        {**good, "place": (1 - rank, 2)},
+        {**good, "replicas": None},
+        {**good, "replicas": [own[:1], left, right]},
+        {**good, "replicas": [own, left, [values.double() for values in right]]},
+        {name: value for name, value in good.items() if name != "replicas"},
+    ]
+    said = [_said(handle, state) for state in bad]
+    handle.load_state_dict(good)
+    handle.detach(average=False)
+    return said
+
+
+def _said(handle: Any, state: dict[str, Any]) -> str:
+    try:
+        handle.load_state_dict(state)
+    except OptionError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_states_that_do_not_fit_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    for said in ranks.run(_load_bad):
+        assert len(said) == 5
+        assert "call resync instead" in said[0]
+        assert all("replicas" in text for text in said[1:])
+
+
+class Mixed(nn.Module):
+    """Parameters of three types: buckets of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brief = nn.Parameter(torch.randn(60, dtype=torch.bfloat16))
+        self.usual = nn.Parameter(torch.randn(30))
+        self.precise = nn.Parameter(torch.randn(50, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = [part.float().pow(2).sum() for part in (self.brief, self.usual, self.precise)]
+        return x.mean() * torch.stack(squares)
+
+
+def _mixed(rank: int) -> Any:
+    setting = _ring(3, {}, Mixed())
+    if setting is None:
+        return None
+    ddp, optimizer, handle = setting
+    start = _flat_ring(ddp)
+    for x in batches(rank, [(8,)] * 10):
+        _step(ddp, optimizer, 0.3 + 0.1 * x)
+    result = _copies(handle), [p.dtype for p in ddp.parameters()], start, _flat_ring(ddp)
+    handle.detach(average=False)
+    return result
+
+
+def test_weights_of_several_types_are_mixed(four_ranks: Ranks) -> None:
+    found = four_ranks.run(_mixed)[:3]
+    _check_replicas([copies for copies, *_ in found])
+    for copies, dtypes, start, last in found:
+        assert [values.dtype for values in copies[0]] == dtypes
+        assert last.norm() < start.norm()
+        assert (last - found[0][3]).abs().max() < 0.1
+
+
+# ---- what goes wrong --------------------------------------------------------------------------
+
+
+def _refuse(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(MLP(2))
+    algorithm = LowPrecisionDecentralized(hierarchical=False)
+    said = []
+    part = torch.optim.SGD(list(ddp.parameters())[1:], lr=RING_LR)
+    try:
+        attach(ddp, part, algorithm)
+    except AttachError as error:
+        said.append(str(error))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=RING_LR)
+    first = next(ddp.parameters()).requires_grad_(False)
+    ddp = DistributedDataParallel(ddp.module)
+    handle = attach(ddp, optimizer, algorithm)
+    if rank == 1:
+        first.requires_grad_(True)
+    try:
+        _step(ddp, optimizer, torch.ones(2, WIDTH))
+    except AttachError as error:
+        said.append(str(error))
+    handle.detach(average=False)
+    return said
+
+
+def test_parameters_that_would_be_missed_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    """Those in no optimizer, and a frozen one that one rank unfroze after attaching."""
+    for missing, changed in ranks.run(_refuse):
+        assert "layers.0.weight is trainable and in none of the optimizers" in missing
+        assert "on rank 1 a parameter is trainable that DDP does not reduce" in changed
+
+
+def _poison(rank: int, options: dict[str, Any]) -> Any:
+    setting = _ring(4, options)
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    _step(ddp, optimizer, torch.ones(2, WIDTH))
+    before = _copies(handle)
+    message = ""
+    x = torch.full((2, WIDTH), float("nan") if rank == 1 else 1.0)
+    try:
+        _step(ddp, optimizer, x)
+    except NonFiniteError as error:
+        message = str(error)
+    after = _copies(handle)
+    handle.detach(average=False)
+    return message, after is None if before is None else _are_equal(before, after)
+
+
+def _are_equal(some: Any, others: Any) -> bool:
+    flat = [[values for replica in replicas for values in replica] for replicas in (some, others)]
+    return all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"), [({}, 1), ({"hierarchical": True, "local_world_size": 2}, 0)]
+)
+def test_nan_on_one_rank_raises_on_all(
+    four_ranks: Ranks, options: dict[str, Any], culprit: int
+) -> None:
+    """Also on the rank across the ring, to which the NaN is not sent; replicas stay."""
+    for message, is_unchanged in four_ranks.run(_poison, options):
+        assert message.startswith(f"on rank {culprit}, ")
+        assert is_unchanged
+
+
+def _skip(rank: int) -> Any:
+    """One rank leaves an update out, as GradScaler does."""
+    setting = _ring(3, {})
+    if setting is None:
+        return None
+    ddp, optimizer, handle = setting
+    for step, x in enumerate(batches(rank, [(8, WIDTH)] * 4)):
+        optimizer.zero_grad()
+        ddp(x).pow(2).mean().backward()
+        if (rank, step) not in ((1, 1), (2, 3)):
+            optimizer.step()
+    with handle.paused():
+        result = _copies(handle), handle.num_communications
+    handle.detach(average=False)
+    return result
+
+
+def test_a_skipped_update_makes_no_rank_wait(four_ranks: Ranks) -> None:
+    found = four_ranks.run(_skip)[:3]
+    assert [count for _, count in found] == [4, 4, 4]
+    _check_replicas([copies for copies, _ in found])
+
+
+def _update_apart(rank: int) -> int:
+    """Rank 0 makes updates that belong to no step: paused, and once more after a step's."""
+    setting = _ring(2, {})
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    _step(ddp, optimizer, batches(rank, [(8, WIDTH)])[0])
+    if rank == 0:
+        optimizer.step()
+    with handle.paused():
+        if rank == 0:
+            optimizer.step()
+    count = handle.num_communications
+    handle.detach()
+    return count
+
+
+def test_updates_that_belong_to_no_step_communicate_nothing(ranks: Ranks) -> None:
+    assert ranks.run(_update_apart) == [1, 1]
+
+
+def _die(rank: int) -> str:
+    setting = _ring(3, {}, timeout_s=20)
+    if setting is None:
+        return ""
+    ddp, optimizer, handle = setting
+    return lose_rank_1(rank, handle, lambda: _step(ddp, optimizer, torch.ones(2, WIDTH)))
+
+
+def test_a_killed_rank_fails_the_others(own_ranks: OwnRanks) -> None:
+    said = own_ranks(3).run_survivors({0, 2}, _die)
+    for rank in (0, 2):
+        assert re.match(r"exchanging compressed weights in step [23] failed: ", said[rank])
+        assert "another rank has ended" in said[rank]
+
+
+# ---- compiled ---------------------------------------------------------------------------------
+
+
+def _compile(rank: int, split: str) -> Any:
+    """Train eagerly and compiled; count the graphs with and without an algorithm."""
+    results = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        setting = _ring(2, {})
+        assert setting is not None
+        ddp, optimizer, handle = setting
+        options = {"inner": "aot_eager", "split": split}
+        forward = torch.compile(ddp, backend="ddpopt", options=options) if is_compiled else ddp
+        torch._dynamo.utils.counters.clear()
+        for x in batches(rank, [(8, WIDTH)] * 5):
+            _step(forward, optimizer, x)
+        results.append((_flat_ring(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        handle.detach(average=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = DistributedDataParallel(MLP(3))
+    forward = torch.compile(plain, backend="ddpopt", options=options)
+    for x in batches(rank, [(8, WIDTH)] * 5):
+        _step(forward, _optimizer(plain), x)
+    return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_compiled_training_equals_eager_and_adds_no_graphs(ranks: Ranks, split: str) -> None:
+    for (eager, _), (compiled, num_graphs), num_plain in ranks.run(_compile, split):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+        assert num_graphs == num_plain > 0

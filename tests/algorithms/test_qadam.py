@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
-from ddpopt.algorithms._runtime.quantization import compress, decompress
+from ddpopt.algorithms.bytegrad import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
@@ -166,16 +166,6 @@ def test_sparse_gradients_are_refused() -> None:
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(NotImplementedError, match="sparse=False"):
         QAdamOptimizer(model.parameters()).step()
-
-
-@pytest.mark.parametrize(
-    ("options", "error"), [({"hierarchical": 2}, TypeError), ({"local_world_size": 0}, OptionError)]
-)
-def test_bad_values_of_the_algorithm_are_refused(
-    options: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        QAdam(**options)
 
 
 # ---- on ranks ---------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpopt.algorithms._runtime.exchange import Exchange
-from ddpopt.algorithms._runtime.shards import Shard, flatten, is_dense
+from ddpopt.algorithms.comm import Communicator, Exchange
+from ddpopt.algorithms.shards import Shard, flatten, is_dense
 from tests.support.groups import first_ranks
 from tests.support.ranks import Ranks
 
@@ -23,7 +23,7 @@ def _divide(rank: int, num_ranks: int) -> Any:
     parameters = [torch.randn(shape) for shape in SHAPES]
     parameters[-1] = parameters[-1].to(memory_format=torch.channels_last)
     copies = [p.clone() for p in parameters]
-    exchange = Exchange(group, torch.device("cpu"))
+    exchange = Exchange(Communicator(group, torch.device("cpu")))
     shard = Shard(0, range(len(parameters)), parameters, exchange)
     kept = [
         torch.equal(a, b) and a.stride() == b.stride()

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ddpopt import _waits
 from ddpopt.bucketing import stopwatch
@@ -66,3 +67,40 @@ def test_a_module_is_sharded_until_it_is_said_to_be_no_more(one_rank: None) -> N
     _waits.end_sharded(ddp)
     _waits.end_sharded(ddp)
     assert not _waits.is_sharded(ddp)
+
+
+class _Checkpointed(MLP):
+    """Two layers have a backward of their own in the backward, which go on for a second each."""
+
+    clock: _Clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda _: self.clock.compute(1))
+        for layer in self.layers[:2]:
+            x = checkpoint(layer, x, use_reentrant=True)
+            x.register_hook(lambda _: self.clock.compute(1))
+        return self.layers[2](x)
+
+
+def test_a_backward_is_measured_to_its_end_and_no_further(one_rank: None) -> None:
+    """Not to that of a backward within it, nor of one that follows in the same step."""
+    clock = _Clock()
+    model = _Checkpointed(3)
+    model.clock = clock
+    ddp = DistributedDataParallel(model)
+    with mock.patch.object(stopwatch, "time", clock):
+        watch = stopwatch.Stopwatch(ddp, num_untimed=0)
+        for _ in range(7):
+            watch.begin_step()
+            output = ddp(torch.ones(4, WIDTH, requires_grad=True))
+            watch.end_forward()
+            output.sum().backward()
+            assert watch.num_backwards == len(watch._steps)
+            model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
+            with ddp.no_sync():
+                watch.end_step()
+                model.layers[0](torch.ones(4, WIDTH)).sum().backward()
+        measured = watch.measured()
+    watch.remove()
+    assert (measured.backward_s, measured.between_s) == (3, 3)
+    assert measured.ready_s == (0, 0, 1, 1, 2, 2)

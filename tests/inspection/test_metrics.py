@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.inspection import metrics
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 
@@ -62,6 +63,26 @@ def test_an_uncompiled_model_has_times_too(ranks: Ranks) -> None:
     for found in ranks.run(_train, "uncompiled"):
         assert found[-1].keys() >= TIMES
         assert found[-1]["ddpopt.sections"] == found[-1]["ddpopt.graphs"] == 0
+
+
+def _train_with_source(rank: int) -> list[dict[str, float]]:
+    """Return the metrics while a source is there, and once it has gone."""
+    ddp = DistributedDataParallel(MLP())
+    metrics.add_source(ddp, lambda: source)
+    source: Any = lambda: {"ddpopt.algorithm.steps": 4.0}  # noqa: E731  # an algorithm's handle
+    train(ddp, batches(rank, [(4, WIDTH)] * 4))
+    found = [ddpopt.metrics(ddp)]
+    source = None
+    return [*found, ddpopt.metrics(ddp)]
+
+
+def test_of_an_algorithms_communication_ddp_knows_nothing(ranks: Ranks) -> None:
+    """Its log has what it would have sent, in the time that a hook took: that is left out."""
+    for during, after in ranks.run(_train_with_source):
+        assert during["ddpopt.algorithm.steps"] == 4
+        assert not [name for name in during if "communication" in name]
+        assert during.keys() >= {"ddpopt.forward.ms", "ddpopt.backward.ms"}
+        assert after.keys() >= TIMES
 
 
 def test_something_else_is_an_error() -> None:

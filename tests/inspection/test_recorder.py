@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt import _events
+from ddpopt import _events, _torch
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedStep
@@ -232,6 +235,102 @@ def _record_between(rank: int) -> tuple[int, int]:
 
 def test_only_steps_that_communicate_count(ranks: Ranks) -> None:
     assert ranks.run(_record_between) == [(2, 6), (2, 6)]
+
+
+class _Checkpointed(MLP):
+    """Each layer but the last has a backward of its own within the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *inner, head = self.layers
+        for layer in inner:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return head(x)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_backward_ends_after_those_within_it(one_rank: None, is_shared: bool) -> None:
+    """The input's gradient comes last; a shared layer is ready with its last use.
+
+    Also in later steps, in which fewer gradients are watched: of the outer backward's none
+    completes a bucket.
+    """
+    model = _Checkpointed(3, bias=False)
+    if is_shared:
+        model.layers[1] = model.layers[0]
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, static_graph=is_shared)
+    told_ns: list[int] = []
+    expected: list[tuple[float, ...]] = []
+
+    def step() -> int:
+        x = torch.ones(8, WIDTH, requires_grad=True)
+        x.register_hook(lambda _: told_ns.append(time.time_ns()))
+        ddp(x).sum().backward()
+        return time.time_ns()
+
+    for _ in range(SETTLED):
+        step()
+    node = _torch.accumulate_node(model.layers[0].weight)
+    node.register_prehook(lambda _: told_ns.append(time.time_ns()))
+    with ddpopt.record(ddp) as recording:
+        for _ in range(3):
+            told_ns.clear()
+            ended_ns = step()
+            times_s = [(ns - recording.origin_unix_ns) / 1e9 for ns in (*told_ns, ended_ns)]
+            *_, first_layer_s, input_s, ended_s = times_s
+            assert len(times_s) == (4 if is_shared else 3)
+            expected.append((first_layer_s, input_s, ended_s))
+    assert len(recording.steps) == 3
+    for each, (first_layer_s, input_s, ended_s) in zip(recording.steps, expected, strict=True):
+        first_layer = each.buckets[-1]
+        assert first_layer_s < first_layer.ready_s < first_layer.launched_s < input_s
+        assert input_s < each.backward_stop_s < ended_s
+
+
+def test_a_backward_without_a_forward_of_ddp_is_in_no_step(one_rank: None) -> None:
+    """Gradients that arrive once more after a step's backward are not its own."""
+    ddp, _ = _model("uncompiled")
+    with ddpopt.record(ddp) as recording:
+        ddp(torch.ones(8, WIDTH)).sum().backward()
+        ended_ns = time.time_ns()
+        ddp.module(torch.ones(8, WIDTH)).sum().backward()
+    (step,) = recording.steps
+    assert 0 < step.backward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9
+
+
+EAGER = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ddpopt
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+def step():
+    ddp(torch.ones(2, 4)).sum().backward()
+{first}
+for _ in range(4):
+    step()
+with ddpopt.record(ddp) as recording:
+    step()
+has_step = "ddpopt.step.ms" in ddpopt.metrics(ddp)
+print(len(recording.steps), len(recording.steps[0].buckets), has_step)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("first", "has_step"), [("", False), ("ddpopt.metrics(ddp)", True)])
+def test_ddp_is_recorded_where_nothing_is_compiled(first: str, has_step: bool) -> None:
+    """In a process that has never looked up the backend, which reports forwards."""
+    code = EAGER.format(first=first)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "1", str(has_step)]
+
+
+def test_a_recording_without_steps_says_why(one_rank: None) -> None:
+    """No forward that communicates, with its backward, ran in the block."""
+    ddp, _ = _model("uncompiled")
+    with ddpopt.record(ddp) as recording:
+        ddp.module(torch.ones(8, WIDTH)).sum().backward()
+    assert recording.steps == ()
+    assert "steps: " in str(recording)
 
 
 def _record_under_profiler(rank: int) -> tuple[list[str], tuple[str, ...], list[float | None]]:

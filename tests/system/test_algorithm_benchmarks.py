@@ -20,9 +20,9 @@ from benchmarks.harness import cluster  # noqa: E402
 TIMEOUT_S = 1800
 NOT_EMULATED = cluster.why_not_emulated()
 # One of each kind; convergence has the others.
-ALGORITHMS, STRAGGLING = ("eager", "allreduce", "async"), ("eager", "async")
+ALGORITHMS, STRAGGLING = ("eager", "ddpopt", "async"), ("eager", "async")
 CONVERGING = (
-    "allreduce", "decentralized", "shift_one", "low_precision", "async", "bytegrad", "qadam",
+    "ddpopt", "decentralized", "shift_one", "low_precision", "async", "bytegrad", "qadam",
     "fp16", "powersgd", "post_local_sgd",
 )  # fmt: skip
 

@@ -391,7 +391,6 @@ DOORS: dict[str, Callable[[int], None]] = {
     "record": _record,
     "rebucket": functools.partial(_rebucket, hook=default_hooks.allreduce_hook),
     "rebucket, built-in hook": functools.partial(_rebucket, hook=_HOOKS, static_graph=True),
-    "gradient_allreduce": functools.partial(_attach, make=algorithms.GradientAllReduce),
     "decentralized": functools.partial(_attach, make=_grouped),
     "low_precision": functools.partial(_attach, make=_flat(algorithms.LowPrecisionDecentralized)),
     "byte_grad": functools.partial(_attach, make=_flat(algorithms.ByteGrad)),

@@ -168,7 +168,6 @@ def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
     if name.startswith("left"):  # process groups end in detach, with their sockets and threads
         assert grown.pop("num_fds") > 0
         assert grown.pop("num_threads") > 0
-        grown.pop("ddpopt.algorithms._runtime.tally._sent_bytes", None)  # as long as these groups
     return {"alive": alive, "grown": grown}
 
 

@@ -134,6 +134,11 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Par
     return _describe(ddp, _required_tensors(ddp))
 
 
+def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """Return the parameters of both kinds, in the module's order."""
+    return _describe(ddp, _reduced_tensors(ddp) | _required_tensors(ddp))
+
+
 def _describe(
     ddp: DistributedDataParallel, wanted: frozenset[torch.Tensor]
 ) -> dict[torch.Tensor, Parameter]:

@@ -266,6 +266,7 @@ FIRST_CAP_BYTES = ModuleName(_DIST, "_DEFAULT_FIRST_BUCKET_BYTES", Need.SPLIT)
 
 GROUP_NAME = ModuleName(_C10D, "_process_group_name", Need.ALGORITHMS)
 GROUP_STORE = ModuleName(_C10D, "_get_process_group_store", Need.STORE)
+GROUP_DEVICE = PrivateName("ProcessGroup", "bound_device_id", Need.ALGORITHMS)
 GROUP_BACKEND = PrivateName("ProcessGroup", "_get_backend", Need.ALGORITHMS)
 SEQUENCE_NUMBER = PrivateName("ProcessGroup", "_get_sequence_number_for_group", Need.REBUCKET)
 GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
@@ -273,6 +274,8 @@ GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
 # ---- Optimizers ----------------------------------------------------------------------------------
 
 STEP_PRE_HOOKS = PrivateName("Optimizer", "_optimizer_step_pre_hooks", Need.ALGORITHMS)
+STEP_POST_HOOKS = PrivateName("Optimizer", "_optimizer_step_post_hooks", Need.ALGORITHMS)
+VERSION = PrivateName("Tensor", "_version", Need.ALGORITHMS)
 HOOKED = PrivateName("Optimizer.step", "hooked", Need.ALGORITHMS)
 
 # ---- Autograd ----------------------------------------------------------------------------------

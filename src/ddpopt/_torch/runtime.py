@@ -18,7 +18,13 @@ from ddpopt.errors import TorchDriftError
 
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return names.TASK_ID.get()() != -1
+    return running_backward() != -1
+
+
+def running_backward() -> int:
+    """Return autograd's number of the backward that runs in this thread, -1 if none does."""
+    task: int = names.TASK_ID.get()()
+    return task
 
 
 def autograd_node() -> Any:
@@ -26,14 +32,42 @@ def autograd_node() -> Any:
     return names.AUTOGRAD_NODE.get()()
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function when the running backward has ended, DDP's own work in it included.
+class BackwardEnds:
+    """Calls a function at the end of each backward in which it was asked to `watch`.
 
-    Autograd runs callbacks in the order in which they were queued, and DDP queues its end with the
-    last gradient; so this one queues itself once more.
+    A backward may run others within it, as reentrant checkpoints do, which end before it does: the
+    last call is the end of the outermost one that was watched.
     """
-    queue = queue_callback()
-    queue(lambda: queue(call))
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._watched: set[int] = set()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a watched backward has not ended; also after one that raised."""
+        return bool(self._watched)
+
+    def watch(self) -> None:
+        """Watch the running backward, unless that has been asked before.
+
+        The call comes after DDP's own work. Autograd runs callbacks in the order in which they were
+        queued, and DDP queues its end with the last gradient; so this one queues itself once more.
+        """
+        task = running_backward()
+        if task not in self._watched:
+            self._watched.add(task)
+            queue = queue_callback()
+            queue(lambda: queue(lambda: self._end(task)))
+
+    def _end(self, task: int) -> None:
+        self._watched.discard(task)
+        self._call()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward has ended, DDP's own work in it included."""
+    BackwardEnds(call).watch()
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:
@@ -53,6 +87,16 @@ def step_without_hooks(
     if not names.HOOKED.find(step) or next(reversed(hooks), None) != hook.id:
         return None
     return functools.partial(step.__wrapped__, optimizer)
+
+
+def run_first(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
+    """Let a hook after updates run before the optimizer's other ones."""
+    names.STEP_POST_HOOKS.of(optimizer).move_to_end(hook.id, last=False)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each write to a tensor."""
+    return names.VERSION.of(tensor)
 
 
 def is_autocast_on() -> bool:
@@ -106,14 +150,34 @@ def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
         events += disable().events()
 
 
-def naming_groups(name: str) -> contextlib.AbstractContextManager[None]:
-    """Give process groups that are made in a block this name.
+@contextlib.contextmanager
+def making_groups_apart(name: str) -> Iterator[None]:
+    """Let some ranks make a process group of this name in a block, with no part for the others.
 
     torch names a group that only its members make by the number of groups that the rank is in.
     That differs between ranks, which then wait for each other until their timeout; and it recurs
-    when groups are destroyed: then ranks look for connections that are gone.
+    when groups are destroyed: then ranks look for connections that are gone. And if
+    `init_process_group` was given a device, NCCL splits a group off the default one, for which all
+    of its ranks have to call; without the device it makes a group by itself, when it is first used.
     """
-    return names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
+    default = dist.group.WORLD
+    device = names.GROUP_DEVICE.of(default)
+    with names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name):
+        if device is not None:
+            names.GROUP_DEVICE.set(default, None)
+        try:
+            yield
+        finally:
+            if device is not None:
+                names.GROUP_DEVICE.set(default, device)
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return what communicates tensors of a device on a group, such as `gloo`.
+
+    `dist.get_backend` gives the name by which the group was made: `cpu:gloo`, or `undefined`.
+    """
+    return str(names.GROUP_BACKEND.of(group)(device).name())
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:

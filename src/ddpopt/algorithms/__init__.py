@@ -1,29 +1,37 @@
-"""Communication algorithms other than DDP's allreduce, attached to a DDP model by `attach`."""
+"""Communication algorithms other than DDP's allreduce, attached to a DDP model by `attach`.
+
+docs/your-algorithm.md shows how to write another one.
+"""
 
 from __future__ import annotations
 
-from ddpopt.algorithms._runtime.handle import Algorithm, Handle
-from ddpopt.algorithms.api import attach
-from ddpopt.algorithms.async_average import AsyncModelAverage, AsyncModelAverageHandle
-from ddpopt.algorithms.byte_grad import ByteGrad
-from ddpopt.algorithms.decentralized import Decentralized
-from ddpopt.algorithms.gradient_allreduce import GradientAllReduce
-from ddpopt.algorithms.low_precision import (
+from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
+from ddpopt.algorithms.attaching import HierarchicalAlgorithm, attach
+from ddpopt.algorithms.bytegrad import ByteGrad
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
+from ddpopt.algorithms.decentralized import (
+    Decentralized,
     LowPrecisionDecentralized,
     LowPrecisionDecentralizedHandle,
     Replicas,
 )
+from ddpopt.algorithms.handle import Algorithm, BackgroundHandle, Handle, Training
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
-from ddpopt.algorithms.sharded_update import ShardedUpdate, ShardedUpdateHandle
+from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
+from ddpopt.ranks.agreement import communicating
 
 __all__ = [
     "Algorithm",
     "AsyncModelAverage",
     "AsyncModelAverageHandle",
+    "BackgroundHandle",
     "ByteGrad",
+    "Communicator",
     "Decentralized",
-    "GradientAllReduce",
+    "FlatWeights",
+    "Groups",
     "Handle",
+    "HierarchicalAlgorithm",
     "LowPrecisionDecentralized",
     "LowPrecisionDecentralizedHandle",
     "QAdam",
@@ -31,5 +39,7 @@ __all__ = [
     "Replicas",
     "ShardedUpdate",
     "ShardedUpdateHandle",
+    "Training",
     "attach",
+    "communicating",
 ]

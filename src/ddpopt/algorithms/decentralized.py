@@ -1,22 +1,25 @@
-"""`Decentralized`: ranks average their weights while forward and backward run.
+"""`Decentralized` and `LowPrecisionDecentralized`: ranks average or mix their weights.
 
-Source: decentralized SGD as in Bagua (Gan et al., arXiv 2107.01499).
+Source: decentralized SGD and its low-precision variant as in Bagua (Gan et al., arXiv 2107.01499).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ddpopt.algorithms._runtime.groups import mean, swap
-from ddpopt.algorithms._runtime.handle import Training
-from ddpopt.algorithms._runtime.worker import BackgroundHandle
-from ddpopt.algorithms.api import HierarchicalAlgorithm
+from ddpopt import _torch
+from ddpopt.algorithms.attaching import HierarchicalAlgorithm
+from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
+from ddpopt.algorithms.handle import BackgroundHandle, Handle, Training
 from ddpopt.config import check_choice
-from ddpopt.errors import OptionError
-from ddpopt.ranks.agreement import communicating
+from ddpopt.errors import AttachError, NonFiniteError, OptionError
+from ddpopt.ranks.agreement import Fact, communicating
 
 PEER_SELECTIONS = ("all", "shift_one")
 
@@ -43,12 +46,13 @@ class DecentralizedHandle(BackgroundHandle):
             self.weights.assign(flat)
 
     def _average(self, flat: list[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
-        def with_peer(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-            peer = rotating_peer(group.rank(), group.size(), num_exchanges)
-            (other,) = swap(values, [peer], group)
+        def with_peer(ranks: Communicator, values: torch.Tensor) -> None:
+            peer = rotating_peer(ranks.rank, ranks.num_ranks, num_exchanges)
+            (other,) = ranks.swap(values, [peer])
             values.add_(other).div_(2)
 
-        by_leaders = mean if self.algorithm.peer_selection == "all" else with_peer
+        is_for_all = self.algorithm.peer_selection == "all"
+        by_leaders = Communicator.mean if is_for_all else with_peer
         for values in flat:
             self.groups.reduce(values, by_leaders)
         return flat
@@ -101,3 +105,200 @@ def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     if rank < half:
         return (num_exchanges + rank) % half + half
     return (rank - half - num_exchanges) % half
+
+
+BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
+
+
+class Replicas(NamedTuple):
+    """Last sent weights of a rank and its neighbours: flat, one tensor per bucket."""
+
+    own: list[torch.Tensor]
+    left: list[torch.Tensor]
+    right: list[torch.Tensor]
+
+
+class LowPrecisionDecentralizedHandle(Handle):
+    """As `Handle`, with `resync`.
+
+    Attributes:
+        replicas: W, L and R; None on ranks that are not their node's leader.
+    """
+
+    algorithm: LowPrecisionDecentralized
+
+    def __init__(self, training: Training, algorithm: LowPrecisionDecentralized) -> None:
+        super().__init__(training, algorithm)
+        self.weights = FlatWeights(training.parameters, BUCKET_BYTES)
+        self.replicas: Replicas | None = None
+        if self.groups.leaders is not None:  # all ranks have equal weights now
+            self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
+
+    def end_step(self) -> None:
+        """Mix the weights with the neighbours', if an exchange is due in this step."""
+        if (self.num_steps - 1) % self.algorithm.communication_interval:
+            return
+        flat = self.weights.copy()
+        with communicating(f"exchanging compressed weights in step {self.num_steps}"):
+            for values in flat:
+                self.groups.average_node(values)
+            differences = [] if self.replicas is None else _differences(flat, self.replicas)
+            bad_ranks, work = self._ask_for_problems(differences)
+            told = self._tell_neighbours(differences)
+            work.wait()
+        self._raise_problem(*bad_ranks.tolist())
+        if self.replicas is not None:
+            for replica, messages in zip(self.replicas, told, strict=True):
+                for values, message in zip(replica, messages, strict=True):
+                    values.add_(decompress(message.view(1, -1)).view(-1))
+            flat = self.replicas.own
+        with communicating(f"telling each node its weights in step {self.num_steps}"):
+            for values in flat:
+                self.groups.tell_node(values)
+        self.weights.assign(flat)
+        self.num_communications += 1
+
+    def resync(self) -> None:
+        """Send the neighbours the current weights, uncompressed. Collective.
+
+        Call it after anything but the optimizer has changed weights, such as `load_state_dict` of
+        the model without that of this handle.
+        """
+        self.settle()
+        if self.groups.leaders is None:
+            return
+        own = self.weights.copy()
+        with communicating("sending the neighbours uncompressed weights"):
+            pairs = [self._swap(values) for values in own]
+        self.replicas = Replicas(own, [left for left, _ in pairs], [right for _, right in pairs])
+
+    def average(self) -> None:
+        """As `Handle.average`; replicas are renewed. Collective."""
+        super().average()
+        self.resync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Handle.state_dict`, with the replicas and the rank's place in the ring."""
+        replicas = self.replicas
+        copies = replicas and [[values.clone() for values in replica] for replica in replicas]
+        return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Handle.load_state_dict`, with the replicas. Collective."""
+        super().load_state_dict(state)
+        for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
+            for values, copied in zip(replica, saved, strict=True):
+                values.copy_(copied)
+
+    def check_state(self, state: dict[str, Any]) -> list[Fact]:
+        """As `Handle.check_state`; the replicas have to be this rank's."""
+        facts, place = super().check_state(state), self.groups.place
+        if tuple(state.get("place", ())) != place:
+            raise OptionError(
+                f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
+                f"the ring, and this rank has {place}; load weights and call resync instead"
+            )
+        found, expected = _shapes(state.get("replicas")), _shapes(self.replicas)
+        if found != expected:
+            raise OptionError(
+                f"the state's replicas have shapes {found}, and this model's have {expected}; "
+                "load the state of this model"
+            )
+        return facts
+
+    def _tell_neighbours(self, differences: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Return what this rank, its left and its right neighbour have to add, by bucket."""
+        if not differences:
+            return []
+        sizes = [difference.numel() for difference in differences]
+        message = torch.cat([difference.view(-1) for difference in differences])
+        return [torch.split(told, sizes) for told in (message, *self._swap(message))]
+
+    def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the left and the right neighbour's `values`, and send them this rank's."""
+        leaders = self.groups.leaders
+        if leaders is None or leaders.num_ranks == 1:
+            return values.clone(), values.clone()
+        left, right = ((leaders.rank + step) % leaders.num_ranks for step in (-1, 1))
+        if left == right:
+            (other,) = leaders.swap(values, [left])
+            return other, other.clone()
+        from_left, from_right = leaders.swap(values, [left, right])
+        return from_left, from_right
+
+    def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
+        """Return the arguments of `_raise_problem`, valid once the returned work is done."""
+        training = self.training
+        is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
+        is_finite = torch.tensor(True, device=training.device)
+        for difference in differences:
+            is_finite &= are_finite(difference)
+        known = torch.stack([is_finite, torch.tensor(is_known, device=training.device)])
+        ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
+        return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
+
+    def _raise_problem(self, non_finite: int, changed: int) -> None:
+        """Raise on all ranks what is wrong on one; each argument is a rank + 1, or 0 for none."""
+        if changed:
+            raise AttachError(
+                f"on rank {changed - 1} a parameter is trainable that DDP does not reduce and the "
+                "algorithm does not know, since it was frozen when DDP was made and the algorithm "
+                "attached; detach it, then wrap the model in DDP and attach it again"
+            )
+        if non_finite:
+            raise NonFiniteError(
+                f"on rank {non_finite - 1}, or another one of its node, weights in step "
+                f"{self.num_steps} are NaN, infinite or too large for 8-bit codes; no rank has "
+                "mixed its weights; load a checkpoint and look for the cause as without compression"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedHandle]):
+    """Each rank mixes its weights with its two neighbours', sent with one byte per weight.
+
+    Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
+    W. After the optimizer has turned W into x, the rank sends both neighbours the codes of
+    z = x + L/3 + R/3 - 5/3 W. All add what the codes stand for: the rank itself to W, which becomes
+    its weights, and its neighbours to their replicas, which stay bitwise equal to the W that they
+    copy. With two ranks, both replicas copy the other one's.
+
+    Attributes:
+        hierarchical: Average within each node first, then mix between nodes.
+        communication_interval: Steps from one exchange to the next; the first step has one.
+    """
+
+    handle_type = LowPrecisionDecentralizedHandle
+    communication_interval: int = 1
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached to `training` on this rank."""
+        groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
+        optimized = {parameter for group in groups for parameter in group["params"]}
+        for parameter, described in training.parameters.items():
+            if parameter.requires_grad and parameter not in optimized:
+                raise AttachError(
+                    f"{described.name} is trainable and in none of the optimizers given to attach, "
+                    "so that its updates would not be seen; give all optimizers, or freeze it "
+                    "before DDP is made"
+                )
+
+
+@torch.no_grad()
+def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
+    """Return the codes of z for each bucket: [1, num_elements]; see LowPrecisionDecentralized."""
+    codes = []
+    for x, own, left, right in zip(flat, *replicas, strict=True):
+        # At least in float32: z is a small difference of large numbers.
+        z = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(own, alpha=5 / 3)
+        codes.append(compress(z.view(1, -1)))
+    return codes
+
+
+def _shapes(replicas: Any) -> Any:
+    """Return the types and shapes of replicas, or of what a state has instead of them."""
+    try:
+        return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
+    except (TypeError, AttributeError):
+        return f"of a {type(replicas).__name__} without tensors"

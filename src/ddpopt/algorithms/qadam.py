@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from ddpopt.algorithms._runtime.handle import Bucket, GradientFuture, Training
-from ddpopt.algorithms._runtime.worker import BackgroundHandle
-from ddpopt.algorithms.api import HierarchicalAlgorithm, check_count
-from ddpopt.algorithms.byte_grad import average_in_8_bits
+from ddpopt.algorithms.attaching import HierarchicalAlgorithm, check_count
+from ddpopt.algorithms.bytegrad import average_in_8_bits
+from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture, Training
 from ddpopt.errors import OptionError
 
 
@@ -179,7 +178,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
 class QAdamHandle(BackgroundHandle):
     """As `BackgroundHandle`."""
 
-    _owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]]
+    def __init__(self, training: Training, algorithm: QAdam) -> None:
+        super().__init__(training, algorithm)
+        self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         """Average a bucket's gradients in the warm-up, momenta after it."""

@@ -34,7 +34,7 @@ def calibrate(
     A collective call: every rank of the group must make it, while nothing else communicates, and
     all get the same result, computed from the slowest rank's times. It takes one to two seconds,
     up to four on slow networks. `device` is that of the gradients, by default the GPU if the
-    group's backend needs one.
+    group has a backend for it alone, such as nccl.
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
@@ -42,10 +42,7 @@ def calibrate(
     num_ranks = dist.get_world_size(group)
     if num_ranks < 2:
         raise PlanError("a process group of one rank communicates nothing; there is no cost")
-    if device is None:
-        is_nccl = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
-    bench = _Bench(group, torch.device(device))
+    bench = _Bench(group, _device_of(group) if device is None else torch.device(device))
     bench.seconds(1024)  # connects, and fills caches
     probe_s = statistics.median(bench.seconds(_MIB) for _ in range(_NUM_ROUNDS))
     largest = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
@@ -65,6 +62,15 @@ def calibrate(
         contention=max(1.0, statistics.median(taken_s) / times[0]),
         launch_s=max(0.0, launch_s),
     )
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the GPU if the group has another backend for it than for the CPU."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    accelerator = torch.accelerator.current_accelerator(True)
+    if accelerator and backends.get(accelerator.type, backends.get("cpu")) != backends.get("cpu"):
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
 
 
 class _Bench:

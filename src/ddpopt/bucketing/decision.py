@@ -36,7 +36,7 @@ class Decision(NamedTuple):
 
 def communication_of(ddp: DistributedDataParallel) -> str:
     """Return how a module communicates: one of `COMMUNICATIONS`."""
-    return SHARDED if _waits.is_sharded(ddp) else ALLREDUCE
+    return SHARDED if _waits.hides_behind_forward(ddp) else ALLREDUCE
 
 
 def decide(

@@ -34,6 +34,7 @@ class _Step:
     num_forwards: int = 1
     ended: _Moment = None
     ready: dict[int, _Moment] = field(default_factory=dict)  # by parameter index
+    is_over: bool = False  # later gradients are of another backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class Stopwatch:
         self._parameters = tuple(parameters)
         self._device = device_of(ddp)
         self._steps: list[_Step] = []
+        self._ends = _torch.BackwardEnds(self._end_backward)
         self._hooks = []
         for tensor, parameter in parameters.items():
             node = _torch.accumulate_node(tensor)  # it lives as long as we hold it
@@ -99,6 +101,11 @@ class Stopwatch:
             self._steps[-1].ended = now
             self._steps[-1].waited_s = waited_s - self._steps[-1].waited_s
         self._steps.append(_Step(began=now, waited_s=waited_s))
+
+    def end_step(self) -> None:
+        """Note that a forward begins that does not communicate: a backward of it is in no step."""
+        if self._steps and self._steps[-1].backward_ended:
+            self._steps[-1].is_over = True
 
     def end_forward(self) -> None:
         """Note that a forward has ended, unless it belongs to no measured step."""
@@ -150,17 +157,23 @@ class Stopwatch:
         )
 
     def _note_arrival(self, index: int, _gradients: object) -> None:
-        if not self._steps or self._steps[-1].backward_ended:
-            return  # it is the backward of a step that does not communicate
-        ready = self._steps[-1].ready
-        if not ready:
-            _torch.at_end_of_backward(self._end_backward)
-        ready[index] = self._now()
+        if not self._steps:
+            return
+        step = self._steps[-1]
+        # A backward within the step's own may have ended; what comes twice after one is another's.
+        step.is_over |= (
+            bool(step.backward_ended) and index in step.ready and not self._ends.is_pending
+        )
+        if not step.is_over:
+            self._ends.watch()
+            step.ready[index] = self._now()
 
     def _end_backward(self) -> None:
+        if self._steps[-1].is_over:
+            return
         self._steps[-1].backward_ended = self._now()
         ddp = self._ddp()
-        if not self.key and ddp is not None:
+        if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
             # The number of earlier collectives tells in which backward a search was requested.

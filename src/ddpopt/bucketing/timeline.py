@@ -47,8 +47,10 @@ class Timeline:
 
     Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
     with what follows the last allreduce) count from the start of backward. `alone_s` is the
-    iteration without communication, `communication_s` the sum of all allreduces. With sharded
-    updates, `gathers` has those of the same buckets, and `forward_s` includes the waiting for them.
+    iteration without communication, `communication_s` the sum of all allreduces. `bound_s` is a
+    bound that no buckets can beat: the longer of `alone_s` and one allreduce of all gradients. With
+    sharded updates, `gathers` has those of the same buckets, and `forward_s` includes the waiting
+    for them.
     """
 
     forward_s: float
@@ -57,6 +59,7 @@ class Timeline:
     between_s: float
     alone_s: float
     communication_s: float
+    bound_s: float
     buckets: tuple[BucketTimes, ...]
     gathers: tuple[BucketTimes, ...] = ()
 
@@ -75,15 +78,10 @@ class Timeline:
         waits_s = (gather.finished_s - gather.ready_s for gather in self.gathers)
         return max(0.0, after_backward_s - self.computed_s) + sum(max(0.0, s) for s in waits_s)
 
-    @property
-    def bound_s(self) -> float:
-        """A bound that no plan can beat: the longer of computation and communication."""
-        return max(self.alone_s, self.communication_s)
-
     def to_dict(self) -> dict[str, Any]:
         """Return all times by name, derived ones included."""
-        followed = ("iteration_s", "exposed_s", "bound_s")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in followed}
+        followed = {"iteration_s": self.iteration_s, "exposed_s": self.exposed_s}
+        return dataclasses.asdict(self) | followed
 
     def bucket_table(self, title: str, texts: Iterable[str]) -> list[str]:
         """Return a table of the buckets, with a last column that has this title and these texts."""
@@ -130,13 +128,15 @@ def predict(
     gathers: tuple[BucketTimes, ...] = ()
     if is_sharded:
         forward_s, gathers = _run_forward(profile, bucket_sizes, each)
+    alone_s = profile.forward_s + profile.between_s + profile.backward_s + profile.after_s
     return Timeline(
         forward_s=forward_s,
         computed_s=reached[-1],
         backward_s=max(reached[-1], buckets[-1].finished_s) + profile.after_s,
         between_s=profile.between_s,
-        alone_s=profile.forward_s + profile.between_s + profile.backward_s + profile.after_s,
+        alone_s=alone_s,
         communication_s=sum(each.seconds(moved.num_bytes) for moved in (*buckets, *gathers)),
+        bound_s=max(alone_s, cost.seconds(profile.num_bytes)),
         buckets=tuple(buckets),
         gathers=gathers,
     )

@@ -201,6 +201,8 @@ class _Tuner(Observer):
             ignore(ddp, Turn.TUNER)
             return
         if not will_communicate(ddp):
+            if self._stopwatch is not None:
+                self._stopwatch.end_step()
             return
         stopwatch = self._begin_step(ddp, self._stage)
         if stopwatch.num_backwards == self._stage.num_backwards - 1 and self._appointment is None:

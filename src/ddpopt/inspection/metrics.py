@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import StepClock, Turn, observe
+from ddpopt._events import StepClock, Turn, observe, watch_forwards
 from ddpopt.bucketing import rebucket
 from ddpopt.split import state
 
@@ -28,7 +28,8 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if allreduces are rings: 2 (n - 1) / n times the bytes, on n ranks (as NCCL's tests define it).
     `ddpopt.recompiles` counts all compiles of a frame but the first.
 
-    An attached algorithm adds what its `Handle.metrics` returns. What is not known yet is left out.
+    An attached algorithm adds what its `Handle.metrics` returns; DDP knows nothing of what it
+    communicates, and those numbers are left out, as is what is not known yet.
     If the model is not compiled, the numbers of sections and graphs are 0.
 
     Args:
@@ -41,6 +42,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     clock = _clocks.get(ddp)
     if clock is None:
         clock = _clocks[ddp] = StepClock()
+        watch_forwards()
         observe(ddp, Turn.METRICS, clock)
     known = state.of(ddp)
     plans = known.plans
@@ -56,9 +58,13 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)
-    if step.number:
-        found |= _of_step(step, dist.get_world_size(ddp.process_group))
     source = _sources.get(ddp, _no_source)()
+    if step.number:
+        found["ddpopt.sampled_step"] = step.number
+        found["ddpopt.forward.ms"] = step.forward_s * 1e3
+        found["ddpopt.backward.ms"] = (step.backward_s + step.exposed_s) * 1e3
+        if source is None:
+            found |= _communication_of(step, dist.get_world_size(ddp.process_group))
     return found if source is None else found | source()
 
 
@@ -72,11 +78,8 @@ def remove_source(ddp: DistributedDataParallel) -> None:
     _sources.pop(ddp, None)
 
 
-def _of_step(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
+def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
     found = {
-        "ddpopt.sampled_step": step.number,
-        "ddpopt.forward.ms": step.forward_s * 1e3,
-        "ddpopt.backward.ms": (step.backward_s + step.exposed_s) * 1e3,
         "ddpopt.communication.ms": step.communication_s * 1e3,
         "ddpopt.communication.exposed_ms": step.exposed_s * 1e3,
         "ddpopt.communication.bytes": step.num_bytes,

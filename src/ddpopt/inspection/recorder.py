@@ -4,11 +4,14 @@
 Sections report themselves (`_events.py`). Hooks on the autograd nodes that accumulate gradients
 note when each gradient arrives. DDP's own hook runs between our two on the same node, and launches
 the allreduces of the buckets that are complete, so our second hook gives the time of the launch.
-After the first step, hooks stay only on the gradients that completed a bucket in it: autograd's
-order is the same in each step of the same graphs, and hooks on hundreds of gradients would cost
-time. Only the process group knows when an allreduce has finished; torch's profiler records it. The
-profiler cannot be on twice: where it is on already, that time is left out, and sections and buckets
-appear as named ranges in the profile of whoever turned it on.
+After the first step, hooks stay only on the gradients that completed a bucket in it, and on one of
+each backward, whose end would be missed otherwise: reentrant checkpoints run backwards within the
+backward. Autograd's order is the same in each step of the same graphs, and hooks on hundreds of
+gradients would cost time. A step's backward ends with the last that got one of its gradients; one
+that arrives once more after an end is of another backward. Only the process group knows when an
+allreduce has finished; torch's profiler records it. The profiler cannot be on twice: where it is on
+already, that time is left out, and sections and buckets appear as named ranges in the profile of
+whoever turned it on.
 
 Sharded updates have exchanges of their own in place of allreduces, and report them: sums in
 backward, and gathers in forward, which belong to the step whose forward comes next. See
@@ -38,7 +41,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch, _waits
-from ddpopt._events import Label, Observer, Turn, ignore, listen, observe, will_communicate
+from ddpopt._events import (
+    Label,
+    Observer,
+    Turn,
+    ignore,
+    listen,
+    observe,
+    watch_forwards,
+    will_communicate,
+)
 from ddpopt._files import check_can_write
 from ddpopt._ranges import range_name, watch_backward
 from ddpopt._text import format_bytes
@@ -55,6 +67,11 @@ from ddpopt.split import state
 
 # What process groups call their allreduces in a profile; on a GPU the kernel gives the finish.
 _ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
+
+_NO_STEPS = (
+    "steps: this block had no forward of this DDP module that communicates (with gradients, not "
+    "under no_sync) and whose backward ended"
+)
 
 _recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
 
@@ -106,6 +123,8 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     reader = _Reader(ddp, recording.origin_unix_ns, events)
     steps = [step.at(clock.computed_s) for step in recorder.steps if step.backward_stop_s]
     recording.steps = tuple(map(reader.read, steps))
+    if not steps:
+        reader.notes.insert(0, _NO_STEPS)
     recording.notes = tuple(dict.fromkeys(reader.notes))
     _recordings[ddp] = recording
     if path is not None:
@@ -163,6 +182,7 @@ class _Step:
     forward_stop_s: float = 0.0
     backward_stop_s: float = 0.0
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)  # around DDP's hook
+    backwards: dict[int, int] = field(default_factory=dict)  # and a gradient that arrived in each
     sections: list[RecordedSection] = field(default_factory=list)
     sums: dict[int, FollowedExchange] = field(default_factory=dict)  # by bucket
     gathers: list[FollowedExchange] = field(default_factory=list)
@@ -207,6 +227,7 @@ class _Recorder(Observer):
         self._gathers: list[FollowedExchange] = []  # of the next step
         self._step: _Step | None = None  # the one whose backward is running or still to come
         self._hooks: dict[int, tuple[Any, Any]] = {}  # by parameter
+        self._ends = _torch.BackwardEnds(self._end_backward)
         self._kept: list[Any] = []  # autograd nodes live only as long as somebody holds them
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._missing: list[int] = []  # how many gradients of each bucket have not arrived
@@ -226,12 +247,14 @@ class _Recorder(Observer):
             node = _torch.accumulate_node(tensor)
             self._kept.append(node)
             self._watch_arrival(node, parameter.index)
+        watch_forwards()
         observe(ddp, Turn.RECORDER, self)
         try:
             yield
         finally:
             ignore(ddp, Turn.RECORDER)
             self._remove_hooks(self._hooks.keys())
+            self._kept.clear()
             self._follower.close()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
@@ -240,6 +263,7 @@ class _Recorder(Observer):
             self._step = None
             self._gathers = []
         elif self._step is None or self._step.arrivals:
+            self._drop_needless_hooks()
             self._step = _Step(self._now_s(), gathers=self._gathers)
             self._gathers = []
             self.steps.append(self._step)
@@ -290,11 +314,15 @@ class _Recorder(Observer):
 
         def before(_gradients: object) -> None:
             step = self._step
-            if step is None or step.backward_stop_s:
+            if step is None:
+                return
+            if step.backward_stop_s and index in step.arrivals and not self._ends.is_pending:
+                self._step = None
                 return
             if not step.arrivals:
-                _torch.at_end_of_backward(self._end_backward)
                 self._missing = list(self._sizes)
+            self._ends.watch()
+            step.backwards[_torch.running_backward()] = index
             step.arrivals[index] = (self._now_s(), 0.0)
             if bucket is not None:
                 self._missing[bucket] -= 1
@@ -303,21 +331,22 @@ class _Recorder(Observer):
 
         def after(_inputs: object, _outputs: object) -> None:
             self._range.close()
-            step = self._step
-            if step is not None and not step.backward_stop_s:
-                step.arrivals[index] = (step.arrivals[index][0], self._now_s())
+            if self._step is not None:
+                self._step.arrivals[index] = (self._step.arrivals[index][0], self._now_s())
 
         self._hooks[index] = (node.register_prehook(before), node.register_hook(after))
 
     def _end_backward(self) -> None:
-        step = self._step
-        if step is None:
-            return
-        step.backward_stop_s = self._now_s()
-        if self._buckets and step.arrivals.keys() >= self._bucket_of.keys():
-            last = {max(bucket, key=lambda i: step.arrivals[i][1]) for bucket in self._buckets}
-            self._remove_hooks(self._hooks.keys() - last)
-            self._sizes = [1] * len(self._buckets)
+        if self._step is not None:
+            self._step.backward_stop_s = self._now_s()
+
+    def _drop_needless_hooks(self) -> None:
+        arrivals = self.steps[-1].arrivals if self.steps else {}
+        if self._buckets and arrivals.keys() >= self._bucket_of.keys():
+            needed = {max(bucket, key=lambda i: arrivals[i][1]) for bucket in self._buckets}
+            needed.update(self.steps[-1].backwards.values())
+            self._remove_hooks(self._hooks.keys() - needed)
+            self._sizes = [len(needed.intersection(bucket)) for bucket in self._buckets]
 
     def _remove_hooks(self, indices: Iterable[int]) -> None:
         for index in tuple(indices):

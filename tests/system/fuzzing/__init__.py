@@ -1,6 +1,6 @@
 """Random models, trained on two ranks with DDP compiled and eager.
 
 `spec.py` says what a case is, `strategies.py` draws cases, `blocks.py` and `building.py` make
-modules of them, `training.py` and `checking.py` run them on the ranks, `campaign.py` runs many and
-counts, `kept.py` keeps those that once failed.
+modules of them, `training.py` and `checking.py` run them on the ranks, with what `loops.py` does
+between two steps, `campaign.py` runs many and counts, `kept.py` keeps those that once failed.
 """

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.system.fuzzing.spec import Block
 
@@ -243,6 +244,17 @@ class Parametrized(Part):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
+
+
+class Pruned(Parametrized):
+    """A weight that a hook computes before forward."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        if self.choice % 2:
+            nn.utils.weight_norm(self.layer)
+        else:
+            prune.l1_unstructured(self.layer, "weight", 0.25)
 
 
 class Sorted(Part):

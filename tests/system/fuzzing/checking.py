@@ -139,7 +139,8 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
     if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
     with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole
-        unsplit = _attempt(case, rank, functools.partial(torch.compile, backend=case.inner))
+        plain = (lambda module: module) if case.uncompiled else _unsplit(case)
+        unsplit = _attempt(case, rank, plain)
     if unsplit.raised_anywhere:
         return Finding(outcome=REFUSED_UNSPLIT, detail=unsplit.error, sections=ours.sections)
     if ours.raised_anywhere:
@@ -196,8 +197,14 @@ def anywhere(is_so: bool) -> bool:
 
 
 def _compile(case: Case, module: nn.Module) -> Callable[..., Any]:
+    if case.uncompiled:
+        return module
     options = {"inner": case.inner, "split": case.split}
     return torch.compile(module, backend="ddpopt", options=options)
+
+
+def _unsplit(case: Case) -> Compile:
+    return functools.partial(torch.compile, backend=case.inner)
 
 
 def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
@@ -205,7 +212,7 @@ def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
     given = [
         (plan, why.name) for plan in ours.plans for why in (plan.fallback, plan.instead) if why
     ]
-    reasons = tuple(name for _, name in given)
+    reasons = (*(name for _, name in given), *ours.notes.refusals)
     for plan, name in given:
         if name in OUR_ERRORS:
             outcome, detail = NOT_SPLIT, f"{name}: {plan}"

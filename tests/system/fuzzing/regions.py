@@ -129,6 +129,7 @@ KINDS: dict[str, type[Part]] = {
     "attention": blocks.Attention,
     "cell": blocks.Cell,
     "parametrized": blocks.Parametrized,
+    "pruned": blocks.Pruned,
     "sorted": blocks.Sorted,
     "function": blocks.Function,
     "break": Break,

@@ -32,17 +32,24 @@ def simpler_cases(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, batches=case.batches[:-1])
     if max(map(len, case.batches)) > 1:
         yield dataclasses.replace(case, batches=tuple(sizes[:1] for sizes in case.batches))
-    yield from _with_defaults(case, except_for=("blocks",))
+    if case.is_sharded and not case.uncompiled:
+        yield dataclasses.replace(case, uncompiled=True)
+    yield from _with_defaults(case, except_for=("blocks", "uncompiled"))
     for name in ("freezes", "extras"):
-        steps = getattr(case, name)
-        if len(steps) > len(case.batches):
-            yield dataclasses.replace(case, **{name: steps[: len(case.batches)]})
-        for index, how in enumerate(steps):
-            if how:
-                yield dataclasses.replace(case, **{name: (*steps[:index], "", *steps[index + 1 :])})
-    if len(case.outputs) > 1:
-        for index in range(len(case.outputs)):
-            yield dataclasses.replace(case, outputs=_without(case.outputs, index))
+        for steps in _simpler_steps(getattr(case, name), len(case.batches)):
+            yield dataclasses.replace(case, **{name: steps})
+    for name in ("outputs", "actions"):
+        items = getattr(case, name)
+        for index in range(len(items) if len(items) > 1 else 0):
+            yield dataclasses.replace(case, **{name: _without(items, index)})
+
+
+def _simpler_steps(steps: tuple[str, ...], num_steps: int) -> Iterator[tuple[str, ...]]:
+    if len(steps) > num_steps:
+        yield steps[:num_steps]
+    for index, how in enumerate(steps):
+        if how:
+            yield (*steps[:index], "", *steps[index + 1 :])
 
 
 def _simpler_blocks(blocks: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:

@@ -57,7 +57,9 @@ class Case:
     module is copied after the first step, to train the copy from then on: "deepcopy", "pickle", or
     "" for not at all. `more_rows` is how many rows rank 1 has more in each step. `delayed` and
     `ignored` are the parameters that DDP delays, or leaves alone: "last" for those of the last
-    layer, "most" for those of the blocks too.
+    layer, "most" for those of the blocks too. The last fields are for cases with `ShardedUpdate`:
+    its `overlap_forward`, and what `loops.py` lists of optimizers and of loops; `uncompiled` has
+    the algorithm alone compared, with no compiler.
     """
 
     blocks: tuple[Block, ...]
@@ -90,6 +92,11 @@ class Case:
     more_rows: tuple[int, ...] = ()
     delayed: str = ""
     ignored: str = ""
+    overlaps: bool = False
+    optimizer: str = "SGD"
+    arrangement: str = ""
+    actions: tuple[str, ...] = ()
+    uncompiled: bool = False
 
     def all_blocks(self) -> Iterator[Block]:
         """Give all blocks, those within others too."""
@@ -112,10 +119,11 @@ class Case:
         found |= {f"frozen {block.frozen}" for block in self.all_blocks() if block.frozen}
         found |= {f"step frozen {how}" for how in self.freezes if how}
         found |= {f"extra forward {how}" for how in self.extras if how}
-        for name in ("copied", "delayed", "ignored"):
+        found |= {f"loop {action}" for action in self.actions}
+        for name in ("copied", "delayed", "ignored", "arrangement"):
             found |= {f"{name} {getattr(self, name)}"} if getattr(self, name) else set()
         found |= {"another batch size on another rank"} if any(self.more_rows) else set()
-        for name in ("container", "feed", "regions", "split", "inner"):
+        for name in ("container", "feed", "regions", "split", "inner", "optimizer"):
             found.add(f"{name} {getattr(self, name)}")
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is True:

@@ -9,6 +9,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from tests.system.fuzzing.loops import ACTIONS, ARRANGEMENTS, OPTIMIZERS
 from tests.system.fuzzing.spec import AROUND, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
 
 # Without state that a second run in backward would change once more, and without graph breaks.
@@ -59,6 +60,8 @@ SUBCLASSES = ("subclass", "jagged", "pair")
 CONTAINERS = ("tuple", "list", "dict", "nested", "dataclass")
 REGIONS = ("plain", "checkpoint", "checkpoint", "reentrant")
 FEEDS = ("positional", "positional", "positional", "keyword", "dict", "list", *SUBCLASSES)
+# How it goes on with what is frozen when the algorithm is attached, or later.
+FROZEN = (("half", "half", ""), ("half", "", "half"), ("", "half", "half", ""))
 CAPS_BYTES = (200, 300, 600, 200, 300, 800, None)
 
 
@@ -84,13 +87,14 @@ def blocks(draw: st.DrawFn, kinds: tuple[str, ...], depth: int) -> Block:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Draw a case."""
+def cases(draw: st.DrawFn, algorithms: bool = False) -> Case:
+    """Draw a case, with an algorithm or any."""
     may_be_unused = draw(_sometimes(3))
     communicates, has_effects = draw(_sometimes(4)), draw(_sometimes(3))
     kinds = PLAIN + (PARTLY_UNUSED[:2] if may_be_unused else ())
     kinds += EFFECTS * 2 * has_effects + COLLECTIVES * 4 * communicates
-    drawn = draw(st.lists(blocks(kinds, 2), min_size=1, max_size=5))
+    kinds += ("parametrized", "pruned", "pruned") * algorithms
+    drawn = draw(st.lists(blocks(kinds, 1 if algorithms else 2), min_size=1, max_size=5))
     if draw(_sometimes(3)):
         # With other layers in backward, ranks would not communicate in one order.
         may_choose = may_be_unused and not communicates
@@ -130,7 +134,50 @@ def cases(draw: st.DrawFn) -> Case:
         delayed=draw(st.sampled_from((*[""] * 10, "last", "most"))),
         ignored=draw(st.sampled_from((*[""] * 10, "last", "most"))),
     )
+    if algorithms or _possible(case).is_sharded:
+        case = draw(_loops(case, algorithms))
     return _possible(case)
+
+
+@st.composite
+def _loops(draw: st.DrawFn, case: Case, algorithms: bool) -> Case:
+    """Draw what is done with an algorithm; with `algorithms`, it can be attached."""
+    actions = draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4, unique=True))
+    case = dataclasses.replace(
+        case,
+        batches=case.batches + case.batches[-1:] * (3 - len(case.batches)),
+        overlaps=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(("SGD", "SGD", "AdamW", *OPTIMIZERS))),
+        arrangement=draw(st.sampled_from(("", *ARRANGEMENTS))),
+        actions=tuple(actions),
+    )
+    if algorithms:
+        case = dataclasses.replace(
+            case,
+            blocks=tuple(_attachable(block) for block in case.blocks),
+            copied=case.copied if draw(_sometimes(3)) else "",
+            static_graph=case.static_graph and case.container != "dataclass",
+            uncompiled=draw(_sometimes(3)),
+            is_sharded=True,
+            delayed="",
+        )
+        uses_all = not {*PARTLY_UNUSED} & {block.kind for block in case.all_blocks()}
+        if draw(_sometimes(6)) and uses_all:
+            case = dataclasses.replace(case, regions="reentrant", find_unused=False, freezes=())
+    if "frozen" in actions:
+        how = draw(st.sampled_from(FROZEN))
+        case = dataclasses.replace(case, freezes=how, find_unused=True)
+    return case
+
+
+def _attachable(block: Block) -> Block:
+    """Return a block that ShardedUpdate takes: without 16 bits, without sparse gradients."""
+    return dataclasses.replace(
+        block,
+        dtype=block.dtype if block.dtype != "bfloat16" else "float32",
+        choice=block.choice if block.kind != "embedding" else block.choice // 3 * 3,
+        inner=tuple(_attachable(part) for part in block.inner),
+    )
 
 
 @st.composite
@@ -173,7 +220,7 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=(), delayed="")
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
-    return _possible_in_ddp(_possible_in_shards(case), kinds)
+    return _possible_in_ddp(_possible_in_shards(case, kinds), kinds)
 
 
 def _possible_blocks(case: Case, kinds: set[str]) -> Case:
@@ -187,9 +234,19 @@ def _possible_blocks(case: Case, kinds: set[str]) -> Case:
     return case
 
 
-def _possible_in_shards(case: Case) -> Case:
+def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
     if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
         case = dataclasses.replace(case, copied="deepcopy")
+    if case.is_sharded and "half" in case.freezes:  # else DDP leaves gradients unreduced
+        case = dataclasses.replace(case, find_unused=True)
+    if "pruned" in kinds:  # what hooks compute cannot be copied
+        case = dataclasses.replace(case, copied="", actions=_without(case, "ema", "copy"))
+    if case.copied:  # the encoder is not
+        case = dataclasses.replace(case, arrangement="")
+    if "encoder" in case.arrangement:  # some of the states are of the other handle
+        case = dataclasses.replace(case, actions=_without(case, "states"))
+    if "thawed" in case.freezes:  # handles clip what DDP reduces
+        case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
     # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
     is_found = case.container != "dataclass" and not case.copied
     # torch's updates round the last elements of 16-bit tensors otherwise, and shards end elsewhere.
@@ -197,6 +254,10 @@ def _possible_in_shards(case: Case) -> Case:
     if has_16_bits or (case.static_graph and not is_found):
         case = dataclasses.replace(case, is_sharded=False)
     return case
+
+
+def _without(case: Case, *actions: str) -> tuple[str, ...]:
+    return tuple(action for action in case.actions if action not in actions)
 
 
 def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
-from ddpopt.algorithms import ShardedUpdate, ShardedUpdateHandle, attach
-from ddpopt.errors import OptionError
-from tests.system.fuzzing import effects, subclasses
+from tests.system.fuzzing import effects, loops, subclasses
 from tests.system.fuzzing.blocks import WIDTH
 from tests.system.fuzzing.building import Model
+from tests.system.fuzzing.loops import Loop
 from tests.system.fuzzing.spec import Case
 
 COLLECTIVE_LIMIT_S = 60  # after which a rank whose peer raised gives up its allreduce
@@ -31,10 +32,17 @@ Compile = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients."""
+    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients.
+
+    `refusals` are not compared: why an algorithm was not attached.
+    """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def value(self, name: str, value: torch.Tensor) -> None:
+        self.values[name] = value.detach().clone()
 
 
 # No group is ever destroyed, so torch keeps it. Where a Reducer is the last to hold one, gloo's
@@ -58,16 +66,12 @@ def leave_group() -> None:
 
 
 class _Training(NamedTuple):
-    """A DDP module, what is called in its place, its parameters by name, and their optimizer.
-
-    `handle` is that of ShardedUpdate, None without it or where it refuses the model.
-    """
+    """A DDP module, what is called in its place, its parameters by name, and the loop's rest."""
 
     ddp: DistributedDataParallel
     forward: Callable[..., Any]
     named: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    handle: ShardedUpdateHandle | None
+    loop: Loop
 
 
 def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
@@ -90,50 +94,49 @@ def train(
     model = Model(case)
     _hook(case, model)
     reduced = {name for name, p in model.named_parameters() if p.requires_grad}
-    if case.compiles_inside:
-        training = _training(case, _wrap(case, compile_(model), group), compile_, is_sharded)
-    else:
-        training = _training(case, _wrap(case, model, group), compile_, is_sharded)
+    ddp = _wrap(case, compile_(model) if case.compiles_inside else model, group)
+    if "frozen" in case.actions:
+        _freeze(dict(model.named_parameters()), reduced, _item(case.freezes, 0))
+    training = _training(case, ddp, reduced, compile_, is_sharded)
     notes = Notes()
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     torch.manual_seed(1000 * case.seed + rank)
     for step in range(len(case.batches)):
         if step == 1 and case.copied:
             _freeze(training.named, reduced, "")
-            _detach(training)
-            training = _training(case, _copy(case, training.ddp, group), compile_, is_sharded)
+            training.loop.detach()
+            ddp = _copy(case, training.ddp, group)
+            training = _training(case, ddp, reduced, compile_, is_sharded)
         if case.freezes:
             _freeze(training.named, reduced, _item(case.freezes, step))
         if rank == 0 and _item(case.extras, step):
             _run_alone(case, step, training, notes, generator)
         _train_step(case, step, training, notes, generator, rank)
-    _detach(training)
+    training.loop.detach()
     for name, parameter in training.named.items():
-        notes.values[f"parameter {name}"] = parameter.detach().clone()
+        notes.value(f"parameter {name}", parameter)
     for name, buffer in _module(training.ddp).named_buffers():
-        notes.values[f"buffer {name}"] = buffer.detach().clone()
+        notes.value(f"buffer {name}", buffer)
+    loops.end(training.loop, notes.value)
+    notes.refusals.extend(training.loop.refusals)
     return notes, training.ddp
 
 
 def _training(
-    case: Case, ddp: DistributedDataParallel, compile_: Compile, is_sharded: bool
+    case: Case,
+    ddp: DistributedDataParallel,
+    reduced: set[str],
+    compile_: Compile,
+    is_sharded: bool,
 ) -> _Training:
     named = dict(_module(ddp).named_parameters())
-    may_train = [p for p in named.values() if p.requires_grad or "thawed" in case.freezes]
-    optimizer = torch.optim.SGD(may_train, lr=0.05, momentum=0.9 if case.momentum else 0.0)
+    may_train = [p for name, p in named.items() if name in reduced or "thawed" in case.freezes]
     if case.regions:
         _module(ddp).compile_regions(compile_)
     is_compiled = bool(case.compiles_inside or case.regions)
-    handle = None
-    if is_sharded:
-        with contextlib.suppress(OptionError, NotImplementedError):
-            handle = attach(ddp, optimizer, ShardedUpdate())
-    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, optimizer, handle)
-
-
-def _detach(training: _Training) -> None:
-    if training.handle is not None:
-        training.handle.detach()
+    loop = loops.begin(case, ddp, _module(ddp), may_train, is_sharded)
+    ddp.train("eval" not in case.actions)
+    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, loop)
 
 
 def _module(ddp: DistributedDataParallel) -> Any:
@@ -148,31 +151,38 @@ def _train_step(
     generator: torch.Generator,
     rank: int,
 ) -> None:
-    ddp, forward, named, optimizer, handle = training
+    ddp, forward, named, loop = training
     more_rows = rank * case.more_rows[step] if step < len(case.more_rows) else 0
     if step and case.evaluates_between:
         ddp.eval()
         with torch.no_grad():
             _note_output(notes, f"eval {step}", forward(_feed(case, _draw(2, generator))))
-        ddp.train()
+        ddp.train("eval" not in case.actions)
     sizes = case.batches[step]
     for part, size in enumerate(sizes):
         where = f"step {step}.{part}"
         is_last = part == len(sizes) - 1
         x = _draw(size + more_rows, generator).to(getattr(torch, case.input_dtype))
         x.requires_grad_(case.is_input_trained)
-        with contextlib.nullcontext() if is_last else ddp.no_sync():
-            output = forward(x=x) if case.feed == "keyword" else forward(_feed(case, x))
-            loss = _note_output(notes, where, output)
+        with contextlib.nullcontext() if is_last else loop.no_sync():
+            fed = loop.encode(x)
+            output = forward(x=fed) if case.feed == "keyword" else forward(_feed(case, fed))
+            loss = loop.scale(_note_output(notes, where, output))
             if loss.requires_grad:  # unless all is frozen
                 loss.backward()
-        notes.values[f"{where} input"] = x.detach().clone()
+        notes.value(f"{where} input", x)
         notes.texts[f"{where} calls"] = ", ".join(effects.calls)
         _note_gradients(notes, where, {"input": x})
         if is_last or not case.is_sharded:
-            _note_gradients(notes, where, named, handle)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=case.clears_to_none)
+            _note_gradients(notes, where, named | loop.beside, loop.gradients())
+    loops.update(loop, step, notes.value, functools.partial(_look, case, notes, generator))
+
+
+@torch.no_grad()
+def _look(
+    case: Case, notes: Notes, generator: torch.Generator, where: str, module: nn.Module
+) -> None:
+    _note_output(notes, where, module(_feed(case, _draw(3, generator))))
 
 
 def _item(steps: tuple[str, ...], step: int) -> str:
@@ -194,7 +204,7 @@ def _run_alone(
     ddp.train(how != "eval")
     with ddp.no_sync() if how == "no_sync" else torch.no_grad():
         output = training.forward(_feed(case, _draw(2, generator)))
-    ddp.train()
+    ddp.train("eval" not in case.actions)
     _note_output(notes, f"forward before {step}", output)
 
 
@@ -313,13 +323,10 @@ def _note_gradients(
     notes: Notes,
     where: str,
     tensors: Mapping[str, torch.Tensor],
-    handle: ShardedUpdateHandle | None = None,
+    full: Mapping[torch.Tensor, torch.Tensor | None] = MappingProxyType({}),
 ) -> None:
-    full = {} if handle is None else handle.full_gradients()
-    described = {} if handle is None else handle.training.parameters
     for name, tensor in tensors.items():
-        is_own = tensor in described
-        gradient = full.get(described[tensor].name) if is_own else tensor.grad
+        gradient = full.get(tensor, tensor.grad)
         if gradient is not None:
             gradient = gradient.detach()
             notes.values[f"{where} gradient {name}"] = gradient.clone().to_dense()

@@ -1,4 +1,4 @@
-"""`AsyncModelAverage`: the mean moves by training alone, rounds end together, nothing hangs."""
+"""AsyncModelAverage: rounds beside training, which lose no update, start and stop; and turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.algorithms import AsyncModelAverage, AsyncModelAverageHandle, attach
-from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.algorithms.async_ import Turns
+from ddpopt.errors import OptionError, PeerError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
@@ -654,24 +655,6 @@ def test_buffers_that_ddp_does_not_send_are_fine(one_rank: None) -> None:
         attach(ddp, optimizer, OFTEN).detach()
 
 
-def test_join_is_refused_in_the_forward(one_rank: None) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    handle = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), OFTEN)
-    with pytest.raises(AttachError, match="join"), ddp.join():
-        ddp(torch.ones(2, WIDTH))
-    handle.detach()
-
-
-def test_closures_are_refused(one_rank: None) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, OFTEN)
-    loss = ddp(torch.ones(2, WIDTH)).sum()
-    with pytest.raises(OptionError, match="closure"):
-        optimizer.step(lambda: loss)
-    handle.detach()
-
-
 # ---- what ends a thread -----------------------------------------------------------------------
 
 
@@ -768,7 +751,7 @@ EXITS = """
     import sys, time
     sys.path.insert(0, {tests!r})
     import torch, torch.distributed as dist
-    from tests.algorithms.test_async_average import OFTEN, AsyncModelAverage, Trial
+    from tests.algorithms.test_async import OFTEN, AsyncModelAverage, Trial
 
     rank, ending = int(sys.argv[1]), sys.argv[2]
     store = dist.FileStore(sys.argv[3], 2)
@@ -809,3 +792,77 @@ def test_a_process_that_exits_without_abort_ends_promptly(ending: str, tmp_path:
     assert [process.returncode for process in processes] == [0, 0], answers
     assert all("trained" in out for out, _ in answers)
     assert not any("Traceback" in text or "terminate" in text for _, text in answers), answers
+
+
+# ---- Turns -------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def _waits(turns: Turns, count: int) -> None:
+    """Wait until that many threads stand in line."""
+    done = threading.Event()
+    for _ in range(HARD_TIMEOUT_S * 100):
+        if len(turns._line) == count:
+            return
+        done.wait(0.01)
+    raise AssertionError(f"{len(turns._line)} in line, expected {count}")
+
+
+def test_who_waits_comes_before_who_gave_it_back() -> None:
+    """Training that takes the lock again at once does not keep the other thread from it."""
+    turns = Turns(CPU)
+    order: list[str] = []
+    turns.take()
+
+    def average() -> None:
+        turns.take()
+        order.append("averaging")
+        turns.give()
+
+    thread = threading.Thread(target=average, daemon=True)
+    thread.start()
+    _waits(turns, 2)
+    turns.give()
+    turns.take()
+    order.append("training")
+    turns.give()
+    thread.join(HARD_TIMEOUT_S)
+    assert order == ["averaging", "training"]
+
+
+def test_threads_get_it_in_the_order_of_their_arrival_and_one_at_a_time() -> None:
+    turns = Turns(CPU)
+    turns.take()
+    order: list[int] = []
+    threads = []
+
+    def work(k: int) -> None:
+        turns.take()
+        assert len(order) == k
+        order.append(k)
+        turns.give()
+
+    for k in range(8):
+        threads.append(threading.Thread(target=work, args=(k,), daemon=True))
+        threads[-1].start()
+        _waits(turns, 2 + k)
+    turns.give()
+    for thread in threads:
+        thread.join(HARD_TIMEOUT_S)
+    assert order == list(range(8))
+
+
+def test_closing_sends_who_waits_away_and_leaves_who_has_it() -> None:
+    turns = Turns(CPU)
+    assert turns.take()
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(turns.take()), daemon=True)
+    thread.start()
+    _waits(turns, 2)
+    turns.close()
+    thread.join(HARD_TIMEOUT_S)
+    assert answers == [False]
+    turns.give()
+    assert not turns.take()

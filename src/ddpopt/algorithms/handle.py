@@ -1,16 +1,26 @@
 """`Algorithm`, and `Handle`, an algorithm at work on a model: what all algorithms share.
 
-[Note: steps] A step of an algorithm is a forward in training mode, with gradients on and outside
-`no_sync`, together with the backward and the update that follow it. Evaluation, `no_grad`,
-the forwards of accumulated micro-batches and additional forwards before the same backward are not
-counted. A step ends with the last optimizer's update; if that is skipped, as GradScaler may do,
-it ends with the next step's forward, so that all ranks communicate equally often.
+[Note: steps] A step of an algorithm is a forward with gradients on and outside `no_sync`, together
+with the backward and the update that follow it. Evaluation, `no_grad`, the forwards of accumulated
+micro-batches and additional forwards before the same backward are not counted. A step begins with
+its forward; in eval mode, which may be an evaluation without `no_grad`, only when its backward
+reduces the first bucket. It ends with the last optimizer's update; if that is skipped, as
+GradScaler may do, it ends with the next forward of this kind, so that all ranks communicate equally
+often.
+
+[Note: the end of a backward] A backward may run others, as reentrant checkpoints do, each of which
+ends before it. DDP reduces each bucket once in a backward, in order, so all gradients are final
+when the backward, outer or inner, in which the last bucket was reduced has ended. In a static
+graph's first iteration, DDP reduces all buckets when the outermost backward has ended, gives each
+the index 0, and marks none of several as the last: an index 0 that comes again shows it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +33,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddpopt import _torch
-from ddpopt.algorithms._runtime.groups import Groups, mean
-from ddpopt.algorithms._runtime.tally import Tally, note_sent, ring_bytes
-from ddpopt.algorithms._runtime.weights import FlatWeights
+from ddpopt import _logs, _torch
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Tally, ring_bytes
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
 from ddpopt.ranks.agreement import Fact, Word, agree, communicating
@@ -37,34 +45,68 @@ GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other an
 
 _COUNTERS = ("num_steps", "num_communications")
 
-# What reduces the buckets of a DDP module now. It can get a comm hook only once in its life, so it
-# stays in here when its algorithm goes; and its Reducer keeps the hook alive from C++, where no
-# cycles are collected, so all references are weak.
-_attached: weakref.WeakKeyDictionary[
-    DistributedDataParallel, Callable[[], Callable[[Bucket], GradientFuture] | None]
-] = weakref.WeakKeyDictionary()
+
+class _Reduction:
+    """What reduces the buckets of a DDP module: an algorithm, or DDP's allreduce when that is gone.
+
+    It is the state of the only comm hook that the module can get in its life. DDP's Reducer keeps
+    it alive from C++, where no cycles are collected, so it has weak references; copies of the
+    module have none of it.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self.find: Callable[[], Callable[[Bucket], GradientFuture] | None] = lambda: None
+        ddp.register_comm_hook(self, _Reduction.reduce)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def reduce(self, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
+        """As a comm hook without a state."""
+        reduce, ddp = self.find(), self._ddp()
+        assert ddp is not None  # it is in its backward
+        return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
 
 
-def _comm_hook(find_ddp, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
-    ddp = find_ddp()
-    reduce = _attached[ddp]()
-    return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
+def _reduction_of(ddp: DistributedDataParallel) -> _Reduction | None:
+    found = (state for state in _torch.hook_states(ddp) if isinstance(state, _Reduction))
+    return next(found, None)
 
 
 def check_free(ddp: DistributedDataParallel) -> None:
     """Raise AttachError if `ddp` has an algorithm, or a comm hook that is not ours."""
-    if ddp not in _attached and _torch.has_comm_hook(ddp):
+    reduction = _reduction_of(ddp)
+    if reduction is None and _torch.has_comm_hook(ddp):
         raise AttachError(
             "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
             "module without"
         )
-    if ddp in _attached and _attached[ddp]() is not None:
+    if reduction is not None and reduction.find() is not None:
         raise AttachError("this model has an algorithm already; detach it first")
+
+
+class ModuleHook:
+    """A hook on a module, of which copies and pickles do nothing."""
+
+    def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the hook."""
+        return self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What an algorithm is attached to; `parameters` are those trainable and not ignored by DDP."""
+    """What an algorithm is attached to.
+
+    `parameters` are, in the module's order, those that DDP reduces, even if they are frozen now,
+    and those that are trainable now, except what DDP ignores.
+    """
 
     ddp: DistributedDataParallel
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -72,7 +114,7 @@ class Training:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """DDP's process group, on which no algorithm communicates while training."""
+        """DDP's process group, on which DDP itself may be communicating."""
         group: dist.ProcessGroup = self.ddp.process_group
         return group
 
@@ -112,14 +154,14 @@ def agree_on(
     ddp: DistributedDataParallel,
     check: Callable[[], list[Fact]],
     remedy: str,
-    group: dist.ProcessGroup | None = None,
+    group: Communicator | None = None,
 ) -> None:
     """Raise on all ranks what `check` raises on any, or AttachError if its facts differ."""
     try:
         word = Word(check())
     except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
         word = Word([], problem)
-    agree(ddp, word, AttachError, remedy, group=group)
+    agree(ddp, word, AttachError, remedy, group=None if group is None else group.group)
 
 
 class Handle:
@@ -128,7 +170,7 @@ class Handle:
     All ranks call collective methods in the same step; PeerError is raised if one does not.
 
     Attributes:
-        num_steps: Steps so far; see [Note: steps] in `algorithms/_runtime/handle.py`.
+        num_steps: Steps so far; see [Note: steps] in `algorithms/handle.py`.
         num_communications: How often ranks exchanged weights or reduced gradients.
     """
 
@@ -146,19 +188,18 @@ class Handle:
         self._num_pauses = 0
         self._is_open = False  # a step has begun and has not ended
         self._has_run_backward = False
-        self._is_in_backward = False  # one that reduces
+        self._is_reducing = False  # the first bucket of a backward was reduced
+        self._is_ending = False  # all were
         self._updated: set[torch.optim.Optimizer] = set()
-        if training.ddp not in _attached:
-            training.ddp.register_comm_hook(weakref.ref(training.ddp), _comm_hook)
-        _attached[training.ddp] = weakref.WeakMethod(self.on_bucket)
-
-        def count(ddp: object, _inputs: object) -> None:
-            if ddp is training.ddp:  # copies, such as those of `verify`, have its hooks
-                self.on_forward()
-
+        ignored, known = training.ddp.parameters_to_ignore, training.parameters
+        named = training.ddp.module.named_parameters()
+        # Neither DDP reduces them, nor does this hold them.
+        self._frozen = {name: p for name, p in named if p not in known and name not in ignored}
+        self._reduction = _reduction_of(training.ddp) or _Reduction(training.ddp)
+        self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
-        on_forward = _torch.uncompiled(count)
-        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(on_forward)]
+        hook = ModuleHook(_weakly(self._before_forward))
+        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
         self._update_hooks: dict[torch.optim.Optimizer, RemovableHandle] = {
             optimizer: optimizer.register_step_pre_hook(_telling(_weakly(self.on_update)))
             for optimizer in training.optimizers
@@ -174,10 +215,10 @@ class Handle:
         return noop_hook(None, bucket)
 
     def end_backward(self) -> None:
-        """Run when a backward that reduced buckets has ended, including DDP's part of it."""
+        """Run when all gradients are final; see [Note: the end of a backward]."""
 
     def begin_step(self) -> None:
-        """Run before the forward of a step; `num_steps` already counts it."""
+        """Run before a step's forward, in eval mode in its backward; `num_steps` counts it."""
 
     def before_update(self) -> None:
         """Run before each optimizer's update, and if updates are skipped: once or more."""
@@ -215,9 +256,7 @@ class Handle:
     def allreduce(self, bucket: Bucket) -> GradientFuture:
         """Return the future gradients of a bucket as DDP's own allreduce makes them."""
         self._tally.is_reduced = True
-        group = self.training.group
-        note_sent(self.groups.everyone, ring_bytes(bucket.buffer().nbytes, group.size()))
-        return allreduce_hook(group, bucket)
+        return self.groups.ddp.mean_bucket(bucket)
 
     # ---- what users do -----------------------------------------------------------------------
 
@@ -260,7 +299,7 @@ class Handle:
         with self.paused(), communicating("averaging the weights of all ranks"):
             flat = self.weights.copy()
             for values in flat:
-                mean(values, self.groups.everyone)
+                self.groups.everyone.mean(values)
             self.weights.assign(flat)
 
     def detach(self, *, average: bool = True) -> None:
@@ -282,12 +321,12 @@ class Handle:
             self._is_attached = False
             for removable in self._removable:
                 removable.remove()
-            _attached[self.training.ddp] = lambda: None
+            self._reduction.find = lambda: None
             metrics.remove_source(self.training.ddp)
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):
-                dist.barrier(self.training.group)  # else a rank might still be receiving the mean
+                self.groups.ddp.barrier()  # else a rank might still be receiving the mean
             self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,29 +369,57 @@ class Handle:
             self.before_update()
             self._end_step()
 
+    def _before_forward(self, ddp: object, _inputs: object) -> None:
+        if ddp is self.training.ddp:  # copies of `verify` share its hooks
+            self.on_forward()
+
     def on_forward(self) -> None:
-        """Count DDP's forward if it begins a step."""
-        self._is_in_backward = False  # one that raised never ended
+        """Begin a step with DDP's forward, or end one whose update was skipped."""
+        self._is_reducing = self._is_ending = False  # a backward that raised never ended
         ddp = self.training.ddp
-        is_training = torch.is_grad_enabled() and ddp.training and ddp.require_backward_grad_sync
-        is_repeated = self._is_open and not self._has_run_backward
-        if self._num_pauses or is_repeated or not is_training:
+        if self._num_pauses or not torch.is_grad_enabled():
             return
-        self.settle()
+        if _torch.is_in_join(ddp):
+            raise AttachError(
+                f"{self.algorithm.name} cannot work in DDP's join() context, in which a rank "
+                "without inputs takes part in DDP's communication only (and goes on to do so after "
+                "it); leave it out, and give ranks equally many inputs: with AsyncModelAverage "
+                "they may have different numbers"
+            )
+        if ddp.require_backward_grad_sync and (self._has_run_backward or not self._is_open):
+            self.settle()
+            if ddp.training:
+                self._open()
+
+    def _open(self) -> None:
         self._is_open, self._has_run_backward = True, False
         self.num_steps += 1
+        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
+            del self._frozen[name]
+            _logs.warning(
+                "%s was unfrozen, and each rank trains its own: DDP does not reduce it, since it "
+                "was frozen when DDP was made, and %s does not know it; make DDP anew, and attach "
+                "the algorithm to that",
+                name,
+                self.algorithm.name,
+            )
         self.begin_step()
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
-        """Reduce a complete bucket of DDP's."""
+        """Reduce a complete bucket of DDP's; see [Note: the end of a backward]."""
+        is_synced = self.training.ddp.require_backward_grad_sync  # else a forgotten forward did it
+        if is_synced and not self._is_open and not self._num_pauses:
+            self._open()
         self._has_run_backward = True
-        if not self._is_in_backward:  # in a static graph's first no bucket is marked as the last
-            self._is_in_backward = True
+        is_first = bucket.index() == 0
+        if not self._is_ending and (bucket.is_last() or (is_first and self._is_reducing)):
+            self._is_ending = True
             _torch.at_end_of_backward(self._end_backward)
+        self._is_reducing = True
         return self.reduce(bucket)
 
     def _end_backward(self) -> None:
-        self._is_in_backward = False
+        self._is_reducing = self._is_ending = False
         self.end_backward()
 
     def on_update(
@@ -400,3 +467,102 @@ def _telling(hook: Callable[..., None]) -> Callable[..., None]:
         hook(*arguments, torch.compiler.is_compiling())
 
     return tell
+
+
+_Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
+
+
+class Worker:
+    """Runs tasks in the order of submission, which has to be the same on all ranks.
+
+    On an accelerator they run on a stream of their own, after what had been queued when they were
+    submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
+    thread after the queued tasks, and so does the end of `owner`: tasks may refer to it, but the
+    thread keeps none that it has run.
+    """
+
+    def __init__(self, owner: object, device: torch.device) -> None:
+        self._device = device
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
+        )
+        self._thread.start()
+        self.close = weakref.finalize(owner, self._tasks.put, None)
+
+    def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """Return the future result of a task; its exception is raised by `wait`."""
+        queued: torch.Event | None = None
+        devices: list[int | str | torch.device] = []
+        if self._device.type != "cpu":
+            devices, queued = [self._device], torch.Event(self._device)
+            queued.record()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        self._tasks.put((task, future, queued))
+        return future
+
+
+def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
+    with own_stream(device) as stream, torch.no_grad():
+        while (item := tasks.get()) is not None:
+            task, future, queued = item
+            try:
+                if queued is not None:
+                    stream.wait_event(queued)
+                future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+            del item, task, future, queued  # they would keep their owner alive
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[Any]:
+    """Make this thread queue on a stream of its own in this block; None on the CPU."""
+    if device.type == "cpu":
+        yield None
+        return
+    torch.accelerator.set_device_index(device)
+    stream = torch.Stream(device)
+    with stream:
+        yield stream
+
+
+class BackgroundHandle(Handle):
+    """A handle with a worker; backward raises what went wrong in the background."""
+
+    def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
+        super().__init__(training, algorithm)
+        self.worker = Worker(self, training.device)
+        self._failure: Exception | None = None
+
+    def run_behind_backward(
+        self, bucket: Bucket, task: Callable[[torch.Tensor], None]
+    ) -> GradientFuture:
+        """Let the worker run a task that changes a bucket's flat values in place.
+
+        DDP would show its exception without its type, so it is raised after DDP's part has ended.
+        """
+        self.num_communications += 1
+        values: torch.Tensor = bucket.buffer()
+        step = self.num_steps
+
+        def run() -> torch.Tensor:
+            if self._failure is None:  # with a broken connection each task would wait long
+                try:
+                    with communicating(f"reducing gradients in step {step}"):
+                        task(values)
+                except Exception as error:
+                    self._failure = error
+            return values
+
+        return self.worker.submit(run)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.worker.close()
+
+    def end_backward(self) -> None:
+        """Raise what went wrong in the background."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

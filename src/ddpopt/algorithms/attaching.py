@@ -1,6 +1,6 @@
 """`attach` and `HierarchicalAlgorithm`: checks that settings are valid and equal on all ranks.
 
-What an algorithm does in a step is up to its handle, in `_runtime/handle.py`.
+What an algorithm does in a step is up to its handle, in `handle.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms._runtime.handle import Algorithm, HandleT, Training, agree_on, check_free
+from ddpopt.algorithms.handle import Algorithm, HandleT, Training, agree_on, check_free
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agreement import Fact, communicating
@@ -28,7 +28,7 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
     """As `Algorithm`, optionally hierarchical; flags must be bool, and counts at least 1.
 
     Attributes:
-        hierarchical: See [Note: hierarchical] in `algorithms/_runtime/groups.py`.
+        hierarchical: See [Note: hierarchical] in `algorithms/comm.py`.
         local_world_size: Ranks on each node; None means LOCAL_WORLD_SIZE, which torchrun sets.
     """
 
@@ -108,7 +108,7 @@ def attach(
     if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
         raise AttachError("this rank has no process group any more; init_process_group comes first")
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    parameters = _torch.trainable_parameters(ddp)
+    parameters = _torch.reduced_or_trainable_parameters(ddp)
     training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
     remedy = "build model, optimizer and algorithm alike on all ranks"
     agree_on(ddp, lambda: _check(training, algorithm), remedy)
@@ -144,8 +144,8 @@ def _check(training: Training, algorithm: Any) -> list[Fact]:
             )
         if not parameter.dtype.is_floating_point:
             raise TypeError(
-                f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it, "
-                "or use a real floating point type"
+                f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it "
+                "before DDP is made, or use a real floating point type"
             )
     algorithm.ranks_per_node(training.group.size())
     algorithm.check(training)

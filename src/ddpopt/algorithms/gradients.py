@@ -1,0 +1,322 @@
+"""`ShardedGradients`: the averaged gradients of this rank's pieces, and what `.grad` is meanwhile.
+
+During backward, `.grad` of parameters belongs to autograd and DDP, as usual. Afterwards it is an
+`AbsentGradient`, and the pieces' `.grad` is another one, so that `zero_grad` of the model and of
+the optimizer find them. Only an update sees the averaged values: no rank has those of whole
+parameters, and code that reads `.grad`, such as `torch.nn.utils.clip_grad_norm_`, must not get one
+rank's part, or nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddpopt import _torch
+from ddpopt.algorithms.comm import Complete, Works
+from ddpopt.algorithms.shards import Shards
+from ddpopt.errors import AbsentGradientError
+from ddpopt.ranks.agreement import communicating
+
+_ZERO = ("zero_", "_foreach_zero_")
+_IGNORED = ("detach_", "requires_grad_")  # what zero_grad calls first
+# What Dynamo asks of a parameter's gradient when it compiles code with the parameter; "__get__" is
+# for properties, such as shape.
+_KNOWN = (
+    "__get__",
+    "_is_view",
+    "dim",
+    "is_conj",
+    "is_neg",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",
+)
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's
+
+
+class GradientOwner(Protocol):
+    """Has the averaged gradients of this rank's pieces."""
+
+    def zero(self, index: int) -> None:
+        """Make the gradient of a parameter zero."""
+
+    def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
+        """Multiply the gradients of parameters; tell all ranks if any rank's is not finite."""
+
+
+class AbsentGradient(torch.Tensor):
+    """A parameter's gradient that no rank has as a whole; it has no memory.
+
+    It has the parameter's shape, dtype and device. `zero_grad` and `GradScaler` may use it, and
+    Dynamo may inspect it; all else raises AbsentGradientError.
+    """
+
+    owner: Callable[[], GradientOwner | None]
+    parameter_index: int
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, index: int, owner: Callable[[], GradientOwner | None]
+    ) -> AbsentGradient:
+        """Return one to replace the gradient of `like`; `owner` is a weak reference."""
+        made = _torch.without_memory(cls, like)
+        made.parameter_index, made.owner = index, owner
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer what zero_grad, GradScaler and Dynamo ask; raise for all else."""
+        name = getattr(function, "__name__", "")
+        if name in _IGNORED:
+            return args[0]
+        if name in _KNOWN:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if name in _ZERO or name == _UNSCALE:
+            values = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            absent = [value for value in values if isinstance(value, AbsentGradient)]
+            others = [value for value in values if not isinstance(value, AbsentGradient)]
+            owner = absent[0].owner()
+            if owner is not None:
+                if others:
+                    function(others, *args[1:], **kwargs or {})
+                if name == _UNSCALE:
+                    owner.unscale([value.parameter_index for value in absent], *args[1:])
+                    return None
+                for value in absent:
+                    owner.zero(value.parameter_index)
+                return args[0]
+        raise AbsentGradientError(_text(name))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own has no types
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raise: such a call did not come through Python."""
+        raise AbsentGradientError(_text(str(function)))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _text(what: str) -> str:
+    return (
+        f"{what} was called on the gradient of a parameter, of which with ShardedUpdate each rank "
+        "has only its part; to clip call handle.clip_grad_norm_(max_norm), to read gradients "
+        "handle.full_gradients(), with the handle that attach returned; and step() after no_sync() "
+        "needs a backward outside of it"
+    )
+
+
+class ShardedGradients:
+    """Sums gradients to shards; see this module's docstring.
+
+    Attributes:
+        step: Number of the step, for errors.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self.step = 0
+        self._shards = shards
+        self._parameters = shards.parameters
+        self._exchange = shards.exchange
+        me = weakref.ref(self)
+        self._absent = [AbsentGradient(p, k, me) for k, p in enumerate(self._parameters)]
+        self._has_gradient = [False] * len(self._parameters)  # whether the shards have it
+        self._reductions: list[Complete] = []
+        self._hidden: list[int] = []  # gradients that are removed for a forward
+        self._lifted: set[int] | None = None  # gradients that were there when a backward began
+        self._local: dict[int, torch.Tensor] = {}  # this rank's own, to be added to those in shards
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                shard, k = shards.home(index)
+                shards.gradient(index).copy_(shard.cut(parameter.grad, k))
+                self._has_gradient[index] = True
+                parameter.grad = self._absent[index]
+
+    def release(self) -> None:
+        """Remove all gradients that raise."""
+        for parameter, absent in zip(self._parameters, self._absent, strict=True):
+            if parameter.grad is absent:
+                parameter.grad = None
+
+    # ---- forward and backward ----------------------------------------------------------------
+
+    def hide(self) -> None:
+        """Remove the placeholders of gradients, until `show`."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is self._absent[index]:
+                parameter.grad = None
+                self._hidden.append(index)
+
+    def show(self) -> None:
+        """Put the placeholders back."""
+        for index in self._hidden:
+            self._parameters[index].grad = self._absent[index]
+        self._hidden.clear()
+
+    def lift(self, will_reduce: bool) -> None:
+        """Prepare for a backward, in which autograd and DDP read and write gradients.
+
+        What was zeroed since the last backward is forgotten. `end_backward` ends one in which DDP
+        reduces, `end_lift` another.
+        """
+        if self._lifted is not None:
+            return
+        self.finish()
+        self._lifted = set()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                self._has_gradient[index] = False
+            elif parameter.grad is self._absent[index]:
+                parameter.grad = self._local.pop(index, None)
+                self._lifted.add(index)
+        self._local.clear()
+        if not will_reduce:
+            _torch.at_end_of_backward(self.end_lift)
+
+    def end_lift(self) -> None:
+        """Put the placeholders back, and keep what this rank has to add to what they stand for."""
+        for index in self._lifted or ():
+            local = self._parameters[index].grad
+            if local is not None:
+                self._local[index] = local
+            self._parameters[index].grad = self._absent[index]
+        self._lifted = None
+
+    def end_backward(self) -> None:
+        """Replace all gradients by placeholders that raise."""
+        lifted, self._lifted = self._lifted or set(), None
+        for index, parameter in enumerate(self._parameters):
+            has = parameter.grad is not None or index in lifted  # else no rank has ever used it
+            self._has_gradient[index] = has
+            parameter.grad = self._absent[index] if has else None
+
+    # ---- sums --------------------------------------------------------------------------------
+
+    def begin_sum(self, bucket: int, values: torch.Tensor, members: Sequence[int]) -> None:
+        """Start averaging the values of a bucket, whose parameters are `members`.
+
+        `finish` completes this rank's gradients.
+        """
+        parts = [self._shards.gradient(k) for k in members if self._has_gradient[k]]
+        earlier = [part.clone() for part in parts]  # to which this backward adds
+        own = self._shards.by_members.get(tuple(members))
+        if own is not None:
+            works, finish = self._exchange.mean_scatter(values, own.gradient)
+        else:
+            works, finish = self._begin_mean(values, members)
+        works = self._exchange.follow("sum", bucket, values.nbytes, works)
+
+        def complete() -> None:
+            self._exchange.wait(works)
+            finish()
+            for part, addend in zip(parts, earlier, strict=True):
+                part.add_(addend)
+
+        self._reductions.append(complete)
+
+    def _begin_mean(self, values: torch.Tensor, members: Sequence[int]) -> tuple[Works, Complete]:
+        """Start averaging a bucket that is not divided: all ranks get all of it, and cut it."""
+        values.div_(self._exchange.num_ranks)
+        works = [self._exchange.communicator.all_reduce(values)]
+        sizes = [self._parameters[k].numel() for k in members]
+
+        def cut() -> None:
+            for index, part in zip(members, torch.split(values, sizes), strict=True):
+                shard, k = self._shards.home(index)
+                self._shards.gradient(index).copy_(shard.cut_flat(part, k))
+
+        return works, cut
+
+    def finish(self) -> None:
+        """Complete this rank's gradients."""
+        reductions, self._reductions = self._reductions, []
+        with communicating(f"reducing gradients in step {self.step}"):
+            for complete in reductions:
+                complete()
+
+    # ---- values ------------------------------------------------------------------------------
+
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the index and this rank's gradient (a view) of each parameter that has one."""
+        self.finish()
+        for index, has in enumerate(self._has_gradient):
+            if has and self._parameters[index].grad is self._absent[index]:
+                yield index, self._shards.gradient(index)
+
+    def find_local(self, indices: Collection[int]) -> int | None:
+        """Return one of these whose gradient is this rank's alone: its backward was no_sync's."""
+
+        def is_local(index: int) -> bool:
+            gradient = self._parameters[index].grad
+            is_whole = gradient is None or gradient is self._absent[index]
+            return not is_whole or index in self._local
+
+        return min(filter(is_local, indices), default=None)
+
+    def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield index and whole gradient (a copy) of each parameter that has one. Collective."""
+        having = {index for index, _ in self.own()}
+        for shard in self._shards:
+            for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
+                if index in having:
+                    yield index, whole
+
+    def clip_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` for whole gradients. Collective."""
+        gradients = [gradient for _, gradient in self.own()]
+        is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
+        kind = torch.float64 if is_double else torch.float32
+        # Of each rank, in its place: a maximum among ranks would lose a NaN.
+        norms = self._parameters[0].new_zeros(self._exchange.num_ranks, dtype=kind)
+        own = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
+        if own:
+            norms[self._exchange.rank] = torch.linalg.vector_norm(torch.stack(own), norm_type)
+        with communicating("adding up the norms of gradients"):
+            self._exchange.communicator.all_reduce(norms).wait()
+        total = torch.linalg.vector_norm(norms, norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.dtype))
+        return total
+
+    def lend(self) -> None:
+        """Give all pieces their gradients for an update, until `take_back`."""
+        for index, gradient in self.own():
+            self._shards.piece(index).grad = gradient
+
+    def take_back(self) -> None:
+        """Remove what `lend` gave."""
+        for piece in self._shards.pieces():
+            piece.grad = None
+
+    def zero(self, index: int) -> None:
+        """Zero a gradient, and what this rank has accumulated of it."""
+        self.finish()
+        self._shards.gradient(index).zero_()
+        self._local.pop(index, None)
+
+    def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
+        """Multiply gradients by `scale`; `found_inf` is 1.0 if any rank's are not finite."""
+        own = dict(self.own())
+        for index in indices:
+            found_inf.masked_fill_(~own[index].isfinite().all(), 1.0)
+            own[index].mul_(scale.to(own[index].dtype))
+        with communicating("asking all ranks for gradients that are not finite"):
+            self._exchange.communicator.all_reduce(found_inf, dist.ReduceOp.MAX).wait()

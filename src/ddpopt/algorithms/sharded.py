@@ -1,0 +1,667 @@
+"""`ShardedUpdate`: sums gradients to shards; each rank updates its own, and all get the rest.
+
+Sources: stage 1 of ZeRO (Rajbhandari et al., arXiv 1910.02054) shards the optimizer's state and
+its work; DeAR (Zhang et al., arXiv 2302.12445) hides the two halves of an allreduce behind backward
+and behind the next forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import optim
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch, _waits
+from ddpopt._events import follow
+from ddpopt.algorithms.comm import Exchange, Works, make_agreement_group
+from ddpopt.algorithms.gradients import ShardedGradients
+from ddpopt.algorithms.handle import (
+    Algorithm,
+    Bucket,
+    GradientFuture,
+    Handle,
+    ModuleHook,
+    Training,
+    agree_on,
+)
+from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
+from ddpopt.bucketing import tuner
+from ddpopt.config import check_boolean
+from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.ranks.agreement import communicating
+from ddpopt.ranks.rendezvous import name_ranks
+from ddpopt.reducer import known_buckets, predict_buckets
+from ddpopt.split import state
+
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+
+
+LEAST_BYTES = 2**18  # of pieces, that are updated at once: each update has a cost of its own
+
+
+class _Layout(NamedTuple):
+    """The parameters of an optimizer's groups: the user's own, and what an update has instead.
+
+    `foreign` are those that DDP does not reduce. Each of `turns` has the shards that are updated at
+    once, and their pieces by group: a bucket, or several small ones, in the order in which forward
+    reads.
+    """
+
+    groups: list[list[torch.Tensor]]
+    kept: list[list[torch.Tensor]]  # so that `ids` stay theirs
+    ids: list[list[int]]
+    pieces: list[list[torch.Tensor]]
+    foreign: list[list[torch.Tensor]]
+    turns: list[tuple[list[Shard], list[list[torch.Tensor]]]]
+    members: frozenset[int]
+    digest: int
+
+
+class _Problem(enum.IntEnum):
+    """What is wrong on a rank, which all ranks are told before an update."""
+
+    NONE = 0
+    LOCAL = 1
+    MOVED = 2
+    DISTURBED = 3
+
+
+_TEXTS = {
+    _Problem.LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or "
+    "DDP still waits for parameters that had none in it; run one outside of no_sync before the "
+    "update, and give find_unused_parameters=True where parameters are frozen after DDP was made",
+    _Problem.MOVED: "was given memory of another shape, dtype or device, or with other strides; "
+    "detach the algorithm before, and attach it again",
+    _Problem.DISTURBED: "was written or moved after an update, while other ranks' parts of it were "
+    "still arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
+    "overlap_forward out",
+}
+
+
+class _Told(NamedTuple):
+    """What ranks tell each other about a step: a row of numbers each, once `work` has ended."""
+
+    rows: torch.Tensor
+    work: Any
+    step: int
+
+    def read(self) -> list[list[int]]:
+        """Return the rows of all ranks, by rank."""
+        with communicating(f"asking all ranks about step {self.step}"):
+            self.work.wait()
+        rows: list[list[int]] = self.rows.tolist()
+        return rows
+
+
+class ShardedUpdateHandle(Handle):
+    """As `Handle`, with gradients and optimizer states in shards; see [Note: shards and pieces].
+
+    From backward on, using the `.grad` of parameters raises: read `full_gradients()`, and clip
+    with `clip_grad_norm_`. An optimizer's update returns with all parameters whole. With
+    `overlap_forward=True` they may still be in transit from an update to the end of the next
+    forward: forwards of DDP and of its modules wait for them, and so does `state_dict`; before
+    anything else reads or writes them (weight averaging, clamping, a copy) call `wait`.
+    """
+
+    algorithm: ShardedUpdate
+
+    def __init__(self, training: Training, algorithm: ShardedUpdate) -> None:
+        super().__init__(training, algorithm)
+        ddp = training.ddp
+        described = _torch.reducer_parameters(ddp)
+        self._names = [parameter.name for parameter in described.values()]
+        self._parameters: list[torch.Tensor] = list(described)
+        self._index = {parameter: k for k, parameter in enumerate(self._parameters)}
+        self._flags = self.groups.everyone
+        if training.device.type != "cpu":
+            self._flags = make_agreement_group(training.group, training.device)
+        self.exchange = Exchange(self.groups.everyone, _following(ddp))
+        is_guarded = algorithm.overlap_forward
+        self.shards = Shards(self._parameters, self.exchange, self._predict(), is_guarded)
+        self._gradients = ShardedGradients(self.shards)
+        self._states = ShardedStates(self.shards, training.optimizers)
+        self._layouts: dict[optim.Optimizer, _Layout] = {}
+        self._failure: Exception | None = None
+        self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
+        self._earlier_buckets: list[tuple[int, ...]] = []  # of that before the last update
+        self._buckets_so_far: list[tuple[int, ...]] = []  # of the running one
+        self._updating: optim.Optimizer | None = None  # its groups hold pieces, or nothing of DDP's
+        self._unsent: list[Shard] | None = None  # of the running update
+        self._has_failed = False  # an update raised on this rank, and no forward has run since
+        self._sent: _Told | None = None
+        self._will_reduce = True  # the backward of the last forward
+        self._is_training = False
+        self._removable += [*self._hooks(), *self._states.hooks()]
+        _waits.begin_sharded(ddp, self.exchange, is_guarded)
+        state.of(ddp).wait_in_forward(is_guarded)
+        tuner.begin_anew(ddp)
+
+    # ---- what users do -----------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when all parameters are whole, current, and equal on all ranks.
+
+        Raises:
+            PeerError: an update failed on a rank, or a rank is gone.
+        """
+        self.check_attached()
+        self._end_failed()
+        self._receive()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` for all parameters, before the update. Collective.
+
+        Returns:
+            The norm of all gradients before clipping, equal on all ranks.
+
+        Raises:
+            OptionError: `norm_type` is not above 0.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+        """
+        if not norm_type > 0:
+            raise OptionError(f"norm_type is {norm_type}; give a number above 0")
+        return self._gradients.clip_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the averaged gradients of whole parameters, by name in DDP's module. Collective.
+
+        The gradients are copies. Parameters without a gradient are left out.
+        """
+        return {self._names[index]: whole for index, whole in self._gradients.gather()}
+
+    def average(self) -> None:
+        """As `wait`, as weights are equal on all ranks; raise if one was disturbed on its way."""
+        self.settle()
+        self.wait()
+        self._check(self._ask())
+
+    def begin_pause(self) -> None:
+        """Wait for all parameters."""
+        self.wait()
+
+    def detach(self, *, average: bool = True) -> None:
+        """As `Handle.detach`; optimizers get whole states back, and parameters gradients.
+
+        With `average=False` optimizers lose their states, most of which are on other ranks.
+        """
+        if not self._is_attached:
+            return
+        wholes: list[list[State]] = []
+        gradients: dict[str, torch.Tensor] = {}
+        try:
+            if average:
+                self.average()
+                gradients, wholes = self.full_gradients(), self._states.gather()
+        finally:
+            self._restore_groups()
+            self._states.end(wholes)
+            self._gradients.release()
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                parameter.grad = gradients.get(name, parameter.grad)
+            super().detach(average=average)
+        if average and self._flags is not self.groups.everyone:
+            self._flags.end()
+
+    def close(self) -> None:
+        """Give parameters storages of their own."""
+        _waits.end_sharded(self.training.ddp)
+        state.of(self.training.ddp).wait_in_forward(False)
+        self.shards.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps so far, and the optimizers' states as with plain DDP. Collective.
+
+        `["optimizers"]` has, for each optimizer, what its `state_dict` returns with plain DDP.
+        """
+        self.average()
+        return {
+            "algorithm": self.algorithm.name,
+            "num_steps": self.num_steps,
+            "num_communications": self.num_communications,
+            "optimizers": self._states.state_dicts(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`, or that of the only optimizer with plain DDP. Collective.
+
+        Raises:
+            OptionError, TypeError: it does not fit the optimizers.
+            AttachError: ranks load different ones.
+        """
+        self.settle()
+        self.wait()
+        everyone = self.groups.everyone
+        remedy = "load the same on all ranks"
+        agree_on(self.training.ddp, lambda: self._states.check(state), remedy, everyone)
+        self._states.load(state)
+        self.num_steps = state.get("num_steps", self.num_steps)
+        self.num_communications = state.get("num_communications", self.num_communications)
+
+    # ---- forward and backward ----------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Note the step's number."""
+        self._gradients.step = self.num_steps
+
+    def on_forward(self) -> None:
+        """As `Handle.on_forward`; wait for parameters that no reader is known to wait for."""
+        self._end_failed()
+        self._has_failed = False
+        super().on_forward()
+        ddp = self.training.ddp
+        self._gradients.end_lift()
+        self._buckets_so_far.clear()
+        if ddp.gradient_as_bucket_view:  # the Reducer copies them to new buckets
+            self._gradients.hide()
+        if torch.is_grad_enabled():
+            self._will_reduce = ddp.require_backward_grad_sync
+        if self.algorithm.overlap_forward:
+            self._is_training = torch.is_grad_enabled() and ddp.training
+            for shard in reversed(self.shards):
+                # Readers that waited in the last forward will wait in this one.
+                if not (self._is_training and shard.is_awaited):
+                    shard.wait()
+                shard.awaited.clear()
+
+    def on_forward_end(self, ddp: object, *_ignored: object) -> None:
+        """Wait for all parameters, and note which ones readers waited for."""
+        if ddp is not self.training.ddp:  # but a shallow copy of it
+            return
+        self._gradients.show()
+        if self.algorithm.overlap_forward:
+            for shard in self.shards:
+                if self._is_training:
+                    shard.is_awaited = shard.awaited >= shard.addresses()
+            self._receive()
+
+    def on_gradient(self, *_ignored: object) -> None:
+        """Prepare for the backward that accumulates it."""
+        self._gradients.lift(self._will_reduce)
+
+    def on_state(self, *_ignored: object) -> None:
+        """Wait before a module's state is saved or loaded."""
+        self.wait()
+
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        """Start summing a bucket to shards. DDP need not wait for it."""
+        self.num_communications += 1
+        values: torch.Tensor = bucket.buffer()
+        try:
+            members = tuple(self._index[parameter] for parameter in bucket.parameters())
+            self._buckets_so_far.append(members)
+            if self._failure is None:
+                self._gradients.begin_sum(bucket.index(), values, members)
+                _forget_local_gradients(bucket)
+        except Exception as error:  # DDP would show it without its type
+            self._failure = error
+        done: GradientFuture = torch.futures.Future()
+        done.set_result(values)
+        return done
+
+    def end_backward(self) -> None:
+        """Replace gradients by placeholders that raise when used."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        self._buckets, self._buckets_so_far = self._buckets_so_far, []
+        self._gradients.end_backward()
+
+    # ---- an update ---------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Wait for all parameters, and for this rank's gradients."""
+        self._receive()
+        self._gradients.finish()
+
+    def on_update(
+        self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any], is_compiled: bool
+    ) -> None:
+        """As `Handle.on_update`; give the optimizer pieces, and gradients of them.
+
+        Updates of torch's own run bucket by bucket, and for parameters that are not DDP's at last.
+        A compiled update would not stay so; and users' own optimizers may count their updates.
+        """
+        self._end_failed()
+        if self._has_failed:
+            raise PeerError(
+                f"the optimizer's update raised on this rank in step {self.num_steps}, and cannot "
+                "be repeated: some buckets were updated; start again from a checkpoint"
+            )
+        self._receive()
+        layout = self._lay_out(optimizer)
+        told = self._ask(layout.members, layout.digest)  # while gradients arrive
+        super().on_update(optimizer, args, kwargs, is_compiled)
+        self._check(told)
+        self._updating, self._unsent = optimizer, [s for shards, _ in layout.turns for s in shards]
+        self._gradients.lend()
+        step = None
+        if not is_compiled and type(optimizer) in ELEMENTWISE:
+            # Users' hooks after this one would find the update done already.
+            step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
+        if step is None:
+            _set_groups(optimizer.param_groups, layout.pieces)
+            return
+        groups = optimizer.param_groups
+        try:
+            for shards, members in layout.turns:
+                _set_groups(groups, members)
+                optimizer.param_groups = [group for group in groups if group["params"]]
+                step()
+                for _ in shards:
+                    self._send_next()
+        except BaseException:
+            optimizer.param_groups = groups
+            self._end_failed()
+            raise
+        optimizer.param_groups = groups
+        self._end_update()
+        _set_groups(groups, layout.foreign)
+
+    def on_stepped(self, *_ignored: object) -> None:
+        """Send what was not sent, and give the groups their parameters, before others see them."""
+        self._end_update()
+        self._restore_groups()
+
+    def after_update(self) -> None:
+        """Divide buckets anew if DDP has other ones now."""
+        # All ranks have seen the same backwards, while forwards may differ (under no_sync). DDP
+        # rebuilds its buckets after the first one.
+        buckets, earlier = self._buckets, self._earlier_buckets
+        self._earlier_buckets = buckets
+        is_final = buckets == earlier
+        if is_final and not self.shards.by_members.keys() >= set(buckets):
+            self._divide_anew(buckets)
+
+    def _end_update(self, has_failed: bool = False) -> None:
+        """Send what an update has not sent; unless forward may hide it, wait for all of it."""
+        if self._unsent is not None:
+            while self._unsent:
+                self._send_next()
+            self._unsent = None
+            self._gradients.take_back()
+            self._sent = self._tell(has_failed)
+            if not self.algorithm.overlap_forward:
+                self._receive()
+
+    def _end_failed(self) -> None:
+        """End an update that raised on this rank, so that the others are told."""
+        if self._unsent is not None:
+            self._has_failed = True
+            self._end_update(has_failed=True)
+        self._restore_groups()
+
+    def _lay_out(self, optimizer: Any) -> _Layout:
+        """Return the layout of an optimizer's groups, which users may have changed."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        ids = [[*map(id, group)] for group in groups]
+        found = self._layouts.get(optimizer)
+        if found is not None and found.ids == ids:
+            return found
+        indices = [[self._index.get(p) for p in group] for group in groups]
+        pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
+        group_of = {k: number for number, own in enumerate(indices) for k in own if k is not None}
+        turns: list[tuple[list[Shard], list[list[torch.Tensor]]]] = []
+        open_bytes = LEAST_BYTES
+        for shard in reversed(self.shards):
+            if group_of.keys().isdisjoint(shard.members):
+                continue
+            if open_bytes >= LEAST_BYTES:
+                open_bytes = 0
+                turns.append(([], [[] for _ in groups]))
+            shards, members = turns[-1]
+            shards.append(shard)
+            for index, piece in zip(shard.members, shard.pieces, strict=True):
+                if index in group_of:
+                    members[group_of[index]].append(piece)
+                    open_bytes += piece.nbytes
+        layout = self._layouts[optimizer] = _Layout(
+            groups=groups,
+            kept=[list(group) for group in groups],
+            ids=ids,
+            pieces=[[p if k is None else self.shards.piece(k) for p, k in g] for g in pairs],
+            foreign=[[p for p, k in group if k is None] for group in pairs],
+            turns=turns,
+            members=frozenset(group_of),
+            digest=zlib.crc32(repr([[k for k in g if k is not None] for g in indices]).encode()),
+        )
+        return layout
+
+    def _restore_groups(self) -> None:
+        """Give the groups of the optimizer that updates their parameters."""
+        if self._updating is not None:
+            _set_groups(self._updating.param_groups, self._layouts[self._updating].groups)
+            self._updating = None
+
+    # ---- what ranks tell each other ----------------------------------------------------------
+
+    def _tell(self, *numbers: int) -> _Told:
+        """Start telling all ranks a few numbers of this rank's."""
+        rows = torch.zeros(self._flags.num_ranks, len(numbers), dtype=torch.int64)
+        rows[self._flags.rank] = torch.tensor(numbers)
+        with communicating(f"asking all ranks about step {self.num_steps}"):
+            return _Told(rows, self._flags.all_reduce(rows), self.num_steps)
+
+    def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
+        """Take in parameters that were moved, and start telling what forbids an update of these."""
+        problem, index = _Problem.NONE, self._gradients.find_local(members)
+        if index is not None:
+            problem = _Problem.LOCAL
+        for shard in self.shards:
+            misfit, disturbed, shard.disturbed = shard.take_in(), shard.disturbed, None
+            if misfit is not None:
+                problem, index = _Problem.MOVED, shard.members[misfit]
+            if disturbed is not None:
+                problem, index = _Problem.DISTURBED, shard.members[disturbed]
+        return self._tell(problem, index or 0, digest)
+
+    def _check(self, told: _Told) -> None:
+        """Raise on all ranks what was found on one."""
+        rows = told.read()
+        for rank, (problem, index, _) in enumerate(rows):
+            if problem:
+                text = _TEXTS[_Problem(problem)]
+                raise OptionError(f"on rank {rank}: {self._names[index]} {text}")
+        if len({digest for _, _, digest in rows}) > 1:
+            raise AttachError(
+                "the optimizer's groups have other parameters on some ranks than on others; add "
+                "the same ones on all ranks"
+            )
+
+    # ---- parameters --------------------------------------------------------------------------
+
+    def _send_next(self) -> None:
+        """Start sending one bucket to all ranks."""
+        assert self._unsent is not None
+        with communicating(f"sending parameters in step {self.num_steps}"):
+            self._unsent.pop(0).send(f"receiving parameters of step {self.num_steps}")
+
+    def _receive(self) -> None:
+        """Wait for all parameters; raise if an update failed."""
+        for shard in reversed(self.shards):
+            shard.wait()
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            failed = [rank for rank, (has_failed,) in enumerate(sent.read()) if has_failed]
+            if failed and not self._has_failed:
+                raise PeerError(
+                    f"the optimizer's update raised on {name_ranks(failed)} in step {sent.step}; "
+                    "all ranks have the same parameters, of which some were not updated: start "
+                    "again from a checkpoint"
+                )
+
+    def _predict(self) -> list[list[int]]:
+        """Return the Reducer's buckets, as far as they are known, by parameter index."""
+        known = state.of(self.training.ddp)
+        described = list(_torch.reducer_parameters(self.training.ddp).values())
+        if known.buckets is not None:
+            buckets = known_buckets(described, known.buckets, known.rules)
+        else:
+            buckets = predict_buckets(described[::-1], known.rules)
+        return [[parameter.index for parameter in bucket.parameters] for bucket in buckets]
+
+    def _divide_anew(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Divide these buckets in place of the previous ones. Collective."""
+        self._receive()
+        self._gradients.finish()
+        for shard in self.shards:
+            shard.take_in()
+        missing = {*self._index.values()}.difference(*buckets)
+        self._states.divide([*filter(None, buckets), *([index] for index in sorted(missing))])
+        self._layouts.clear()
+
+    # ---- hooks -------------------------------------------------------------------------------
+
+    def _hooks(self) -> Iterator[Any]:
+        """Register all hooks that `Handle` does not have."""
+        end = _torch.uncompiled(_weakly(self.on_forward_end))
+        yield self.training.ddp.register_forward_hook(ModuleHook(end), always_call=True)
+        self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
+        for node in self._nodes:
+            yield node.register_prehook(_weakly(self.on_gradient))
+        for optimizer in self.training.optimizers:
+            stepped = _torch.uncompiled(_weakly(self.on_stepped))
+            hook = optimizer.register_step_post_hook(stepped)
+            _torch.run_first(optimizer, hook)
+            yield hook
+        if self.algorithm.overlap_forward:
+            yield from self._guards()
+
+    def _guards(self) -> Iterator[Any]:
+        """Make all readers wait that torch can tell of."""
+        _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
+        whole = ModuleHook(_torch.uncompiled(_weakly(self.on_state)))
+        for module in self.training.ddp.modules():
+            own = [p for p in module.parameters(recurse=False) if p in self._index]
+            if own:  # first, since other hooks read parameters: weight_norm's, and pruning's
+                waiting = ModuleHook(_waiting_for(own))
+                yield module.register_forward_pre_hook(waiting, prepend=True)
+            hooked: Any = module  # its methods for hooks have no types
+            yield hooked.register_state_dict_pre_hook(whole)
+            yield hooked.register_load_state_dict_pre_hook(whole)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a handle's method while the handle lives."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        live = weak()
+        if live is not None:
+            live(*arguments)
+
+    return call
+
+
+def _set_groups(groups: list[dict[str, Any]], members: Sequence[list[torch.Tensor]]) -> None:
+    for group, own in zip(groups, members, strict=True):
+        group["params"] = own
+
+
+def _forget_local_gradients(bucket: Bucket) -> None:
+    """Make a bucket's gradients views of it, as with `gradient_as_bucket_view`.
+
+    This frees their memory for the rest of backward. It also spares DDP a copy: when backward ends,
+    it copies the bucket into gradients that are not views of the bucket.
+    """
+    values, start = bucket.buffer(), 0
+    for parameter in bucket.parameters():
+        if parameter.grad is not None:
+            place = values.storage_offset() + start
+            parameter.grad = values.as_strided(parameter.shape, parameter.stride(), place)
+        start += parameter.numel()
+
+
+def _following(ddp: DistributedDataParallel) -> Callable[[str, int, int, Works], Works]:
+    """Return a function that reports exchanges to a recording of this module."""
+    find = weakref.ref(ddp)
+
+    def tell(what: str, bucket: int, num_bytes: int, works: Works) -> Works:
+        return follow(find(), what, bucket, num_bytes, works)
+
+    return tell
+
+
+def _wait_for_all() -> None:
+    _waits.wait_for_all()
+
+
+def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Return a hook that runs before the forward of a module with these parameters."""
+
+    def wait(*_: object) -> None:
+        if torch.compiler.is_compiling():
+            _wait_for_all()  # now: other backends than ours compile code without waits
+        else:
+            _waits.wait_for(parameters)
+
+    return wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
+    """Sums gradients to shards behind backward, of which each rank updates its own.
+
+    The result is that of plain DDP with the same optimizer, bit for bit on two ranks if parameters
+    have 32 or 64 bits. Each rank keeps its part of the optimizer's state, and does its part of the
+    update. The optimizer has to update each element of a parameter independently.
+
+    By default `optimizer.step()` sends each bucket as soon as it is updated, and returns with all
+    parameters whole: they may be read and written at any time, as with plain DDP.
+
+    Attributes:
+        overlap_forward: Return from `optimizer.step()` with parameters in transit, which the next
+            forward waits for where it reads them; see `ShardedUpdateHandle` for what this asks of
+            the training loop.
+        elementwise: Additional optimizers, by class, that update each element independently.
+    """
+
+    handle_type = ShardedUpdateHandle
+    overlap_forward: bool = False
+    elementwise: tuple[type[optim.Optimizer], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_boolean("overlap_forward", self.overlap_forward, TypeError)
+        kinds = self.elementwise
+        if not isinstance(kinds, tuple) or not all(isinstance(kind, type) for kind in kinds):
+            raise TypeError(f"elementwise is {kinds!r}; give a tuple of optimizers' classes")
+
+    def check(self, training: Training) -> None:
+        """Raise the reason if this cannot be attached to `training` on this rank."""
+        for optimizer in training.optimizers:
+            if type(optimizer) not in (*ELEMENTWISE, *self.elementwise):
+                name = type(optimizer).__name__
+                raise OptionError(
+                    f"ShardedUpdate cannot work with {name}, since a rank has only parts of "
+                    "parameters, as flat tensors: take an optimizer that updates each element by "
+                    f"itself, such as AdamW; if {name} does, give ShardedUpdate(elementwise="
+                    f"({name},))"
+                )
+        reduced = _torch.reducer_parameters(training.ddp)
+        for parameter, described in training.parameters.items():
+            if parameter not in reduced:
+                raise OptionError(
+                    f"DDP does not reduce {described.name}, which was frozen when DDP was made; "
+                    "make DDP anew"
+                )
+        check_memory({parameter: described.name for parameter, described in reduced.items()})

@@ -1,0 +1,505 @@
+"""`Shard`: one bucket's parameters in one buffer, of which each rank owns a part; and `Shards`.
+
+[Note: shards and pieces]
+A bucket's parameters become views of one flat buffer, in the order in which the bucket has their
+gradients. The buffer is padded and divided among the ranks: rank r's part is its *shard*. The part
+of a parameter that lies in it is this rank's *piece* of that parameter: a flat view, often empty.
+Optimizers are given pieces in place of parameters, all of them on each rank, so that groups, their
+order and their hyperparameters stay the same. A parameter's state is cut like the parameter, and
+`ShardedStates` saves it as plain DDP's optimizers would, and loads such a state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from ddpopt import _torch, _waits
+from ddpopt.algorithms.comm import Exchange
+from ddpopt.errors import OptionError
+from ddpopt.ranks.agreement import Fact, communicating
+
+_ALIGNMENT = 16  # elements: parts end where vectors of 64 bytes end
+# States that torch's optimizers keep for a parameter as a whole; all others are for its elements.
+_WHOLE = frozenset({"step", "eta", "mu", "mu_product"})
+
+State = dict[str, Any]  # an optimizer's, of one parameter
+
+
+class Shard:
+    """A bucket of which this rank owns a part; see [Note: shards and pieces].
+
+    Attributes:
+        index: The bucket's index.
+        members: The bucket's parameters, by index, in its order.
+        pieces: This rank's piece of each of them.
+        gradient: The averaged gradient of this rank's part.
+        awaited: The addresses of parameters that readers have waited for since it was cleared.
+        is_awaited: Whether these were all of them in the last training forward.
+        disturbed: The first member that was written or moved while it was being received.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        exchange: Exchange,
+        is_guarded: bool = False,
+    ) -> None:
+        """Move `parameters`, those of `members`, into the shard's storage.
+
+        With `is_guarded` what happens to them between `send` and `wait` is looked at.
+        """
+        self.index = index
+        self.members = tuple(members)
+        self.parameters = tuple(parameters)
+        self._exchange = exchange
+        ends = list(itertools.accumulate(p.numel() for p in parameters))
+        self._starts = [end - p.numel() for end, p in zip(ends, parameters, strict=True)]
+        self.num_values = ends[-1]
+        per_rank = -(-self.num_values // exchange.num_ranks)
+        self._size = -(-per_rank // _ALIGNMENT) * _ALIGNMENT
+        self._first = self._size * exchange.rank
+        self._flat = parameters[0].detach().new_zeros(self._size * exchange.num_ranks)
+        self._layouts = [(p.shape, p.stride()) for p in parameters]
+        self._places = self.split(self._flat)
+        for parameter, place in zip(parameters, self._places, strict=True):
+            place.copy_(parameter.detach())
+            if parameter.numel() and _is_aligned(place):
+                # A storage of its own: views would drag the bucket along when they are saved.
+                parameter.data = torch.from_dlpack(place)  # type: ignore[attr-defined]
+        own = self.own_part(self._flat)
+        self.gradient = torch.zeros_like(own)
+        self.pieces = [nn.Parameter(own[self.place_of(k)]) for k in range(len(parameters))]
+        self.awaited: set[int] = set()
+        self.is_awaited = False
+        self.disturbed: int | None = None
+        self._is_guarded = is_guarded
+        self._sent: list[tuple[int, int]] = []
+        self._arriving: list[Any] = []
+        self._what = ""
+
+    # ---- places ------------------------------------------------------------------------------
+
+    def place_of(self, member: int) -> slice:
+        """Return where the piece of the k-th member is in this rank's part."""
+        start, num_values = self._starts[member], self.parameters[member].numel()
+        first = min(max(start - self._first, 0), self._size)
+        last = min(max(start + num_values - self._first, first), self._size)
+        return slice(first, last)
+
+    def cut(self, value: torch.Tensor, member: int) -> torch.Tensor:
+        """Return this rank's piece of a value of the k-th member's elements, if possible a view.
+
+        `value` has the member's shape.
+        """
+        return self.cut_flat(flatten(value, self._places[member]), member)
+
+    def cut_flat(self, flat: torch.Tensor, member: int) -> torch.Tensor:
+        """As `cut`, for values of shape [num_elements], in the order of the member's memory."""
+        place, offset = self.place_of(member), self._first - self._starts[member]
+        if place.start == place.stop:
+            return flat[:0]
+        return flat[place.start + offset : place.stop + offset]
+
+    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the values of the whole, padded bucket."""
+        return flat[self._first : self._first + self._size]
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view of the bucket's values for each member, with its shape and strides."""
+        return [
+            flat.as_strided(shape, stride, flat.storage_offset() + start)
+            for (shape, stride), start in zip(self._layouts, self._starts, strict=True)
+        ]
+
+    # ---- parameters --------------------------------------------------------------------------
+
+    def strays(self) -> list[int]:
+        """Return the members that are elsewhere: `.data` was assigned, or they were never moved.
+
+        They are copied to the buffer before an update, and back when it has been received.
+        """
+        pairs = enumerate(zip(self.parameters, self._places, strict=True))
+        return [k for k, (p, place) in pairs if p.data_ptr() != place.data_ptr() and p.numel()]
+
+    def addresses(self) -> set[int]:
+        """Return where the parameters are."""
+        return {parameter.data_ptr() for parameter in self.parameters if parameter.numel()}
+
+    def take_in(self) -> int | None:
+        """Copy this rank's pieces of strays to the buffer; return a member that does not fit."""
+        for k, (parameter, layout) in enumerate(zip(self.parameters, self._layouts, strict=True)):
+            if (parameter.shape, parameter.stride()) != layout:
+                return k
+        for k in self.strays():
+            value, place = self.parameters[k].detach(), self._places[k]
+            if (value.dtype, value.device) != (place.dtype, place.device):
+                return k
+            self.pieces[k].data.copy_(self.cut(value, k))
+        return None
+
+    def send(self, what: str) -> None:
+        """Start sending each rank's part of the current parameters to all ranks.
+
+        Errors begin with `what`.
+        """
+        self._what = what
+        torch.autograd.graph.increment_version(self.parameters)  # as in-place updates do
+        if self._is_guarded:
+            self._sent = self._marks()
+        works = self._exchange.all_gather(self._flat)
+        self._arriving = self._exchange.follow("gather", self.index, self._flat.nbytes, works)
+
+    def wait(self) -> None:
+        """Return when all parameters have arrived."""
+        if self._arriving:
+            arriving, self._arriving = self._arriving, []
+            with communicating(self._what):
+                self._exchange.wait(arriving)
+            if self._is_guarded and self.disturbed is None:
+                pairs = enumerate(zip(self._marks(), self._sent, strict=True))
+                self.disturbed = next((k for k, (now, sent) in pairs if now != sent), None)
+            for k in self.strays():
+                self.parameters[k].data.copy_(self._places[k])
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return what changes if a parameter is written, or its `.data` assigned."""
+        return [(p.data_ptr(), _torch.version_of(p)) for p in self.parameters]
+
+    def reach(self, address: int) -> None:
+        """Wait on behalf of a parameter's reader."""
+        self.wait()
+        self.awaited.add(address)
+
+    def release(self) -> None:
+        """Give the parameters back storages of their own."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()  # which keeps strides
+
+    # ---- what belongs to parameters ----------------------------------------------------------
+
+    def cut_state(self, state: State, member: int) -> State:
+        """Return this rank's piece of a parameter's state, in its own memory."""
+        shape = self.parameters[member].shape
+        return {
+            name: (self.cut(value, member) if is_of_elements(name, value, shape) else value).clone()
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+
+    def gather_states(self, states: Sequence[State]) -> list[State]:
+        """Return the states of whole parameters, given those of this rank's pieces. Collective.
+
+        All ranks have states of the same members, with the same names and types.
+        """
+        shapes = [piece.shape for piece in self.pieces]
+        whole: list[State] = [{} for _ in states]
+        rows = zip(range(len(states)), states, shapes, strict=True)
+        cuts: dict[tuple[str, torch.dtype], list[int]] = {}
+        for k, state, shape in rows:
+            for name, value in state.items():
+                if is_of_elements(name, value, shape):
+                    cuts.setdefault((name, value.dtype), []).append(k)
+                    whole[k][name] = None  # keeps their order
+                else:
+                    whole[k][name] = value
+        for (name, dtype), members in cuts.items():
+            flat = torch.zeros_like(self._flat, dtype=dtype)
+            for k in members:
+                self.own_part(flat)[self.place_of(k)].copy_(states[k][name])
+            values = self._gather(flat)
+            for k in members:
+                whole[k][name] = values[k]
+        return whole
+
+    def gather_gradients(self) -> list[torch.Tensor]:
+        """Return the averaged gradients of all members. Collective."""
+        flat = torch.zeros_like(self._flat)
+        self.own_part(flat).copy_(self.gradient)
+        return self._gather(flat)
+
+    def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return each member's values, gathered from this rank's part of the bucket's."""
+        with communicating("gathering what ranks have of parameters"):
+            self._exchange.wait(self._exchange.all_gather(flat))
+        return [torch.empty_like(value).copy_(value) for value in self.split(flat)]
+
+
+class Shards:
+    """All parameters of a model in shards, by bucket.
+
+    With `is_guarded` readers of a parameter wait for it as long as this object is alive; see
+    `_waits.py`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        exchange: Exchange,
+        buckets: Sequence[Sequence[int]],
+        is_guarded: bool = False,
+    ) -> None:
+        """Divide `buckets`, given by parameter indices, among the ranks."""
+        self.parameters = tuple(parameters)
+        self.exchange = exchange
+        self._is_guarded = is_guarded
+        self._addresses: dict[int, Shard] = {}
+        weakref.finalize(self, _waits.withdraw, self._addresses)
+        self.divide(buckets)
+
+    def divide(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Divide these buckets in place of the previous ones, of which nothing is kept."""
+        self.all = [
+            Shard(
+                index,
+                members,
+                [self.parameters[k] for k in members],
+                self.exchange,
+                self._is_guarded,
+            )
+            for index, members in enumerate(buckets)
+        ]
+        self.by_members: dict[tuple[int, ...], Shard] = {s.members: s for s in self.all}
+        self._home = {index: (s, k) for s in self.all for k, index in enumerate(s.members)}
+        self.announce()
+
+    def announce(self) -> None:
+        """Make readers wait for parameters, which may have moved since this was last called."""
+        if self._is_guarded:
+            _waits.withdraw(self._addresses)
+            self._addresses.clear()
+            self._addresses.update({a: s for s in self.all for a in s.addresses()})
+            _waits.announce(self._addresses)
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self.all)
+
+    def __reversed__(self) -> Iterator[Shard]:
+        """Yield shards in the order in which forward reads them."""
+        return reversed(self.all)
+
+    def home(self, index: int) -> tuple[Shard, int]:
+        """Return the shard of a parameter, and its place in it."""
+        return self._home[index]
+
+    def piece(self, index: int) -> nn.Parameter:
+        """Return this rank's piece of a parameter."""
+        shard, k = self._home[index]
+        return shard.pieces[k]
+
+    def pieces(self) -> list[nn.Parameter]:
+        """Return this rank's pieces of all parameters, by index."""
+        return [self.piece(index) for index in range(len(self.parameters))]
+
+    def gradient(self, index: int) -> torch.Tensor:
+        """Return the averaged gradient of this rank's piece of a parameter, as a view."""
+        shard, k = self._home[index]
+        return shard.gradient[shard.place_of(k)]
+
+    def release(self) -> None:
+        """Give parameters storages of their own; nobody waits for them any more."""
+        _waits.withdraw(self._addresses)
+        for shard in self.all:
+            shard.release()
+
+
+def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
+    """Whether a state has a value for each element of a parameter or piece of this shape."""
+    return isinstance(value, torch.Tensor) and name not in _WHOLE and value.shape == shape
+
+
+def is_dense(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's elements fill its memory without gaps, each once."""
+    return parameter.stride() == torch.empty_like(parameter).stride()
+
+
+def _is_aligned(values: torch.Tensor) -> bool:
+    """Whether compiled code may take these for a parameter: on a GPU it relies on 16 bytes."""
+    return values.device.type == "cpu" or values.data_ptr() % 16 == 0
+
+
+def check_memory(named: Mapping[torch.Tensor, str]) -> None:
+    """Raise OptionError for parameters that have gaps in memory or share it."""
+    for parameter, name in named.items():
+        if not is_dense(parameter):
+            raise OptionError(
+                f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make it "
+                "contiguous before DDP is made"
+            )
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name) for p, name in named.items() if p.numel()
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise OptionError(
+                f"{name} and {other} share memory without being the same parameter; register one "
+                "parameter twice instead"
+            )
+
+
+def flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return values of shape [num_elements], in the order that `like` has in memory."""
+    if value.stride() != like.stride():
+        value = torch.empty_like(like, dtype=value.dtype).copy_(value)
+    return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+
+class ShardedStates:
+    """This rank's part of the optimizers' states, which they keep for pieces of parameters."""
+
+    def __init__(self, shards: Shards, optimizers: Sequence[optim.Optimizer]) -> None:
+        self._shards = shards
+        self._parameters = shards.parameters
+        self._optimizers = tuple(optimizers)
+        self._is_whole = False  # optimizers temporarily have their whole states
+        for optimizer in optimizers:
+            self._cut(optimizer)
+
+    def divide(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Divide new buckets, with their states and gradients. Collective.
+
+        Only one bucket's are whole at a time.
+        """
+        old = self._shards.all
+        self._shards.divide(buckets)
+        for shard in old:
+            for optimizer in self._optimizers:
+                states = [optimizer.state.pop(piece, {}) for piece in shard.pieces]
+                for index, whole in zip(shard.members, shard.gather_states(states), strict=True):
+                    self._put(optimizer, index, whole)
+            for index, gradient in zip(shard.members, shard.gather_gradients(), strict=True):
+                home, member = self._shards.home(index)
+                self._shards.gradient(index).copy_(home.cut(gradient, member))
+
+    def end(self, wholes: Sequence[Sequence[State]] = ()) -> None:
+        """Remove pieces from optimizers; give them whole states as `gather` returned them."""
+        for optimizer in self._optimizers:
+            self._forget(optimizer)
+        for optimizer, states in zip(self._optimizers, wholes, strict=False):
+            self._give(optimizer, states)
+
+    def gather(self) -> list[list[State]]:
+        """Return each optimizer's states of whole parameters, by index. Collective."""
+        return [self._gather(optimizer) for optimizer in self._optimizers]
+
+    # ---- saving and loading ------------------------------------------------------------------
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return what each optimizer's `state_dict` would be with plain DDP. Collective."""
+        return [self._whole_state_dict(optimizer) for optimizer in self._optimizers]
+
+    def check(self, given: Any) -> list[Fact]:
+        """Return what in a state has to be equal on all ranks; raise why it cannot be loaded."""
+        loaded = self._states_in(given)
+        facts = []
+        for number, (optimizer, saved) in enumerate(zip(self._optimizers, loaded, strict=True)):
+            sizes = [len(group["params"]) for group in saved["param_groups"]]
+            own = [len(group["params"]) for group in optimizer.param_groups]
+            if sizes != own:
+                raise OptionError(
+                    f"the state of optimizer {number} is of groups of {sizes} parameters, and it "
+                    f"has {own}; load what an optimizer like it saved"
+                )
+            facts.append(Fact(f"parameters of optimizer {number}", str(sorted(saved["state"]))))
+        return facts
+
+    def load(self, given: dict[str, Any]) -> None:
+        """Load a state that passes `check`."""
+        for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
+            self._forget(optimizer)
+            with self._being_whole():
+                optimizer.load_state_dict(saved)
+            self._cut(optimizer)
+
+    def hooks(self) -> Iterator[Any]:
+        """Yield hooks that make optimizers refuse to save or load by themselves."""
+        me = weakref.WeakMethod(self._refuse)
+
+        def refusing(what: str) -> Callable[..., None]:
+            def refuse(*_: object) -> None:
+                live = me()
+                if live is not None:
+                    live(what)
+
+            return refuse
+
+        for optimizer in self._optimizers:
+            yield optimizer.register_state_dict_pre_hook(refusing("state_dict"))
+            yield optimizer.register_load_state_dict_pre_hook(refusing("load_state_dict"))
+
+    def _refuse(self, what: str) -> None:
+        if not self._is_whole:
+            raise OptionError(
+                f"{what} of this optimizer concerns only this rank's part of its state; call "
+                f"handle.{what}, on all ranks, with the handle that attach returned"
+            )
+
+    def _states_in(self, given: Any) -> list[Any]:
+        """Return the state of each optimizer."""
+        if not isinstance(given, dict):
+            raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(given)}")
+        loaded = [given] if "param_groups" in given else given.get("optimizers")
+        num_optimizers = len(self._optimizers)
+        if not isinstance(loaded, list) or len(loaded) != num_optimizers:
+            raise OptionError(
+                f"the state is not of {num_optimizers} optimizers; give what state_dict of this "
+                "handle returned, or that of the optimizer where there is one"
+            )
+        return loaded
+
+    def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        whole = self._gather(optimizer)
+        cut = self._forget(optimizer)
+        self._give(optimizer, whole)
+        try:
+            with self._being_whole():
+                return optimizer.state_dict()
+        finally:
+            for parameter in self._parameters:
+                optimizer.state.pop(parameter, None)
+            optimizer.state.update(cut)
+
+    @contextlib.contextmanager
+    def _being_whole(self) -> Iterator[None]:
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+
+    # ---- pieces ------------------------------------------------------------------------------
+
+    def _cut(self, optimizer: optim.Optimizer) -> None:
+        """Let an optimizer keep this rank's part of its states."""
+        for index, parameter in enumerate(self._parameters):
+            self._put(optimizer, index, optimizer.state.pop(parameter, {}))
+
+    def _put(self, optimizer: optim.Optimizer, index: int, whole: State) -> None:
+        shard, k = self._shards.home(index)
+        if whole:
+            optimizer.state[shard.pieces[k]] = shard.cut_state(whole, k)
+
+    def _forget(self, optimizer: optim.Optimizer) -> dict[torch.Tensor, State]:
+        """Return what an optimizer has of pieces' states, and remove it."""
+        pieces = self._shards.pieces()
+        return {p: optimizer.state.pop(p) for p in pieces if p in optimizer.state}
+
+    def _give(self, optimizer: optim.Optimizer, states: Sequence[State]) -> None:
+        named = zip(self._parameters, states, strict=True)
+        optimizer.state.update({parameter: state for parameter, state in named if state})
+
+    def _gather(self, optimizer: optim.Optimizer) -> list[State]:
+        found: dict[int, State] = {}
+        for shard in self._shards:
+            states = [optimizer.state.get(piece, {}) for piece in shard.pieces]
+            found.update(zip(shard.members, shard.gather_states(states), strict=True))
+        return [found[index] for index in range(len(self._parameters))]

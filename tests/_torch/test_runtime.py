@@ -1,0 +1,94 @@
+"""When a backward ends, where one runs within another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddpopt import _torch
+from tests.support.models import MLP, WIDTH
+
+
+class _Backward(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+def test_each_backward_that_is_watched_ends_once() -> None:
+    """The inner before the outer, which was watched before the inner began and after it ended."""
+    told: list[str] = []
+    ends = _torch.BackwardEnds(lambda: told.append("end"))
+    x = torch.ones(1, requires_grad=True)
+
+    def note(name: str) -> None:
+        told.append(name)
+        ends.watch()
+
+    def nest() -> None:
+        note("outer")
+        with torch.enable_grad():
+            inner = [_Backward.apply(x, lambda: note("inner")) for _ in range(2)]
+        for each in inner:
+            each.backward()
+        note("outer")
+
+    for _ in range(2):
+        _Backward.apply(x, nest).backward()
+    assert told == ["outer", "inner", "end", "inner", "end", "outer", "end"] * 2
+
+
+def test_of_nested_backwards_only_those_that_are_watched_have_an_end() -> None:
+    """An outer one without gradients of its own is not known; nor is one that raises."""
+    told: list[str] = []
+    ends = _torch.BackwardEnds(lambda: told.append("end"))
+    x = torch.ones(1, requires_grad=True)
+
+    def fail() -> None:
+        ends.watch()
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        _Backward.apply(x, fail).backward()
+    assert told == []
+    inner = _Backward.apply(x, ends.watch)
+    _Backward.apply(x, inner.backward).backward()
+    assert told == ["end"]
+
+
+def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
+    """Which DDP does in a callback that it queues with the last gradient."""
+
+    class Checkpointed(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            x = checkpoint(self.layers[1], x, use_reentrant=True)
+            return self.layers[2](x)
+
+    def reduce(_, bucket):  # DDP takes no annotations but its own
+        reduced = torch.futures.Future()
+        reduced.set_result(bucket.buffer().fill_(7))
+        return reduced
+
+    ddp, told = DistributedDataParallel(Checkpointed(3)), list[float]()
+    ddp.register_comm_hook(None, reduce)
+    first = ddp.module.layers[0].weight
+    ends = _torch.BackwardEnds(
+        lambda: told.append(0.0 if first.grad is None else first.grad.mean().item())
+    )
+    for parameter in ddp.parameters():
+        parameter.register_hook(lambda _: ends.watch())
+    ddp(torch.ones(2, WIDTH)).sum().backward()
+    assert told == [0, 7]

@@ -1,0 +1,349 @@
+"""What algorithms communicate with: nodes, groups that end, what was sent, flat weights."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt._torch import making_groups_apart
+from ddpopt.algorithms import (
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    LowPrecisionDecentralized,
+    QAdam,
+    QAdamOptimizer,
+    ShardedUpdate,
+    attach,
+)
+from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, Tally, _make_group
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import Ranks
+from tests.system.documents import ROOT
+
+CPU = torch.device("cpu")
+
+
+def _nodes(rank: int) -> list[float]:
+    """Two nodes of two ranks, and then one of all."""
+    values = []
+    for size in (2, 4):
+        groups = Groups(dist.group.WORLD, CPU, size)
+        value = torch.tensor(float(rank))
+        groups.reduce(value, lambda ranks, value: ranks.all_reduce(value).wait())
+        values.append(value.item())
+        dist.barrier()
+        groups.end()
+    return values
+
+
+def test_nodes_average_leaders_meet_and_nodes_are_told(four_ranks: Ranks) -> None:
+    """0.5 and 2.5 are the nodes' means, 3 their sum; 1.5 is the mean of one node of all."""
+    assert four_ranks.run(_nodes) == [[3.0, 1.5]] * 4
+
+
+def _make_beside_a_device(rank: int) -> None:
+    """As after `init_process_group(device_id=...)`, and with a rank that makes no group."""
+    default = dist.group.WORLD
+    assert default is not None
+    default.bound_device_id = torch.device("cuda", 0)
+    try:
+        if rank == 0:
+            with mock.patch(
+                "torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError
+            ):
+                _make_group("apart", [0], default, CPU).end()
+        assert default.bound_device_id == torch.device("cuda", 0)
+    finally:
+        default.bound_device_id = None
+
+
+def test_no_group_is_split_off_the_default_one(ranks: Ranks) -> None:
+    """NCCL would wait for all ranks of the default group, of which some make no group."""
+    ranks.run(_make_beside_a_device)
+
+
+def test_ranks_meet_on_ddps_device(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on the current one, which may be another rank's."""
+    device, asked = torch.device("cuda", 3), []
+
+    def broadcast(objects: list[str], **given: Any) -> None:
+        asked.append(given["device"])
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(dist, "barrier", lambda _group, device_ids: asked.append(device_ids))
+    world = dist.group.WORLD
+    assert world is not None
+    groups = Groups(world, device, 1)
+    groups.ddp.barrier()
+    groups.end()
+    assert asked == [device, [3]]
+
+
+def _num_open() -> tuple[int, int]:
+    """Return how many process groups there are, and how many descriptors are open."""
+    gc.collect()
+    num_groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    return num_groups, len(os.listdir("/proc/self/fd"))
+
+
+def _attach_and_detach(rank: int, algorithm: Any) -> list[tuple[int, int]]:
+    """Return what is open before the first time and after the second and fourth one."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    seen = [_num_open()]
+    for _ in range(2):
+        for _ in range(2):
+            handle = attach(ddp, optimizer, algorithm)
+            for _ in range(2):
+                ddp(torch.ones(2, WIDTH)).sum().backward()
+                optimizer.step()
+            handle.detach()
+            del handle
+        seen.append(_num_open())
+    return seen
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Decentralized(local_world_size=2),
+        ByteGrad(hierarchical=False),
+        AsyncModelAverage(sync_interval_ms=5),
+    ],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_groups_end_when_the_algorithm_is_detached(four_ranks: Ranks, algorithm: Any) -> None:
+    """And close their connections."""
+    for before, second, fourth in four_ranks.run(_attach_and_detach, algorithm):
+        assert second[0] == fourth[0] == before[0]
+        assert fourth[1] <= second[1]
+
+
+# ---- What was sent -----------------------------------------------------------------------------
+
+
+DEPTH = 4
+PLAIN = DEPTH * WIDTH * WIDTH * 4  # bytes that each of two ranks sends in a step with DDP
+STEPS = 4
+PREFIX = "ddpopt.algorithm."
+
+
+def _numbers(model: Any) -> dict[str, float]:
+    found = ddpopt.metrics(model).items()
+    return {name.removeprefix(PREFIX): v for name, v in found if name.startswith(PREFIX)}
+
+
+def _train(rank: int, algorithm: Any) -> list[dict[str, float]]:
+    """Return the algorithm's metrics after each step, the last with no update, and detached."""
+    ddp = DistributedDataParallel(MLP(DEPTH, bias=False), bucket_cap_mb=0.03)
+    kind = QAdamOptimizer if isinstance(algorithm, QAdam) else torch.optim.SGD
+    given = {"warmup_steps": 2} if isinstance(algorithm, QAdam) else {}
+    optimizer = kind(ddp.parameters(), lr=0.01, **given)
+    handle = attach(ddp, optimizer, algorithm)
+    found = []
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * (STEPS + 1))):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        if step < STEPS:
+            optimizer.step()
+            found.append(_numbers(ddp))
+    handle.settle()
+    found.append(_numbers(ddp))
+    handle.detach()
+    return [*found, _numbers(ddp)]
+
+
+# How much of what DDP sends a step sends, and how many steps send nothing.
+ROWS = {
+    "Decentralized": (Decentralized(hierarchical=False, communication_interval=2), 1, 2),
+    "shift_one": (Decentralized(hierarchical=False, peer_selection="shift_one"), 1, 0),
+    "LowPrecision": (LowPrecisionDecentralized(hierarchical=False), 1 / 4, 0),
+    "ByteGrad": (ByteGrad(hierarchical=False), 1 / 4, 0),
+    "by nodes": (ByteGrad(local_world_size=2), 0, 0),
+    "ShardedUpdate": (ShardedUpdate(), 9 / 8, 0),  # DDP's first bucket is not divided: allreduced
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_was_sent_is_told(ranks: Ranks, row: str) -> None:
+    """By values or codes and their ranges; plain DDP is what it is compared with."""
+    algorithm, part, num_skipped = ROWS[row]
+    for *steps, last, detached in ranks.run(_train, algorithm):
+        assert [found["steps"] for found in steps] == [1, 2, 3, 4]
+        assert steps[-1]["skipped_steps"] == num_skipped
+        assert steps[-1]["stale_steps"] == (num_skipped > 0)
+        sent = part * PLAIN * (STEPS - num_skipped)
+        assert steps[-1]["sent_bytes"] == pytest.approx(sent, rel=0.02)
+        for found in steps:
+            total = found["sent_bytes"] + found["saved_bytes"]
+            assert total == pytest.approx(found["steps"] * PLAIN)
+        assert [found["skipped_updates"] for found in steps] == [0] * STEPS
+        assert last["skipped_updates"] == 1
+        assert last["steps"] == STEPS + 1
+        assert detached == {}
+
+
+def test_sharded_updates_save_nothing(ranks: Ranks) -> None:
+    """Once buckets are divided, a step sends what a ring allreduce of the gradients sends."""
+    for *steps, _, _ in ranks.run(_train, ShardedUpdate()):
+        saved = [b["saved_bytes"] - a["saved_bytes"] for a, b in itertools.pairwise(steps)]
+        assert saved == pytest.approx([0] * len(saved), abs=0.001 * PLAIN)
+
+
+def _exchange(rank: int, backend: str | None) -> list[float]:
+    """Return the bytes of a reduce-scatter and an all-gather of 7 values in 2 parts of 4."""
+    with making_groups_apart(f"pairs of {backend}"):
+        group = dist.new_group([0, 1], backend=backend, use_local_synchronization=True)
+    communicator = Communicator(group, CPU)
+    exchange, part = Exchange(communicator), torch.zeros(4)
+    sent = []
+    with mock.patch.object(dist, "reduce_scatter_tensor", side_effect=AssertionError):
+        works, complete = exchange.mean_scatter(torch.arange(7.0) + rank, part)
+    exchange.wait(works)
+    complete()
+    sent.append(communicator.sent_bytes)
+    values = torch.zeros(8)
+    values[4 * rank : 4 * rank + 4] = part
+    exchange.wait(exchange.all_gather(values))
+    sent.append(communicator.sent_bytes - sent[0])
+    assert values.tolist()[:7] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
+    communicator.barrier()
+    communicator.end()
+    return sent
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "undefined"])
+def test_ranks_on_the_cpu_exchange_parts_however_gloo_is_named(ranks: Ranks, backend: str) -> None:
+    """Gloo's own reduce-scatter would send twice as much; a part is padded when it is gathered."""
+    assert ranks.run(_exchange, backend) == [[3 * 4, 16], [4 * 4, 16]]
+
+
+def test_a_warm_up_reduces_whole_gradients(ranks: Ranks) -> None:
+    """QAdam's first steps send what DDP sends, the others codes."""
+    for *steps, _, _ in ranks.run(_train, QAdam(hierarchical=False)):
+        parts = [b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(steps)]
+        assert [part / PLAIN for part in parts] == pytest.approx([1, 1 / 4, 1 / 4], rel=0.02)
+        assert steps[-1]["skipped_steps"] == 0
+
+
+def _train_beside_rounds(rank: int) -> list[dict[str, float]]:
+    ddp = DistributedDataParallel(MLP(DEPTH, bias=False), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    handle = attach(ddp, optimizer, AsyncModelAverage(sync_interval_ms=1, warmup_steps=1))
+    found = []
+    for x in batches(rank, [(4, WIDTH)] * 3):
+        num_rounds = handle.num_communications
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        found.append(_numbers(ddp))
+        while handle.num_steps > 1 and handle.num_communications == num_rounds:
+            time.sleep(0.001)
+    optimizer.zero_grad()
+    ddp(x).square().mean().backward()
+    optimizer.step()
+    found.append(_numbers(ddp))
+    handle.detach()
+    return found
+
+
+def test_rounds_in_the_background_are_counted_by_steps_of_training(ranks: Ranks) -> None:
+    """A warm-up step counts as one that communicates; after a round weights are not stale."""
+    for first, *_, last in ranks.run(_train_beside_rounds):
+        assert first["skipped_steps"] == first["stale_steps"] == 0
+        assert first["sent_bytes"] == PLAIN
+        assert last["stale_steps"] == 0
+        assert last["sent_bytes"] >= PLAIN + last["communications"] * PLAIN
+
+
+def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
+    """Those of steps and those of algorithms."""
+    ddp = DistributedDataParallel(MLP(DEPTH), bucket_cap_mb=0.03)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    handle = attach(ddp, optimizer, ByteGrad(hierarchical=False))
+    ddpopt.metrics(ddp)
+    for _ in range(3):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    found = ddpopt.metrics(ddp)
+    assert found.keys() >= {"ddpopt.step.ms", "ddpopt.buckets", *handle.metrics()}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert [name for name in found if f"`{name}`" not in text] == []
+    handle.detach()
+
+
+def test_a_state_that_is_loaded_is_no_communication() -> None:
+    tally = Tally()
+    tally.known_communications = 7
+    tally.end_step(7)
+    tally.end_step(8)
+    tally.end_step(8)
+    assert (tally.num_steps, tally.num_skipped_steps, tally.stale_steps) == (3, 2, 1)
+
+
+# ---- Flat weights ------------------------------------------------------------------------------
+
+
+def _parameters() -> list[nn.Parameter]:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    kinds = [torch.randn(7, 3), image, torch.randn(()), torch.randn(5).double(), torch.randn(0)]
+    return [nn.Parameter(value) for value in kinds]
+
+
+def test_assigning_a_copy_changes_nothing_and_keeps_storage() -> None:
+    parameters = _parameters()
+    before = [(p.detach().clone(), p.data_ptr(), p.stride()) for p in parameters]
+    weights = FlatWeights(parameters)
+    flat = weights.copy()
+    assert sorted((v.dtype, v.numel()) for v in flat if v.dtype == torch.float64) == [
+        (torch.float64, 5)
+    ]
+    weights.assign(flat)
+    for parameter, (value, address, stride) in zip(parameters, before, strict=True):
+        assert torch.equal(parameter, value)
+        assert (parameter.data_ptr(), parameter.stride()) == (address, stride)
+
+
+def test_add_adds_elementwise_in_every_layout() -> None:
+    parameters = _parameters()
+    expected = [p.detach() * 3 for p in parameters]
+    weights = FlatWeights(parameters)
+    weights.add([2 * values for values in weights.copy()])
+    for parameter, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value)
+
+
+def test_buckets_keep_their_limit_and_never_divide_a_parameter() -> None:
+    parameters = [nn.Parameter(torch.randn(n)) for n in (3, 3, 100, 1, 4)]
+    sizes = [v.numel() for v in FlatWeights(parameters, bucket_bytes=24).copy()]
+    assert sizes == [6, 100, 5]
+
+
+def test_a_copy_is_not_a_view() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    (values,) = FlatWeights([parameter]).copy()
+    values.zero_()
+    assert parameter.tolist() == [1, 1, 1]
+
+
+def test_weights_in_a_graph_can_be_assigned_after_backward() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    weights = FlatWeights([parameter])
+    loss = parameter.square().sum()
+    weights.assign([torch.zeros(3)])
+    with pytest.raises(RuntimeError, match="inplace"):  # so nothing is computed with wrong values
+        loss.backward()

@@ -1,0 +1,653 @@
+"""`Handle`: what a step is, what it leaves when it goes, and its worker."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddpopt
+from ddpopt.algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    Handle,
+    LowPrecisionDecentralized,
+    QAdam,
+    QAdamOptimizer,
+    ShardedUpdate,
+    attach,
+)
+from ddpopt.algorithms.handle import BackgroundHandle, Worker
+from ddpopt.errors import AttachError, PeerError
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.system.documents import blocks
+
+FLAT = Decentralized(hierarchical=False)
+
+
+def _flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def _setting(algorithm: Any = FLAT, **ddp_options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2), **ddp_options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    return ddp, optimizer, attach(ddp, optimizer, algorithm)
+
+
+# ---- what a step is ---------------------------------------------------------------------------
+
+
+def _count(rank: int) -> list[tuple[str, int]]:
+    ddp, optimizer, handle = _setting(Decentralized(hierarchical=False))
+    x = batches(rank, [(4, WIDTH)])[0]
+    seen = []
+
+    def note(what: str) -> None:
+        seen.append((what, handle.num_steps))
+
+    def step() -> None:
+        ddp(x).sum().backward()
+        optimizer.step()
+
+    step()
+    note("a step")
+    ddp.eval()
+    with torch.no_grad():
+        ddp(x)
+    ddp(x)
+    ddp.train()
+    with torch.no_grad():
+        ddp(x)
+    note("evaluation")
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    note("a micro-batch")
+    step()
+    note("accumulated")
+    (ddp(x).sum() + ddp(x).sum()).backward()
+    optimizer.step()
+    note("two forwards")
+    ddp(x)
+    step()
+    note("a forward without backward")
+    with handle.paused():
+        ddp(x)
+        with handle.paused():
+            ddp(x)
+    note("paused")
+    ddp(x).sum().backward()  # and no update, as when GradScaler finds inf on this rank
+    step()
+    note("an update was skipped")
+    handle.detach()
+    return seen
+
+
+def test_only_training_forwards_that_are_followed_by_a_backward_count(ranks: Ranks) -> None:
+    for seen in ranks.run(_count):
+        assert seen == [
+            ("a step", 1),
+            ("evaluation", 1),
+            ("a micro-batch", 1),
+            ("accumulated", 2),
+            ("two forwards", 3),
+            ("a forward without backward", 4),
+            ("paused", 4),
+            ("an update was skipped", 6),
+        ]
+
+
+def _skip_update(rank: int) -> torch.Tensor:
+    """Rank 1's second update is skipped; its averages must go on."""
+    ddp, optimizer, handle = _setting(Decentralized(hierarchical=False))
+    for k, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
+        optimizer.zero_grad()
+        ddp(x).pow(2).sum().backward()
+        if (rank, k) != (1, 1):
+            optimizer.step()
+    assert handle.num_communications == 4
+    handle.detach()
+    return _flat(ddp)
+
+
+def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
+    first, second = ranks.run(_skip_update)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+ALL: dict[str, Any] = {
+    "Decentralized": FLAT,
+    "LowPrecisionDecentralized": LowPrecisionDecentralized(hierarchical=False),
+    "ByteGrad": ByteGrad(hierarchical=False),
+    "QAdam": QAdam(hierarchical=False),
+    "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1),
+    "ShardedUpdate": ShardedUpdate(),
+}
+
+
+def _attached(name: str) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2))
+    kind = QAdamOptimizer if name == "QAdam" else torch.optim.SGD
+    optimizer = kind(ddp.parameters(), lr=0.1)
+    return ddp, optimizer, attach(ddp, optimizer, ALL[name])
+
+
+def _train_in_eval(rank: int, name: str) -> torch.Tensor:
+    """As with a frozen batch norm; and evaluations that forgot `no_grad` do not count."""
+    ddp, optimizer, handle = _attached(name)
+    ddp.eval()
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
+        ddp(x)
+        assert handle.num_steps == step - 1
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        assert handle.num_steps == step
+    end_s = time.monotonic() + 60
+    while not handle.num_communications and time.monotonic() < end_s:  # in the background
+        time.sleep(0.001)
+    assert handle.num_communications > 0
+    handle.detach()
+    return _flat(ddp)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
+    assert torch.equal(*ranks.run(_train_in_eval, name))
+
+
+def _skip_in_eval(rank: int) -> torch.Tensor:
+    """An update is skipped in eval mode: the average is taken over between two backwards."""
+    ddp, optimizer, handle = _setting()
+    ddp.eval()
+    for k, x in enumerate(batches(rank, [(4, WIDTH)] * 3)):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        if k != 1:
+            optimizer.step()
+    assert handle.num_steps == handle.num_communications == 3
+    handle.detach()
+    return _flat(ddp)
+
+
+def test_an_update_may_be_skipped_in_eval_mode(ranks: Ranks) -> None:
+    assert torch.equal(*ranks.run(_skip_in_eval))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_joins_forwards_are_refused(one_rank: None, name: str) -> None:
+    """On a rank without inputs an algorithm would not take part."""
+    ddp, _, handle = _attached(name)
+    with pytest.raises(AttachError, match=rf"{name} cannot work in DDP's join\(\)"), ddp.join():
+        ddp(torch.ones(2, WIDTH))
+    handle.detach()
+
+
+def _two_optimizers(rank: int) -> tuple[bool, str]:
+    """One optimizer for each layer is as one for both; a closure is refused."""
+    results = []
+    for is_one in (True, False):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(MLP(2))
+        parts = [ddp] if is_one else list(ddp.module.layers)
+        groups = [list(part.parameters()) for part in parts]
+        optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
+        handle = attach(ddp, optimizers, FLAT)
+        for x in batches(rank, [(4, WIDTH)] * 3):
+            ddp(x).pow(2).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert handle.num_steps == 3
+        said = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
+        handle.detach()
+        results.append(_flat(ddp))
+    return torch.equal(*results), said
+
+
+def test_several_optimizers_make_one_step_and_closures_are_refused(ranks: Ranks) -> None:
+    for is_equal, said in ranks.run(_two_optimizers):
+        assert is_equal
+        assert said.startswith("OptionError: Decentralized cannot work with a closure")
+
+
+class Watching(Handle):
+    """Notes how often a backward ended, and the gradients that it then had."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.ends: list[list[torch.Tensor]] = []
+
+    def reduce(self, bucket: Any) -> Any:
+        return self.allreduce(bucket)
+
+    def end_backward(self) -> None:
+        parameters = list(self.training.ddp.module.parameters())
+        self.ends.append([p.grad.clone() for p in parameters if p.grad is not None])
+
+
+@dataclass(frozen=True)
+class Watched(Algorithm[Watching]):
+    handle_type = Watching
+
+
+class Nested(MLP):
+    """An MLP whose layers but the first may be recomputed, in backwards of their own.
+
+    With a layer of another dtype, so that DDP's first backward has two buckets.
+    """
+
+    def __init__(self, is_recomputed: bool) -> None:
+        super().__init__(4)
+        self.layers[-1].double()
+        self.is_recomputed = is_recomputed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = x.to(layer.weight.dtype)
+            is_plain = k == 0 or not self.is_recomputed
+            x = layer(x) if is_plain else checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def _end_backwards(rank: int, is_static: bool, is_recomputed: bool) -> None:
+    """Each backward ends once, when all gradients are those of DDP; one that raises never does."""
+    torch.manual_seed(0)
+    module = Nested(is_recomputed)
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.005, static_graph=is_static)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, optimizer, Watched())
+    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        assert len(handle.ends) == step
+        expected = [p.grad for p in ddp.parameters() if p.grad is not None]
+        assert len(expected) == 8
+        assert all(map(torch.equal, handle.ends[-1], expected))
+        optimizer.step()
+    loss = ddp(x).square().mean()
+    first = ddp.module.layers[0].weight.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss.backward()
+    first.remove()
+    assert len(handle.ends) == 3
+    handle.detach(average=False)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+def test_a_backward_ends_once_when_all_gradients_are_final(
+    own_ranks: OwnRanks, is_static: bool, is_recomputed: bool
+) -> None:
+    own_ranks().run(_end_backwards, is_static, is_recomputed)
+
+
+# ---- attach and detach ------------------------------------------------------------------------
+
+
+def _detached(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """After `detach` a model trains as DDP does, also when it had other weights before."""
+    ddp, optimizer, handle = _setting(Decentralized(communication_interval=100, hierarchical=False))
+    for x in batches(rank, [(4, WIDTH)] * 3):
+        optimizer.zero_grad()
+        ddp(x).pow(2).sum().backward()
+        optimizer.step()
+    apart = _flat(ddp)
+    handle.detach()
+    handle.detach()
+    start = _flat(ddp)
+    again = attach(ddp, optimizer, ByteGrad(hierarchical=False))
+    again.detach()
+    optimizer.zero_grad()
+    ddp(batches(rank, [(4, WIDTH)])[0]).pow(2).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+    twin = MLP(2)
+    torch.nn.utils.vector_to_parameters(start, twin.parameters())
+    for k in range(2):
+        twin(batches(k, [(4, WIDTH)])[0]).pow(2).sum().div(2).backward()
+    expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    torch.testing.assert_close(gradient, expected)
+    return apart, start
+
+
+def test_detach_averages_and_gives_ddp_its_allreduce_back(ranks: Ranks) -> None:
+    (apart, start), (other, second) = ranks.run(_detached)
+    assert not torch.equal(apart, other)
+    assert torch.equal(start, second)
+    torch.testing.assert_close(start, (apart + other) / 2)
+
+
+def _is_collected(rank: int) -> tuple[bool, list[str]]:
+    ddp, optimizer, handle = _setting(FLAT)
+    ddp(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    weak = weakref.ref(ddp)
+    del ddp, handle  # the optimizer stays
+    for _ in range(10_000):
+        gc.collect()  # again: the thread may have been at work in the first
+        names = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
+        if not names:
+            break
+        time.sleep(0.01)
+    return weak() is None, names
+
+
+def test_a_model_that_is_dropped_takes_its_algorithm_and_thread_along(ranks: Ranks) -> None:
+    assert ranks.run(_is_collected) == [(True, []), (True, [])]
+
+
+def _save_and_load(rank: int) -> tuple[bool, list[str]]:
+    """Training goes on bitwise from checkpoints; a state of something else is refused."""
+    algorithm = Decentralized(communication_interval=2, hierarchical=False)
+    ddp, optimizer, handle = _setting(algorithm)
+    inputs = batches(rank, [(4, WIDTH)] * 6)
+
+    def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, xs: list[torch.Tensor]) -> None:
+        for x in xs:
+            optimizer.zero_grad()
+            ddp(x).pow(2).sum().backward()
+            optimizer.step()
+
+    train(ddp, optimizer, inputs[:3])
+    file = io.BytesIO()
+    torch.save([ddp.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
+    train(ddp, optimizer, inputs[3:])
+    expected = _flat(ddp)
+    handle.detach()
+
+    file.seek(0)
+    weights, momenta, state = torch.load(file, weights_only=True)
+    resumed, optimizer, handle = _setting(algorithm)
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(momenta)
+    handle.load_state_dict(state)
+    train(resumed, optimizer, inputs[3:])
+    is_equal = torch.equal(_flat(resumed), expected)
+    said = [
+        error_of(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
+        error_of(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
+        error_of(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
+        error_of(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
+    ]
+    handle.detach()
+    return is_equal, said
+
+
+def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
+    for is_equal, said in ranks.run(_save_and_load):
+        assert is_equal
+        assert said[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
+        assert said[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
+        assert said[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
+        assert said[3].startswith("TypeError: on rank 0: a state is a dict")
+
+
+def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies and pickles train by themselves, as plain DDP does, and can get an algorithm."""
+    ddp, optimizer, handle = _setting()
+    x = batches(rank, [(4, WIDTH)])[0]
+    ddp(x).square().mean().backward()
+    optimizer.step()
+    copy.deepcopy(ddp.module)
+    torch.save(ddp.module, io.BytesIO())
+    copied, pickled = copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))
+    for other in (copied, pickled):
+        other.zero_grad()
+        other(x).square().mean().backward()
+        assert other.module.layers[0].weight.grad is not None
+    assert handle.num_steps == 1
+    gradient = torch.cat([p.grad.flatten() for p in copied.parameters()])
+    again = attach(copied, torch.optim.SGD(copied.parameters(), lr=0.1), FLAT)
+    copied(x).square().mean().backward()
+    assert (again.num_steps, handle.num_steps) == (1, 1)
+    again.detach()
+    handle.detach()
+    return gradient, torch.cat([p.grad.flatten() for p in pickled.parameters()])
+
+
+def test_copies_and_pickles_leave_the_algorithm_behind(ranks: Ranks) -> None:
+    (copied, pickled), others = ranks.run(_copy)
+    assert torch.equal(copied, pickled)
+    assert all(torch.equal(copied, other) for other in others)
+
+
+# ---- an algorithm of one's own ----------------------------------------------------------------
+
+
+def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Run the page's algorithm, and go on from a state that it saved between two exchanges."""
+    page = next(b for b in blocks("docs/your-algorithm.md") if b.language == "python")
+    found: dict[str, Any] = {}
+    exec(page.text, found)
+    torch.manual_seed(0)
+    weights = []
+    algorithm = found["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
+    ddp, optimizer, handle = _setting(algorithm)
+    saved: list[Any] = []
+    for k, x in enumerate(inputs[rank]):
+        if k == 3:
+            saved = copy.deepcopy([ddp.state_dict(), handle.state_dict()])
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    weights.append(_flat(ddp))
+    handle.detach()
+    resumed, optimizer, handle = _setting(algorithm)
+    resumed.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    for x in inputs[rank][3:]:
+        optimizer.zero_grad()
+        resumed(x).square().mean().backward()
+        optimizer.step()
+    handle.detach(average=False)
+    return [*weights, _flat(resumed)]
+
+
+def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
+    """As docs/your-algorithm.md has it; bitwise after it was saved and loaded."""
+    inputs = [batches(rank, [(4, WIDTH)] * 6) for rank in range(2)]
+    torch.manual_seed(0)
+    models = [MLP(2)]
+    models.append(copy.deepcopy(models[0]))
+    start, momentum = _flat(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
+    for step in range(6):
+        for model, x in zip(models, (own[step] for own in inputs), strict=True):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if step % 2:
+            momentum = 0.5 * momentum + sum(_flat(model) - start for model in models) / 2
+            start = start + 0.7 * momentum
+            for model in models:
+                nn.utils.vector_to_parameters(start.clone(), model.parameters())
+    for trained, resumed in ranks.run(_train_own, inputs):
+        torch.testing.assert_close(trained, start)
+        assert torch.equal(trained, resumed)
+
+
+# ---- compiled ---------------------------------------------------------------------------------
+
+
+def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
+    """Return whether it equals eager training, and the graphs with and without the algorithm."""
+    weights, graphs = [], []
+    for is_compiled, is_attached in ((False, True), (True, True), (True, False)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        count = [0]
+
+        def inner(gm: Any, inputs: Any, count: list[int] = count) -> Any:
+            count[0] += 1
+            return gm
+
+        ddp = DistributedDataParallel(MLP(4), bucket_cap_mb=0.03)
+        options = {"inner": inner if split == "forward" else "aot_eager", "split": split}
+        forward = torch.compile(ddp, backend="ddpopt", options=options) if is_compiled else ddp
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        handle = attach(forward, optimizer, algorithm) if is_attached else None
+        for x in batches(rank, [(8, WIDTH)] * 4):
+            optimizer.zero_grad()
+            forward(x).pow(2).mean().backward()
+            optimizer.step()
+        sections = len(ddpopt.explain(ddp).to_dict()["graphs"]) if is_compiled else 0
+        graphs.append(count[0] + sections)
+        weights.append(_flat(ddp))
+        if handle is not None:
+            handle.detach(average=False)
+    return torch.equal(weights[0], weights[1]), graphs[1], graphs[2]
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+@pytest.mark.parametrize("algorithm", [FLAT, Watched()], ids=["decentralized", "allreduce"])
+def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
+    ranks: Ranks, algorithm: Any, split: str
+) -> None:
+    for is_equal, attached, alone in ranks.run(_compiled, algorithm, split):
+        assert is_equal
+        assert attached == alone
+
+
+# ---- a rank that dies -------------------------------------------------------------------------
+
+
+def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, optimizer, algorithm)
+    message = ""
+    start_s = time.monotonic()
+    for step in range(50):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            optimizer.zero_grad()
+            ddp(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            message = f"{type(error).__name__}: {error}"
+            break
+    with contextlib.suppress(PeerError):
+        handle.detach()
+    return message, time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("selection", ["all", "shift_one"])
+def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
+    selection: str, own_ranks: OwnRanks
+) -> None:
+    algorithm = Decentralized(peer_selection=selection, hierarchical=False)
+    message, seconds = own_ranks().run_survivors([0], _lose_a_rank, algorithm)[0]
+    assert message.startswith("PeerError: averaging weights in step 3 failed: another rank has ")
+    assert seconds < 60
+
+
+# ---- Worker ------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+class _Owner:
+    pass
+
+
+def _ends(worker: Worker) -> bool:
+    for _ in range(10_000):
+        if not worker._thread.is_alive():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+    seen: list[tuple[int, int, bool]] = []
+
+    def note(k: int) -> int:
+        seen.append((k, threading.get_ident(), torch.is_grad_enabled()))
+        return k
+
+    futures = [worker.submit(lambda k=k: note(k)) for k in range(20)]
+    assert [future.wait() for future in futures] == list(range(20))
+    assert [k for k, _, _ in seen] == list(range(20))
+    assert {thread for _, thread, _ in seen}.isdisjoint({threading.get_ident()})
+    assert not any(grad for _, _, grad in seen)
+    worker.close()
+    assert _ends(worker)
+
+
+def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+
+    def fail() -> None:
+        raise ValueError("weights are 3")
+
+    failed, done = worker.submit(fail), worker.submit(lambda: 7)
+    with pytest.raises(Exception, match="weights are 3"):
+        failed.wait()
+    assert done.wait() == 7
+    worker.close()
+
+
+def test_the_thread_ends_when_its_owner_is_collected() -> None:
+    owner = _Owner()
+    worker = owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
+    worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
+    del owner
+    gc.collect()
+    assert _ends(worker)
+
+
+class _FailingHandle(BackgroundHandle):
+    def reduce(self, bucket):  # type: ignore[no-untyped-def]
+        def fail(_values: torch.Tensor) -> None:
+            raise ArithmeticError(f"bucket {bucket.index()}")
+
+        return self.run_behind_backward(bucket, fail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failing(Algorithm[_FailingHandle]):
+    handle_type = _FailingHandle
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_failure_in_the_background_is_raised_by_that_backward(
+    one_rank: None, static_graph: bool
+) -> None:
+    """By each one; of a static graph's first no bucket says that it is the last."""
+    ddp = DistributedDataParallel(MLP(2), static_graph=static_graph)
+    optimizer = torch.optim.SGD(ddp.parameters())
+    handle = attach(ddp, optimizer, _Failing())
+    for _ in range(3):
+        loss = ddp(torch.ones(2, WIDTH)).sum()
+        with pytest.raises(ArithmeticError, match="bucket 0"):
+            loss.backward()
+    handle.detach()

@@ -1,0 +1,276 @@
+"""What a case's training loop does with parameters: its optimizers, and all around their updates.
+
+`training.py` runs forwards and backwards, with what is here before and after them. Loops are those
+that people write for plain DDP, changed by what docs/sharded-update.md asks for, and by no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddpopt.algorithms import ShardedUpdate, ShardedUpdateHandle, attach
+from ddpopt.errors import OptionError
+from tests.system.fuzzing.blocks import WIDTH
+from tests.system.fuzzing.spec import Case
+
+OPTIMIZERS = (
+    *("SGD", "AdamW", "Adam", "Adagrad", "Adadelta", "Adamax"),
+    *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
+)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05},
+    "Adam": {"amsgrad": True, "foreach": False},
+    "Adadelta": {"lr": 0.5},
+    "RMSprop": {"momentum": 0.5},
+}
+_MAX_NORM = 0.5
+_BOUND = 0.25  # of what is clamped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What is updated, by what, and who is told of it.
+
+    `encoder` is a second DDP module before the model, and `temperature` a factor of the loss, which
+    no DDP module has. `later` are parameters for which there is no optimizer at first. `refusals`
+    are why `handles` lack one.
+    """
+
+    case: Case
+    ddp: DistributedDataParallel
+    model: nn.Module
+    encoder: DistributedDataParallel | None
+    temperature: nn.Parameter | None
+    optimizers: list[optim.Optimizer]
+    later: list[nn.Parameter]
+    ema: AveragedModel | None
+    handles: list[ShardedUpdateHandle] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    @property
+    def ddps(self) -> list[DistributedDataParallel]:
+        return [self.ddp] if self.encoder is None else [self.ddp, self.encoder]
+
+    @property
+    def beside(self) -> dict[str, nn.Parameter]:
+        """The parameters that are not the model's."""
+        found = {} if self.encoder is None else dict(self.encoder.named_parameters())
+        return found if self.temperature is None else {"temperature": self.temperature, **found}
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.encoder is None else self.encoder(x.float()).to(x.dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.temperature is None else loss * self.temperature.exp()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for ddp in self.ddps:
+                stack.enter_context(ddp.no_sync())
+            yield
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients that handles have in place of parameters. Collective."""
+        found: dict[torch.Tensor, torch.Tensor | None] = {}
+        for handle in self.handles:
+            full = handle.full_gradients()
+            described = handle.training.parameters.items()
+            found |= {parameter: full.get(of.name) for parameter, of in described}
+        return found
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.detach()
+
+
+Note = Callable[[str, torch.Tensor], None]
+Look = Callable[[str, nn.Module], None]  # notes what a module gives under `no_grad`
+
+
+def begin(
+    case: Case,
+    ddp: DistributedDataParallel,
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    is_sharded: bool,
+) -> Loop:
+    """Make the optimizers of `parameters` of a model, and attach what the case has."""
+    own, later = list(parameters), []
+    if "grow" in case.actions:
+        own, later = own[:-2], own[-2:]
+    encoder = temperature = None
+    if "encoder" in case.arrangement:
+        encoder = DistributedDataParallel(
+            nn.Linear(WIDTH, WIDTH), process_group=ddp.process_group, bucket_cap_mb=1e-4
+        )
+        own += encoder.parameters()
+    if case.arrangement == "temperature":
+        temperature = nn.Parameter(torch.tensor(0.1))
+        own.insert(len(own) // 2, temperature)
+    kind = getattr(optim, case.optimizer)
+    options = {"lr": 0.01, **_OPTIONS.get(case.optimizer, {})}
+    if case.optimizer == "SGD":
+        options["momentum"] = 0.9 if case.momentum else 0.0
+    average = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    loop = Loop(
+        case=case,
+        ddp=ddp,
+        model=model,
+        encoder=encoder,
+        temperature=temperature,
+        optimizers=[kind(groups, **options) for groups in _groups(case, own)],
+        later=later,
+        ema=average(model) if "ema" in case.actions else None,
+    )
+    for each in loop.ddps if is_sharded else ():
+        if each is encoder and case.arrangement != "both encoder and model":
+            continue  # it stays with DDP's allreduce, and its parameters whole
+        try:
+            algorithm = ShardedUpdate(overlap_forward=case.overlaps)
+            loop.handles.append(attach(each, loop.optimizers, algorithm))
+        except (OptionError, NotImplementedError) as refusal:
+            loop.refusals.append(f"not attached: {type(refusal).__name__}: {refusal}"[:100])
+    return loop
+
+
+def _groups(case: Case, parameters: list[nn.Parameter]) -> list[list[dict[str, Any]]]:
+    """Return the groups of each optimizer."""
+    even: dict[str, Any] = {"params": parameters[::2]}
+    odd: dict[str, Any] = {"params": parameters[1::2], "lr": 0.02, "weight_decay": 0.1}
+    if case.arrangement == "groups":
+        return [[even, odd]]
+    return [[even], [odd]] if case.arrangement == "two optimizers" else [[{"params": parameters}]]
+
+
+def update(loop: Loop, step: int, note: Note, look: Look) -> None:
+    """Do all that comes after backward."""
+    case, where = loop.case, f"update {step}"
+    if not ("skip" in case.actions and step == 1):
+        _update(loop, where, note, look)
+    after = [_AFTER[action] for action in case.actions if action in _AFTER]
+    if case.overlaps and after:
+        for handle in loop.handles:
+            handle.wait()
+    for act in after:
+        act(loop, where, note, look)
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad(set_to_none=case.clears_to_none)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5 if "rate" in case.actions else 1.0
+    if loop.later and step == 0:
+        loop.optimizers[0].add_param_group({"params": loop.later, "lr": 0.02})
+
+
+def _update(loop: Loop, where: str, note: Note, look: Look) -> None:
+    for norm in ("2", "inf"):
+        if f"clip {norm}" in loop.case.actions:
+            _clip(loop, float(norm), lambda name, value: note(f"{where} {name}", value))
+    for number, optimizer in enumerate(loop.optimizers):
+        optimizer.step()
+        if "look" in loop.case.actions:
+            look(f"{where}, forward after {number}", loop.ddp)
+
+
+def _clip(loop: Loop, norm: float, note: Note) -> None:
+    """Clip each DDP module's gradients by themselves."""
+    of_handle = {handle.training.ddp: handle for handle in loop.handles}
+    for number, ddp in enumerate(loop.ddps):
+        if ddp in of_handle:
+            total = of_handle[ddp].clip_grad_norm_(_MAX_NORM, norm)
+        else:
+            own = [p for p in ddp.parameters() if p.numel()]  # torch refuses empty ones for inf
+            total = clip_grad_norm_(own, _MAX_NORM, norm)
+        note(f"norm {norm} of {number}", total)
+
+
+def end(loop: Loop, note: Note) -> None:
+    """Note what is left at the end, after `detach`."""
+    for name, parameter in loop.beside.items():
+        note(f"parameter beside: {name}", parameter)
+    if loop.ema is not None:
+        for name, parameter in loop.ema.module.named_parameters():
+            note(f"average {name}", parameter)
+    if loop.case.is_sharded:
+        _note_states(note, [optimizer.state_dict() for optimizer in loop.optimizers])
+
+
+def _note_states(note: Note, states: Sequence[dict[str, Any]]) -> None:
+    for number, whole in enumerate(states):
+        for index, state in whole["state"].items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    note(f"optimizer {number}, {name} of {index}", value)
+
+
+# ---- after an update, with whole parameters --------------------------------------------------
+
+
+def _update_average(loop: Loop, _where: str, _note: Note, _look: Look) -> None:
+    assert loop.ema is not None
+    loop.ema.update_parameters(loop.model)
+
+
+@torch.no_grad()
+def _clamp(loop: Loop, *_: object) -> None:
+    for parameter in loop.model.parameters():
+        parameter.clamp_(-_BOUND, _BOUND)
+
+
+def _replace_data(loop: Loop, *_: object) -> None:
+    for parameter in loop.model.parameters():
+        parameter.data = parameter.data.clamp(-_BOUND, _BOUND)
+
+
+def _replace_by_vector(loop: Loop, *_: object) -> None:
+    own = [p for p in loop.model.parameters() if p.dtype == torch.float32]
+    vector_to_parameters(parameters_to_vector(own).detach() * 0.75, own)
+
+
+def _copy(loop: Loop, where: str, note: Note, look: Look) -> None:
+    copied = copy.deepcopy(loop.model)
+    for name, parameter in copied.named_parameters():
+        note(f"{where} copied {name}", parameter)
+    look(f"{where} copy", copied)
+
+
+def _save(loop: Loop, where: str, note: Note, _look: Look) -> None:
+    """Save on rank 0, which the others wait for."""
+    if dist.get_rank() == 0:
+        for name, value in loop.ddp.state_dict().items():
+            note(f"{where} saved {name.replace('_orig_mod.', '')}", value)
+    dist.barrier(loop.ddp.process_group)
+
+
+def _save_states(loop: Loop, where: str, note: Note, _look: Look) -> None:
+    if loop.handles:
+        saved = loop.handles[0].state_dict()["optimizers"]
+    else:
+        saved = [optimizer.state_dict() for optimizer in loop.optimizers]
+    _note_states(lambda name, value: note(f"{where} saved {name}", value), saved)
+
+
+_AFTER: dict[str, Callable[[Loop, str, Note, Look], None]] = {
+    "ema": _update_average,
+    "clamp": _clamp,
+    "data": _replace_data,
+    "vector": _replace_by_vector,
+    "copy": _copy,
+    "save": _save,
+    "states": _save_states,
+}
+# "frozen": what `freezes` says of the first step holds when the algorithm is attached already.
+ACTIONS = (*_AFTER, "rate", "grow", "skip", "clip 2", "clip inf", "look", "eval", "frozen")
+ARRANGEMENTS = ("", "groups", "two optimizers", "temperature", "encoder", "both encoder and model")
