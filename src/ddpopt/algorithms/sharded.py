@@ -31,7 +31,7 @@ from ddpopt.algorithms.handle import (
     Training,
     agree_on,
 )
-from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
+from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory, weakly
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError, PeerError
@@ -40,21 +40,8 @@ from ddpopt.ranks.rendezvous import name_ranks
 from ddpopt.reducer import known_buckets, predict_buckets
 from ddpopt.split import state
 
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.Adamax,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-)
-
-
+_NAMES = "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop"
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = tuple(getattr(optim, n) for n in _NAMES.split())
 LEAST_BYTES = 2**18  # of pieces, that are updated at once: each update has a cost of its own
 
 
@@ -473,6 +460,7 @@ class ShardedUpdateHandle(Handle):
                 problem, index = _Problem.MOVED, shard.members[misfit]
             if disturbed is not None:
                 problem, index = _Problem.DISTURBED, shard.members[disturbed]
+        self.shards.announce()  # where they are now
         return self._tell(problem, index or 0, digest)
 
     def _check(self, told: _Told) -> None:
@@ -534,13 +522,13 @@ class ShardedUpdateHandle(Handle):
 
     def _hooks(self) -> Iterator[Any]:
         """Register all hooks that `Handle` does not have."""
-        end = _torch.uncompiled(_weakly(self.on_forward_end))
+        end = _torch.uncompiled(weakly(self.on_forward_end))
         yield self.training.ddp.register_forward_hook(ModuleHook(end), always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
         for node in self._nodes:
-            yield node.register_prehook(_weakly(self.on_gradient))
+            yield node.register_prehook(weakly(self.on_gradient))
         for optimizer in self.training.optimizers:
-            stepped = _torch.uncompiled(_weakly(self.on_stepped))
+            stepped = _torch.uncompiled(weakly(self.on_stepped))
             hook = optimizer.register_step_post_hook(stepped)
             _torch.run_first(optimizer, hook)
             yield hook
@@ -550,7 +538,7 @@ class ShardedUpdateHandle(Handle):
     def _guards(self) -> Iterator[Any]:
         """Make all readers wait that torch can tell of."""
         _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
-        whole = ModuleHook(_torch.uncompiled(_weakly(self.on_state)))
+        whole = ModuleHook(_torch.uncompiled(weakly(self.on_state)))
         for module in self.training.ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]
             if own:  # first, since other hooks read parameters: weight_norm's, and pruning's
@@ -559,18 +547,6 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a handle's method while the handle lives."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        live = weak()
-        if live is not None:
-            live(*arguments)
-
-    return call
 
 
 def _set_groups(groups: list[dict[str, Any]], members: Sequence[list[torch.Tensor]]) -> None:
