@@ -451,6 +451,7 @@ class ShardedUpdateHandle(Handle):
 
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
+        self._gradients.end_lift()  # of a backward that raised
         problem, index = _Problem.NONE, self._gradients.find_local(members)
         if index is not None:
             problem = _Problem.LOCAL
