@@ -180,6 +180,8 @@ class ShardedGradients:
 
     def end_backward(self) -> None:
         """Replace all gradients by placeholders that raise."""
+        # DDP reduces under no_sync, too, if the forward before it had no backward.
+        self._local.clear()
         lifted, self._lifted = self._lifted or set(), None
         for index, parameter in enumerate(self._parameters):
             has = parameter.grad is not None or index in lifted  # else no rank has ever used it

@@ -91,6 +91,7 @@ class ModuleHook:
 
     def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
         self._call = call
+        _torch.skip_frames(ModuleHook.__call__)  # not at import, which would import Dynamo
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the hook."""
