@@ -7,7 +7,6 @@ and behind the next forward.
 
 from __future__ import annotations
 
-import enum
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -63,23 +62,16 @@ class _Layout(NamedTuple):
     digest: int
 
 
-class _Problem(enum.IntEnum):
-    """What is wrong on a rank, which all ranks are told before an update."""
-
-    NONE = 0
-    LOCAL = 1
-    MOVED = 2
-    DISTURBED = 3
-
-
+# What forbids an update, of which all ranks are told before it.
+_LOCAL, _MOVED, _DISTURBED = 1, 2, 3
 _TEXTS = {
-    _Problem.LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or "
-    "DDP still waits for parameters that had none in it; run one outside of no_sync before the "
-    "update, and give find_unused_parameters=True where parameters are frozen after DDP was made",
-    _Problem.MOVED: "was given memory of another shape, dtype or device, or with other strides; "
-    "detach the algorithm before, and attach it again",
-    _Problem.DISTURBED: "was written or moved after an update, while other ranks' parts of it were "
-    "still arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
+    _LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or DDP still "
+    "waits for parameters that had none in it; run one outside of no_sync before the update, and "
+    "give find_unused_parameters=True where parameters are frozen after DDP was made",
+    _MOVED: "was given memory of another shape, dtype or device, or with other strides; detach the "
+    "algorithm before, and attach it again",
+    _DISTURBED: "was written or moved after an update, while other ranks' parts of it were still "
+    "arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
     "overlap_forward out",
 }
 
@@ -452,15 +444,14 @@ class ShardedUpdateHandle(Handle):
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
         self._gradients.end_lift()  # of a backward that raised
-        problem, index = _Problem.NONE, self._gradients.find_local(members)
-        if index is not None:
-            problem = _Problem.LOCAL
+        index = self._gradients.find_local(members)
+        problem = 0 if index is None else _LOCAL
         for shard in self.shards:
             misfit, disturbed, shard.disturbed = shard.take_in(), shard.disturbed, None
             if misfit is not None:
-                problem, index = _Problem.MOVED, shard.members[misfit]
+                problem, index = _MOVED, shard.members[misfit]
             if disturbed is not None:
-                problem, index = _Problem.DISTURBED, shard.members[disturbed]
+                problem, index = _DISTURBED, shard.members[disturbed]
         self.shards.announce()  # where they are now
         return self._tell(problem, index or 0, digest)
 
@@ -469,8 +460,7 @@ class ShardedUpdateHandle(Handle):
         rows = told.read()
         for rank, (problem, index, _) in enumerate(rows):
             if problem:
-                text = _TEXTS[_Problem(problem)]
-                raise OptionError(f"on rank {rank}: {self._names[index]} {text}")
+                raise OptionError(f"on rank {rank}: {self._names[index]} {_TEXTS[problem]}")
         if len({digest for _, _, digest in rows}) > 1:
             raise AttachError(
                 "the optimizer's groups have other parameters on some ranks than on others; add "
