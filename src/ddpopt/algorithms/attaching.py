@@ -46,11 +46,7 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
             check_count("local_world_size", self.local_world_size, 1)
 
     def ranks_per_node(self, num_ranks: int) -> int:
-        """Return how many ranks average before their node communicates; 1 if not hierarchical.
-
-        Raises:
-            OptionError: the number is not known, or does not divide `num_ranks`.
-        """
+        """As `Algorithm.ranks_per_node`; raise OptionError if unknown, or no divisor."""
         if not self.hierarchical:
             return 1
         given = str(self.local_world_size or os.environ.get("LOCAL_WORLD_SIZE", ""))

@@ -80,7 +80,6 @@ class ByteGradHandle(BackgroundHandle):
     algorithm: ByteGrad
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Reduce a bucket over all ranks."""
         return self.run_behind_backward(bucket, self._reduce)
 
     def _reduce(self, values: torch.Tensor) -> None:

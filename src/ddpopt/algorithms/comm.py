@@ -17,11 +17,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
@@ -130,33 +130,6 @@ class Communicator:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(slots=True)
-class Tally:
-    """Steps since an algorithm was attached; see [Note: steps].
-
-    In a skipped step ranks exchanged nothing. `stale_steps` are those since the last exchange
-    whose result this rank has taken over. `is_reduced` says that gradients were reduced in the
-    current step; `known_communications` are those before it.
-    """
-
-    num_steps: int = 0
-    num_skipped_steps: int = 0
-    num_skipped_updates: int = 0
-    stale_steps: int = 0
-    is_reduced: bool = False
-    known_communications: int = 0
-
-    def end_step(self, num_communications: int) -> None:
-        """Count a step, given the number of communications after it."""
-        self.num_steps += 1
-        if self.is_reduced or num_communications > self.known_communications:
-            self.stale_steps = 0
-        else:
-            self.num_skipped_steps += 1
-            self.stale_steps += 1
-        self.is_reduced, self.known_communications = False, num_communications
-
-
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
@@ -167,20 +140,19 @@ class Groups:
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
         """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
-        ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
-        first = rank - rank % ranks_per_node
-        self.place = (rank // ranks_per_node, len(ranks) // ranks_per_node)
-        name = _new_name(parent, device)
-        self.ddp = Communicator(parent, device)
-        self.everyone = _make_group(name, ranks, parent, device)
+        self.ddp = ddp = Communicator(parent, device)
+        ranks, name = dist.get_process_group_ranks(parent), _new_name(ddp)
+        first = ddp.rank - ddp.rank % ranks_per_node
+        self.place = (ddp.rank // ranks_per_node, len(ranks) // ranks_per_node)
+        self.everyone = _make_group(ddp, name, ranks)
         self.leaders: Communicator | None = self.everyone
         self.node: Communicator | None = None
         if ranks_per_node > 1:
-            members, leaders = ranks[first : first + ranks_per_node], ranks[::ranks_per_node]
-            self.node = _make_group(f"{name}-node-{first}", members, parent, device)
+            node = ranks[first : first + ranks_per_node]
+            self.node = _make_group(ddp, f"{name}-node-{first}", node)
             self.leaders = None
-            if rank == first:
-                self.leaders = _make_group(f"{name}-leaders", leaders, parent, device)
+            if ddp.rank == first:
+                self.leaders = _make_group(ddp, f"{name}-leaders", ranks[::ranks_per_node])
 
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
@@ -215,33 +187,29 @@ class Groups:
 
 def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> Communicator:
     """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
-    ranks = dist.get_process_group_ranks(parent)
-    return _make_group(_new_name(parent, device), ranks, parent, device, "gloo")
+    ddp, ranks = Communicator(parent, device), dist.get_process_group_ranks(parent)
+    return _make_group(ddp, _new_name(ddp), ranks, "gloo")
 
 
-def _new_name(parent: dist.ProcessGroup, device: torch.device) -> str:
+def _new_name(parent: Communicator) -> str:
     """Return a name that was never used before, the same on all ranks. Collective."""
     name = [f"ddpopt-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, group=parent, group_src=0, device=device)
+    dist.broadcast_object_list(name, group=parent.group, group_src=0, device=parent.device)
     return name[0]
 
 
 def _make_group(
-    name: str,
-    ranks: Sequence[int],
-    parent: dist.ProcessGroup,
-    device: torch.device,
-    backend: str = "",
+    parent: Communicator, name: str, ranks: Sequence[int], backend: str = ""
 ) -> Communicator:
     """Make a group; only its ranks have to call this."""
     with _torch.making_groups_apart(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
-            timeout=_torch.group_timeout(parent, device),
-            backend=backend or dist.get_backend(parent),
+            timeout=_torch.group_timeout(parent.group, parent.device),
+            backend=backend or dist.get_backend(parent.group),
             use_local_synchronization=True,
         )
-    return Communicator(group, torch.device("cpu") if backend == "gloo" else device)
+    return Communicator(group, torch.device("cpu") if backend == "gloo" else parent.device)
 
 
 _CACHED = 2**16  # elements of a few tensors that fit into a core's cache
@@ -261,13 +229,10 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        follow: Follow = lambda _what, _bucket, _num_bytes, works: works,
+        self, communicator: Communicator, follow: Follow = lambda _what, _k, _size, works: works
     ) -> None:
         """Take `follow`, which gets the works of an exchange and returns those to wait for."""
-        self.communicator = communicator
-        self.follow = follow
+        self.communicator, self.follow = communicator, follow
         self.waited_s = 0.0
         self.rank, self.num_ranks = communicator.rank, communicator.num_ranks
         self._is_pairwise = communicator.is_gloo and communicator.device.type == "cpu"
@@ -293,27 +258,24 @@ class Exchange:
             values.div_(divisor)
             divisor = 1
         if not self._is_pairwise:
-            padded = values
-            if values.numel() != size * self.num_ranks:
-                padded = values.new_zeros(size * self.num_ranks)
-                padded[: values.numel()].copy_(values)
+            missing = size * self.num_ranks - values.numel()
+            padded = F.pad(values, (0, missing)) if missing else values
             work = self.communicator.reduce_scatter(part, padded)
             return [work], lambda: part.div_(divisor)
         parts = [values[size * rank : size * (rank + 1)] for rank in range(self.num_ranks)]
         own = parts[self.rank]
         mean = part[: own.numel()]
-        received = [mean, *(torch.empty_like(own) for _ in range(2, self.num_ranks))]
-        received.insert(self.rank, own)
         if self.num_ranks == 1:
             mean.copy_(own)
             return [], lambda: None
-        others = [own, *(r for r in received if r is not own and r is not mean)]
+        others = [torch.empty_like(own) for _ in range(2, self.num_ranks)]
+        received = [mean, *others]
+        received.insert(self.rank, own)  # which no rank sends
 
         def complete() -> None:
             # Piece by piece, so that sums are still cached when they are divided.
-            for sums, *addends in zip(
-                *(torch.split(t, _CACHED) for t in (mean, *others)), strict=True
-            ):
+            pieces = (torch.split(t, _CACHED) for t in (mean, own, *others))
+            for sums, *addends in zip(*pieces, strict=True):
                 for addend in addends:
                     sums.add_(addend)
                 sums.div_(divisor)

@@ -31,14 +31,12 @@ class DecentralizedHandle(BackgroundHandle):
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def begin_step(self) -> None:
-        """Start averaging a copy of the weights."""
         if (self.num_steps - 1) % self.algorithm.communication_interval == 0:
             flat, num_exchanges = self.weights.copy(), self.num_communications
             self._averaged = self.worker.submit(lambda: self._average(flat, num_exchanges))
             self.num_communications += 1
 
     def before_update(self) -> None:
-        """Take over the averaged weights, if any were sent in this step."""
         if self._averaged is not None:
             averaged, self._averaged = self._averaged, None
             with communicating(f"averaging weights in step {self.num_steps}"):
@@ -82,7 +80,6 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
         check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         size = self.ranks_per_node(training.group.size())
         num_peers = training.group.size() // size
         if self.peer_selection == "shift_one" and num_peers % 2:
@@ -135,7 +132,6 @@ class LowPrecisionDecentralizedHandle(Handle):
             self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
 
     def end_step(self) -> None:
-        """Mix the weights with the neighbours', if an exchange is due in this step."""
         if (self.num_steps - 1) % self.algorithm.communication_interval:
             return
         flat = self.weights.copy()
@@ -173,25 +169,21 @@ class LowPrecisionDecentralizedHandle(Handle):
         self.replicas = Replicas(own, [left for left, _ in pairs], [right for _, right in pairs])
 
     def average(self) -> None:
-        """As `Handle.average`; replicas are renewed. Collective."""
         super().average()
         self.resync()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Handle.state_dict`, with the replicas and the rank's place in the ring."""
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
         return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Handle.load_state_dict`, with the replicas. Collective."""
         super().load_state_dict(state)
         for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
             for values, copied in zip(replica, saved, strict=True):
                 values.copy_(copied)
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        """As `Handle.check_state`; the replicas have to be this rank's."""
         facts, place = super().check_state(state), self.groups.place
         if tuple(state.get("place", ())) != place:
             raise OptionError(
@@ -272,7 +264,6 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
     communication_interval: int = 1
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():

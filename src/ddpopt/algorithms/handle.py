@@ -31,10 +31,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _logs, _torch
-from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Tally, ring_bytes
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, ring_bytes
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
 from ddpopt.ranks.agreement import Fact, Word, agree, communicating
@@ -44,6 +43,7 @@ Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
 _COUNTERS = ("num_steps", "num_communications")
+_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")  # see docs/metrics.md
 
 
 class _Reduction:
@@ -63,7 +63,6 @@ class _Reduction:
         return type(None), ()
 
     def reduce(self, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
-        """As a comm hook without a state."""
         reduce, ddp = self.find(), self._ddp()
         assert ddp is not None  # it is in its backward
         return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
@@ -93,7 +92,6 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the hook."""
         return self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -182,7 +180,8 @@ class Handle:
         self.groups = Groups(training.group, training.device, ranks_per_node)
         self.num_steps = 0
         self.num_communications = 0
-        self._tally = Tally()
+        self._metrics = dict.fromkeys(_METRICS, 0)  # of steps that have ended
+        self._seen_communications = 0  # when the last one had ended
         self._num_bytes = sum(parameter.nbytes for parameter in training.parameters)
         self._is_attached = True
         self._num_pauses = 0
@@ -200,13 +199,15 @@ class Handle:
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
         hook = ModuleHook(_weakly(self._before_forward))
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        self._update_hooks: dict[torch.optim.Optimizer, RemovableHandle] = {
-            optimizer: optimizer.register_step_pre_hook(_telling(_weakly(self.on_update)))
+        before, after = _weakly(self.on_update), _weakly(self.on_updated)
+        self._update_hooks = {
+            optimizer: optimizer.register_step_pre_hook(
+                lambda *given: before(*given, torch.compiler.is_compiling())
+            )
             for optimizer in training.optimizers
         }
         self._removable += self._update_hooks.values()
-        for optimizer in training.optimizers:
-            self._removable.append(optimizer.register_step_post_hook(_weakly(self.on_updated)))
+        self._removable += [o.register_step_post_hook(after) for o in training.optimizers]
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class Handle:
 
     def allreduce(self, bucket: Bucket) -> GradientFuture:
         """Return the future gradients of a bucket as DDP's own allreduce makes them."""
-        self._tally.is_reduced = True
+        self._seen_communications = -1  # so that this step counts as one that communicates
         return self.groups.ddp.mean_bucket(bucket)
 
     # ---- what users do -----------------------------------------------------------------------
@@ -265,17 +266,15 @@ class Handle:
 
         docs/metrics.md lists the names.
         """
-        tally, sent = self._tally, self.groups.sent_bytes
-        plain = tally.num_steps * ring_bytes(self._num_bytes, self.training.group.size())
-        return {
-            "ddpopt.algorithm.steps": tally.num_steps,
-            "ddpopt.algorithm.skipped_steps": tally.num_skipped_steps,
-            "ddpopt.algorithm.skipped_updates": tally.num_skipped_updates,
-            "ddpopt.algorithm.stale_steps": tally.stale_steps,
-            "ddpopt.algorithm.communications": self.num_communications,
-            "ddpopt.algorithm.sent_bytes": sent,
-            "ddpopt.algorithm.saved_bytes": plain - sent,
+        sent = self.groups.sent_bytes
+        plain = self._metrics["steps"] * ring_bytes(self._num_bytes, self.training.group.size())
+        found = {
+            **self._metrics,
+            "communications": self.num_communications,
+            "sent_bytes": sent,
+            "saved_bytes": plain - sent,
         }
+        return {f"ddpopt.algorithm.{name}": value for name, value in found.items()}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -346,7 +345,7 @@ class Handle:
         everyone = self.groups.everyone
         agree_on(self.training.ddp, lambda: self.check_state(state), remedy, everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
-        self._tally.known_communications = self.num_communications
+        self._seen_communications = self.num_communications
 
     def _identity(self) -> dict[str, Any]:
         settings = dataclasses.asdict(self.algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
@@ -365,7 +364,7 @@ class Handle:
         """End the open step, if any, whether or not its update was made."""
         self.check_attached()
         if self._is_open:
-            self._tally.num_skipped_updates += 1
+            self._metrics["skipped_updates"] += 1
             self.before_update()
             self._end_step()
 
@@ -445,7 +444,11 @@ class Handle:
         self.after_update()
         if was_open:
             self.end_step()
-            self._tally.end_step(self.num_communications)
+            is_stale = self.num_communications == self._seen_communications
+            self._seen_communications = self.num_communications
+            self._metrics["steps"] += 1
+            self._metrics["skipped_steps"] += is_stale
+            self._metrics["stale_steps"] = (self._metrics["stale_steps"] + 1) * is_stale
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -460,18 +463,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return _torch.uncompiled(call)
 
 
-def _telling(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that tells this one whether the update is compiled."""
-
-    def tell(*arguments: Any) -> None:
-        hook(*arguments, torch.compiler.is_compiling())
-
-    return tell
-
-
-_Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
-
-
 class Worker:
     """Runs tasks in the order of submission, which has to be the same on all ranks.
 
@@ -483,7 +474,7 @@ class Worker:
 
     def __init__(self, owner: object, device: torch.device) -> None:
         self._device = device
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
         )
@@ -498,21 +489,24 @@ class Worker:
             devices, queued = [self._device], torch.Event(self._device)
             queued.record()
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-        self._tasks.put((task, future, queued))
-        return future
 
-
-def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
-    with own_stream(device) as stream, torch.no_grad():
-        while (item := tasks.get()) is not None:
-            task, future, queued = item
+        def run(stream: Any) -> None:
             try:
                 if queued is not None:
                     stream.wait_event(queued)
                 future.set_result(task())
             except Exception as error:
                 future.set_exception(error)
-            del item, task, future, queued  # they would keep their owner alive
+
+        self._tasks.put(run)
+        return future
+
+
+def _run(tasks: queue.SimpleQueue[Callable[[Any], None] | None], device: torch.device) -> None:
+    with own_stream(device) as stream, torch.no_grad():
+        while (run := tasks.get()) is not None:
+            run(stream)
+            del run  # it may refer to the owner
 
 
 @contextlib.contextmanager
@@ -558,11 +552,9 @@ class BackgroundHandle(Handle):
         return self.worker.submit(run)
 
     def close(self) -> None:
-        """End the thread."""
         self.worker.close()
 
     def end_backward(self) -> None:
-        """Raise what went wrong in the background."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -92,7 +92,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         gradient.copy_(self._next_momentum(gradient, parameter, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`."""
         super().zero_grad(set_to_none)
         self._with_momentum.clear()
 
@@ -183,7 +182,6 @@ class QAdamHandle(BackgroundHandle):
         self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Average a bucket's gradients in the warm-up, momenta after it."""
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             optimizer, group = self._owners.get(parameter, (None, {}))
@@ -201,7 +199,6 @@ class QAdamHandle(BackgroundHandle):
         return self.run_behind_backward(bucket, average_momenta)
 
     def begin_step(self) -> None:
-        """Look up the optimizer of each parameter."""
         self._owners = {
             parameter: (optimizer, group)
             for optimizer in self.training.optimizers
@@ -226,7 +223,6 @@ class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     handle_type = QAdamHandle
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         for optimizer in training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
                 raise OptionError(
