@@ -27,7 +27,7 @@ from ddpopt.algorithms import (
     ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, Tally, _make_group
+from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, _make_group
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import ROOT
@@ -63,7 +63,7 @@ def _make_beside_a_device(rank: int) -> None:
             with mock.patch(
                 "torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError
             ):
-                _make_group("apart", [0], default, CPU).end()
+                _make_group(Communicator(default, CPU), "apart", [0]).end()
         assert default.bound_device_id == torch.device("cuda", 0)
     finally:
         default.bound_device_id = None
@@ -286,13 +286,19 @@ def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
     handle.detach()
 
 
-def test_a_state_that_is_loaded_is_no_communication() -> None:
-    tally = Tally()
-    tally.known_communications = 7
-    tally.end_step(7)
-    tally.end_step(8)
-    tally.end_step(8)
-    assert (tally.num_steps, tally.num_skipped_steps, tally.stale_steps) == (3, 2, 1)
+def test_a_state_that_is_loaded_is_no_communication(one_rank: None) -> None:
+    """Its steps are not counted either; of the next three, the second one communicates."""
+    ddp = DistributedDataParallel(MLP(DEPTH))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    every_second = Decentralized(hierarchical=False, communication_interval=2)
+    handle = attach(ddp, optimizer, every_second)
+    handle.load_state_dict({**handle.state_dict(), "num_steps": 13, "num_communications": 7})
+    for _ in range(3):
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    found = _numbers(ddp)
+    assert (found["steps"], found["skipped_steps"], found["stale_steps"]) == (3, 2, 1)
+    handle.detach()
 
 
 # ---- Flat weights ------------------------------------------------------------------------------

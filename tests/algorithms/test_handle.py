@@ -36,7 +36,8 @@ from ddpopt.algorithms import (
     ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms.handle import BackgroundHandle, Worker
+from ddpopt.algorithms.comm import Worker
+from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, PeerError
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of

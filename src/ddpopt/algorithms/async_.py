@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms.attaching import check_count
-from ddpopt.algorithms.comm import Communicator, make_agreement_group
-from ddpopt.algorithms.handle import Algorithm, Bucket, GradientFuture, Handle, Training, own_stream
+from ddpopt.algorithms import handle
+from ddpopt.algorithms.comm import Communicator, make_agreement_group, own_stream
 from ddpopt.errors import OptionError, PeerError
 from ddpopt.ranks.agreement import Fact, communicating
 
@@ -93,17 +92,13 @@ class _OverError(Exception):
 class AveragingLoop:
     """A thread that makes rounds with the other ranks; see [Note: rounds]. Collective to make.
 
-    It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
-    it refers to `owner` only while it copies or changes the weights.
-
-    Attributes:
-        weights_lock: See [Note: the lock on weights].
-        agreement: The group on which ranks agree to stop; nobody else uses it.
+    It ends by `stop` or `close`, with the process, when a round fails, or when `owner` is
+    collected: it refers to `owner` only while it copies or changes the weights.
     """
 
-    def __init__(self, owner: Handle, interval_s: float) -> None:
+    def __init__(self, owner: handle.Handle, interval_s: float) -> None:
         group, device = owner.training.group, owner.training.device
-        self.weights_lock = FairLock(device)
+        self.weights_lock = FairLock(device)  # see [Note: the lock on weights]
         # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
         self.agreement = make_agreement_group(group, device)
         self._data = owner.groups.everyone
@@ -114,7 +109,8 @@ class AveragingLoop:
         self._error: Exception | None = None
         self._wants_stop = threading.Event()
         self._is_over = threading.Event()
-        weakref.finalize(owner, self.end).atexit = False
+        # At exit `_close_all` is in time, and a finalizer of weakref's too late: it hangs.
+        weakref.finalize(owner, self.close).atexit = False
         _loops.add(self)
 
     def check(self) -> None:
@@ -147,22 +143,19 @@ class AveragingLoop:
                 f"timeout of {self._timeout_s:g} s; call abort, resume, paused and average "
                 "on all ranks"
             )
-            self.end()
+            self.close()
         self.check()
         self._thread = None
         self._wants_stop.clear()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the thread without the other ranks; their next round fails on the timeout."""
         self._is_over.set()
         self._wants_stop.set()
         self.weights_lock.close()
-
-    def close(self) -> None:
-        """As `end`, and wait until the thread has ended."""
-        self.end()
-        if self._thread is not None:
-            self._thread.join(_EXIT_S)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_EXIT_S)
 
     def _run(self) -> None:
         try:
@@ -211,7 +204,7 @@ class AveragingLoop:
         work.wait()  # raises its error; on an accelerator the stream waits
 
     @contextlib.contextmanager
-    def _locked_owner(self) -> Iterator[Handle]:
+    def _locked_owner(self) -> Iterator[handle.Handle]:
         """Hold the owner, and the lock on its weights, in this block."""
         if not self.weights_lock.acquire():
             raise _OverError
@@ -228,12 +221,12 @@ _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
+def _close_all() -> None:
     for loop in list(_loops):
         loop.close()
 
 
-class AsyncModelAverageHandle(Handle):
+class AsyncModelAverageHandle(handle.Handle):
     """As `Handle`, with `abort` and `resume`.
 
     Rounds run from the first step after the warm-up, and are counted as `num_communications`.
@@ -245,7 +238,7 @@ class AsyncModelAverageHandle(Handle):
 
     algorithm: AsyncModelAverage
 
-    def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
+    def __init__(self, training: handle.Training, algorithm: AsyncModelAverage) -> None:
         super().__init__(training, algorithm)
         self._loop = AveragingLoop(self, algorithm.sync_interval_ms / 1000)
         self._is_aborted = False
@@ -289,7 +282,7 @@ class AsyncModelAverageHandle(Handle):
         if average:
             self._loop.agreement.end()
 
-    def reduce(self, bucket: Bucket) -> GradientFuture:
+    def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
         if self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
             return self.allreduce(bucket)
         return super().reduce(bucket)
@@ -333,7 +326,7 @@ class AsyncModelAverageHandle(Handle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
+class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     In each round the thread copies its rank's weights x_i to t_i, sums the copies of all n ranks,
@@ -358,9 +351,9 @@ class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
             )
         if not 0 < value < math.inf:
             raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")
-        check_count("warmup_steps", self.warmup_steps, 0)
+        handle.check_count("warmup_steps", self.warmup_steps, 0)
 
-    def check(self, training: Training) -> None:
+    def check(self, training: handle.Training) -> None:
         ddp, reason = training.ddp, ""
         if ddp.find_unused_parameters:
             reason = "find_unused_parameters=True; give find_unused_parameters=False"

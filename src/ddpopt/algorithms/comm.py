@@ -14,9 +14,13 @@ copies. So ranks on the CPU send each other the parts themselves: with n ranks e
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,14 +44,8 @@ class Communicator:
     """A process group and what this rank sends on it; all its ranks call its methods, in one order.
 
     Those that return works start something, and until these have ended no given tensor may change.
-    Others return when all is done (on an accelerator, queued).
-
-    Attributes:
-        group: torch's group.
-        device: Where the tensors are.
-        rank: This rank's index in the group.
-        num_ranks: How many ranks there are.
-        sent_bytes: What this rank has sent so far, without headers; see this module's docstring.
+    Others return when all is done (on an accelerator, queued). `rank` is this rank's index among
+    the group's `num_ranks`, `sent_bytes` what it has sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -106,15 +104,15 @@ class Communicator:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def swap(self, values: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Send `values` to each of the peers, and return what each has sent.
+        """Send `values` to each of the peers, and return what each has, this rank's own unsent.
 
         gloo sends and receives in CPU memory only, and ends the process if given GPU memory.
         """
         sent = values.cpu() if self.is_gloo else values
-        received = {peer: torch.empty_like(sent) for peer in peers}
-        for work in self.start_swap(dict.fromkeys(peers, sent), received):
+        received = {peer: torch.empty_like(sent) for peer in peers if peer != self.rank}
+        for work in self.start_swap(dict.fromkeys(received, sent), received):
             work.wait()
-        return [other.to(values.device) for other in received.values()]
+        return [received.get(peer, sent).to(values.device) for peer in peers]
 
     def barrier(self) -> None:
         """Return when all ranks are here."""
@@ -133,13 +131,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
-    the others. `node` is None if a node is one rank. `place` is the index of this rank or node, and
-    their number. `ddp` is DDP's own group, for what DDP would send on it.
+    They have the ranks, the backend and the timeout of `parent`. `leaders` are the ranks that
+    communicate for all, every rank if not hierarchical; it is None on the others. `node` is None if
+    a node is one rank. `place` is the index of this rank or node, and their number. `ddp` is DDP's
+    own group, for what DDP would send on it. Making them is collective.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
-        """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
         self.ddp = ddp = Communicator(parent, device)
         ranks, name = dist.get_process_group_ranks(parent), _new_name(ddp)
         first = ddp.rank - ddp.rank % ranks_per_node
@@ -222,16 +220,13 @@ class Exchange:
     """Begins exchanges with all ranks of a group, which must all begin them in the same order.
 
     Each method returns works; waiting for all of them ends the exchange, and until then no given
-    tensor may change.
-
-    Attributes:
-        waited_s: How long `wait` took, in all.
+    tensor may change. `follow` gets the works of an exchange and returns those to wait for.
+    `waited_s` is how long `wait` took, in all.
     """
 
     def __init__(
         self, communicator: Communicator, follow: Follow = lambda _what, _k, _size, works: works
     ) -> None:
-        """Take `follow`, which gets the works of an exchange and returns those to wait for."""
         self.communicator, self.follow = communicator, follow
         self.waited_s = 0.0
         self.rank, self.num_ranks = communicator.rank, communicator.num_ranks
@@ -250,8 +245,8 @@ class Exchange:
         """Start computing this rank's part of the mean of all ranks' `values` into `part`.
 
         `values` has shape [num_values] and may be overwritten. Parts are consecutive, each as long
-        as `part`, those at the end shorter or empty. Returns works, and a function that completes
-        the mean when they have ended.
+        as `part`, those at the end shorter or empty. The function that is returned with the works
+        completes the mean when they have ended.
         """
         size, divisor = part.numel(), self.num_ranks
         if values.dtype is torch.float16:  # a sum of which may be too large
@@ -310,11 +305,9 @@ class FlatWeights:
         self._buckets: list[list[torch.Tensor]] = []
         for parameter in parameters:
             kind = (parameter.dtype, parameter.device)
-            bucket = open_buckets.get(kind)
-            if bucket is None or (
-                bucket_bytes is not None
-                and sum(p.nbytes for p in (*bucket, parameter)) > bucket_bytes
-            ):
+            bucket = open_buckets.get(kind, [])
+            is_full = bucket_bytes and sum(p.nbytes for p in (*bucket, parameter)) > bucket_bytes
+            if not bucket or is_full:
                 bucket = open_buckets[kind] = []
                 self._buckets.append(bucket)
             bucket.append(parameter)
@@ -341,3 +334,61 @@ class FlatWeights:
             parts = torch.split(values, [p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
                 yield parameter, part.view(parameter.shape)
+
+
+class Worker:
+    """Runs tasks in the order of submission, which has to be the same on all ranks.
+
+    On an accelerator they run on a stream of their own, after what had been queued when they were
+    submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
+    thread after the queued tasks, and so does the end of `owner`: tasks may refer to it, but the
+    thread keeps none that it has run.
+    """
+
+    def __init__(self, owner: object, device: torch.device) -> None:
+        self._device = device
+        self._tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
+        )
+        self._thread.start()
+        self.close = weakref.finalize(owner, self._tasks.put, None)
+
+    def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """Return the future result of a task; its exception is raised by `wait`."""
+        queued: torch.Event | None = None
+        devices: list[int | str | torch.device] = []
+        if self._device.type != "cpu":
+            devices, queued = [self._device], torch.Event(self._device)
+            queued.record()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+
+        def run(stream: Any) -> None:
+            try:
+                if queued is not None:
+                    stream.wait_event(queued)
+                future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._tasks.put(run)
+        return future
+
+
+def _run(tasks: queue.SimpleQueue[Callable[[Any], None] | None], device: torch.device) -> None:
+    with own_stream(device) as stream, torch.no_grad():
+        while (run := tasks.get()) is not None:
+            run(stream)
+            del run  # it may refer to the owner
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[Any]:
+    """Make this thread queue on a stream of its own in this block; None on the CPU."""
+    if device.type == "cpu":
+        yield None
+        return
+    torch.accelerator.set_device_index(device)
+    stream = torch.Stream(device)
+    with stream:
+        yield stream

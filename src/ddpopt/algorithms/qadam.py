@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from ddpopt.algorithms.attaching import HierarchicalAlgorithm, check_count
+from ddpopt.algorithms import handle
 from ddpopt.algorithms.bytegrad import average_in_8_bits
-from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture, Training
 from ddpopt.errors import OptionError
 
 
@@ -55,7 +54,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check_count("warmup_steps", warmup_steps, 1)
+        handle.check_count("warmup_steps", warmup_steps, 1)
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise OptionError(f"{name} is {value}; the least is 0")
@@ -174,14 +173,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
             )
 
 
-class QAdamHandle(BackgroundHandle):
+class QAdamHandle(handle.BackgroundHandle):
     """As `BackgroundHandle`."""
 
-    def __init__(self, training: Training, algorithm: QAdam) -> None:
+    def __init__(self, training: handle.Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
         self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
-    def reduce(self, bucket: Bucket) -> GradientFuture:
+    def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             optimizer, group = self._owners.get(parameter, (None, {}))
@@ -209,7 +208,7 @@ class QAdamHandle(BackgroundHandle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QAdam(HierarchicalAlgorithm[QAdamHandle]):
+class QAdam(handle.HierarchicalAlgorithm[QAdamHandle]):
     """Averages gradients until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     During the warm-up gradients are averaged as DDP does. After that each rank computes its next
@@ -222,7 +221,7 @@ class QAdam(HierarchicalAlgorithm[QAdamHandle]):
 
     handle_type = QAdamHandle
 
-    def check(self, training: Training) -> None:
+    def check(self, training: handle.Training) -> None:
         for optimizer in training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
                 raise OptionError(
