@@ -1,8 +1,8 @@
 """`AsyncModelAverage`: a thread averages weights, while each rank trains at its own speed.
 
 [Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
-want to. Otherwise each rank copies its weights, the copies are averaged, and each rank adds the
-difference between the average and its copy: what training changed meanwhile is kept.
+want to. Otherwise their weights are averaged as `AsyncModelAverage` says: each rank adds only a
+difference, so that what training changed meanwhile is kept.
 
 [Note: the lock on weights] Training has it from the first forward with gradients to the end of the
 update, so that no weight changes between a forward and its backward, and no update is lost to an
@@ -107,10 +107,8 @@ class AveragingLoop:
         self._owner = weakref.ref(owner)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._wants_stop = threading.Event()
-        self._is_over = threading.Event()
-        # At exit `_close_all` is in time, and a finalizer of weakref's too late: it hangs.
-        weakref.finalize(owner, self.close).atexit = False
+        self._wants_stop, self._is_over = threading.Event(), threading.Event()
+        weakref.finalize(owner, self.end).atexit = False  # it hung at exit, unlike `_close_all`
         _loops.add(self)
 
     def check(self) -> None:
@@ -143,19 +141,22 @@ class AveragingLoop:
                 f"timeout of {self._timeout_s:g} s; call abort, resume, paused and average "
                 "on all ranks"
             )
-            self.close()
+            self.end()
         self.check()
         self._thread = None
         self._wants_stop.clear()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the thread without the other ranks; their next round fails on the timeout."""
         self._is_over.set()
         self._wants_stop.set()
         self.weights_lock.close()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_EXIT_S)
+
+    def close(self) -> None:
+        """As `end`, and wait until the thread has ended."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join(_EXIT_S)
 
     def _run(self) -> None:
         try:
@@ -330,8 +331,7 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     In each round the thread copies its rank's weights x_i to t_i, sums the copies of all n ranks,
-    and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training changed
-    meanwhile. No rank waits for another one's step.
+    and adds the difference: x_i <- x_i + sum_j(t_j) / n - t_i. No rank waits for another's step.
 
     Attributes:
         sync_interval_ms: Milliseconds from the end of a round to the start of the next.

@@ -74,8 +74,6 @@ def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ByteGradHandle(BackgroundHandle):
-    """As `BackgroundHandle`."""
-
     def reduce(self, bucket: Bucket) -> GradientFuture:
         def average(values: torch.Tensor) -> None:
             average_in_8_bits(values, self.groups, self.num_steps)

@@ -346,13 +346,18 @@ class Worker:
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:
-        self._device = device
-        self._tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
-        )
+        tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            with own_stream(device) as stream, torch.no_grad():
+                while (task := tasks.get()) is not None:
+                    task(stream)
+                    del task  # it may refer to the owner
+
+        self._device, self._tasks = device, tasks
+        self._thread = threading.Thread(target=run, name="ddpopt-worker", daemon=True)
         self._thread.start()
-        self.close = weakref.finalize(owner, self._tasks.put, None)
+        self.close = weakref.finalize(owner, tasks.put, None)
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
         """Return the future result of a task; its exception is raised by `wait`."""
@@ -373,13 +378,6 @@ class Worker:
 
         self._tasks.put(run)
         return future
-
-
-def _run(tasks: queue.SimpleQueue[Callable[[Any], None] | None], device: torch.device) -> None:
-    with own_stream(device) as stream, torch.no_grad():
-        while (run := tasks.get()) is not None:
-            run(stream)
-            del run  # it may refer to the owner
 
 
 @contextlib.contextmanager

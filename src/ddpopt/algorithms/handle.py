@@ -232,8 +232,9 @@ class Handle:
         self._num_pauses = 0
         self._is_open = False  # a step has begun and has not ended
         self._has_run_backward = False
-        self._is_reducing = False  # the first bucket of a backward was reduced
-        self._is_ending = False  # all were
+        self._is_reducing = (
+            False  # the first bucket of a backward was reduced, and it has not ended
+        )
         self._updated: set[torch.optim.Optimizer] = set()
         ignored, known = training.ddp.parameters_to_ignore, training.parameters
         named = training.ddp.module.named_parameters()
@@ -410,7 +411,7 @@ class Handle:
 
     def on_forward(self) -> None:
         """Begin a step with DDP's forward, or end one whose update was skipped."""
-        self._is_reducing = self._is_ending = False  # a backward that raised never ended
+        self._is_reducing = False  # a backward that raised never ended
         ddp = self.training.ddp
         if self._num_pauses or not torch.is_grad_enabled():
             return
@@ -446,16 +447,15 @@ class Handle:
         if is_synced and not (self._is_open or self._num_pauses):
             self._open()
         self._has_run_backward = True
-        is_first = bucket.index() == 0
-        if not self._is_ending and (bucket.is_last() or (is_first and self._is_reducing)):
-            self._is_ending = True
-            _torch.at_end_of_backward(self._end_backward)
+        if bucket.is_last() or (bucket.index() == 0 and self._is_reducing):
+            _torch.at_end_of_backward(self._end_backward)  # often, with many of a static graph's
         self._is_reducing = True
         return self.reduce(bucket)
 
     def _end_backward(self) -> None:
-        self._is_reducing = self._is_ending = False
-        self.end_backward()
+        if self._is_reducing:
+            self._is_reducing = False
+            self.end_backward()
 
     def on_update(
         self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool

@@ -102,10 +102,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             OptionError: GradScaler is in use.
             NotImplementedError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if hasattr(self, "found_inf"):
             raise OptionError(
                 "QAdam cannot work with GradScaler: momenta of steps with different scales would "
@@ -144,11 +141,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
         parameter.sub_(update, alpha=group["lr"])
 
     def _update_by_adam(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise NotImplementedError(
+                "QAdam takes no sparse gradients; make the embedding with sparse=False"
+            )
         for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise NotImplementedError(
-                    "QAdam takes no sparse gradients; make the embedding with sparse=False"
-                )
             if not self.state[parameter]:
                 self.state[parameter] = {
                     "step": torch.tensor(0.0),
@@ -160,7 +158,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if states:
             adam(
                 parameters,
-                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                gradients,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
@@ -174,8 +172,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
 
 class QAdamHandle(handle.BackgroundHandle):
-    """As `BackgroundHandle`."""
-
     def __init__(self, training: handle.Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
         self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
