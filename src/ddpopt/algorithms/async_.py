@@ -42,8 +42,8 @@ _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adding t
 class FairLock:
     """A lock that goes to whoever has waited longest, as training wants it back right away.
 
-    On an accelerator the stream of who acquires it waits for what was queued before its release.
-    This has never been run on an accelerator.
+    On an accelerator, where it was never run, the stream of who acquires it waits for what was
+    queued before its release.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,9 +128,6 @@ class AveragingLoop:
         """Make the threads of all ranks end after the same round. Collective.
 
         A rank that has not begun takes part in the others' rounds until all stop.
-
-        Raises:
-            PeerError: a round failed, or another rank did not call this within the timeout.
         """
         self._wants_stop.set()
         thread = self.run()
@@ -354,7 +351,7 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
         handle.check_count("warmup_steps", self.warmup_steps, 0)
 
     def check(self, training: handle.Training) -> None:
-        ddp, reason = training.ddp, ""
+        ddp = training.ddp
         if ddp.find_unused_parameters:
             reason = "find_unused_parameters=True; give find_unused_parameters=False"
         elif ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
@@ -364,8 +361,9 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
             )
         elif any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
             reason = "SyncBatchNorm, which communicates at each forward; use BatchNorm"
-        if reason:
-            raise OptionError(
-                "AsyncModelAverage lets ranks make different numbers of steps, and this DDP "
-                f"module makes them wait for each other: it has {reason}"
-            )
+        else:
+            return
+        raise OptionError(
+            "AsyncModelAverage lets ranks make different numbers of steps, and this DDP module "
+            f"makes them wait for each other: it has {reason}"
+        )

@@ -98,11 +98,7 @@ class ByteGrad(HierarchicalAlgorithm[ByteGradHandle]):
 
 
 def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
-    """Replace flat `values` by their mean over all ranks, in place. Collective.
-
-    Raises:
-        NonFiniteError: on all ranks.
-    """
+    """Replace flat `values` by their mean, in place, or raise NonFiniteError on all ranks."""
     groups.reduce(values, _average)
     if values[0].isnan():  # then all are, see _average
         raise NonFiniteError(

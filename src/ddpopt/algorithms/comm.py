@@ -294,10 +294,9 @@ class Exchange:
 
 
 class FlatWeights:
-    """Parameters as a few flat tensors, each of one dtype and device and of bounded size.
+    """Parameters as a few flat tensors, each of one dtype and device.
 
-    A parameter is never divided; one larger than `bucket_bytes` has a bucket of its own. With None,
-    all parameters of one dtype and device share a bucket.
+    None is larger than `bucket_bytes`, if given, but that of a single parameter, never divided.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int | None = None) -> None:
@@ -341,8 +340,7 @@ class Worker:
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
     submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
-    thread after the queued tasks, and so does the end of `owner`: tasks may refer to it, but the
-    thread keeps none that it has run.
+    thread after the queued tasks, and so does the end of `owner`, to which tasks may refer.
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:

@@ -24,8 +24,6 @@ PEER_SELECTIONS = ("all", "shift_one")
 
 
 class DecentralizedHandle(BackgroundHandle):
-    """Averages a copy of the weights behind forward and backward, and takes it over before."""
-
     algorithm: Decentralized
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
@@ -49,9 +47,8 @@ class DecentralizedHandle(BackgroundHandle):
             values.add_(other).div_(2)
 
         is_for_all = self.algorithm.peer_selection == "all"
-        by_leaders = Communicator.mean if is_for_all else with_peer
         for values in flat:
-            self.groups.reduce(values, by_leaders)
+            self.groups.reduce(values, Communicator.mean if is_for_all else with_peer)
         return flat
 
 
@@ -93,9 +90,8 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     """Return the rank that `rank` averages with after `num_exchanges` earlier exchanges.
 
-    The lower half of the ranks rotates against the upper half: each rank meets every rank of the
-    other half in `num_ranks / 2` exchanges, and is its peer's peer. `num_ranks` is even.
-    Source: Bagua's `shift_one` (arXiv 2107.01499).
+    The lower half of the ranks, which are even in number, rotates against the upper half: each
+    meets every rank of the other half in `num_ranks / 2` exchanges, and is its peer's peer.
     """
     half = num_ranks // 2
     if rank < half:
@@ -117,8 +113,7 @@ class Replicas(NamedTuple):
 class LowPrecisionDecentralizedHandle(Handle):
     """As `Handle`, with `resync`; `average` renews the replicas, and states have them.
 
-    Attributes:
-        replicas: W, L and R; None on ranks that are not their node's leader.
+    `replicas` are W, L and R; None on ranks that are not their node's leader.
     """
 
     algorithm: LowPrecisionDecentralized

@@ -28,14 +28,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     where the factor of lr is clamped to the bound that Adam's paper gives for it (Kingma & Ba,
     section 2.1): 1, or (1 - b1) / sqrt(1 - b2) if that is more.
     With `QAdam` attached, `p.grad` is m, averaged over all ranks, from backward to `zero_grad`.
-
-    Args:
-        params: Parameters or groups of them; all arguments but `warmup_steps` are as for Adam.
-        lr: Learning rate.
-        warmup_steps: Number of updates, at least 1, until the variance is known well enough.
-        betas: How much of momentum and variance is kept from update to update.
-        eps: Added to the denominator.
-        weight_decay: L2 penalty: this times the parameter is added to its gradient.
+    `warmup_steps` is at least 1; all other arguments are as for Adam, `weight_decay` an L2 penalty.
 
     Raises:
         OptionError: a value is out of range.
@@ -77,11 +70,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def turn_into_momentum(
         self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        """Replace a warm parameter's gradient by its next momentum, for the next `step` to use.
-
-        Raises:
-            OptionError: the gradient was added to a momentum.
-        """
+        """Turn a warm parameter's gradient into its next momentum; OptionError if added to one."""
         if parameter in self._with_momentum:
             raise OptionError(
                 "a second backward added gradients to QAdam's momentum; accumulate under "
@@ -146,60 +135,47 @@ class QAdamOptimizer(torch.optim.Optimizer):
             raise NotImplementedError(
                 "QAdam takes no sparse gradients; make the embedding with sparse=False"
             )
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        if states:
-            adam(
-                parameters,
-                gradients,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                maximize=False,
-                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
-            )
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.tensor(0.0)}
+                self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        if parameters:
+            states = [self.state[p] for p in parameters]
+            names = ("exp_avg", "exp_avg_sq", "step")
+            averages, squares, steps = ([state[name] for state in states] for name in names)
+            beta1, beta2 = group["betas"]
+            options = {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+            options |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            adam(parameters, gradients, averages, squares, [], steps, **options)
 
 
 class QAdamHandle(handle.BackgroundHandle):
     def __init__(self, training: handle.Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
-        self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
+        self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
     def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
-        warm = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            optimizer, group = self._owners.get(parameter, (None, {}))
-            if optimizer is not None and optimizer.is_warm(parameter, group):
-                warm.append((optimizer, gradient, parameter, group))
+        pairs = zip(bucket.gradients(), bucket.parameters(), strict=True)
+        warm = [(gradient, p, *self._warm[p]) for gradient, p in pairs if p in self._warm]
         if not warm:
             self.num_communications += 1
             return self.allreduce(bucket)
 
         def average_momenta(values: torch.Tensor) -> None:
-            for optimizer, *arguments in warm:
-                optimizer.turn_into_momentum(*arguments)
+            for gradient, parameter, optimizer, group in warm:
+                optimizer.turn_into_momentum(gradient, parameter, group)
             average_in_8_bits(values, self.groups, self.num_steps)
 
         return self.run_behind_backward(bucket, average_momenta)
 
     def begin_step(self) -> None:
-        self._owners = {
+        self._warm = {
             parameter: (optimizer, group)
             for optimizer in self.training.optimizers
             if isinstance(optimizer, QAdamOptimizer)
             for group in optimizer.param_groups
             for parameter in group["params"]
+            if optimizer.is_warm(parameter, group)
         }
 
 
