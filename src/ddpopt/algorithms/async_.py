@@ -268,16 +268,9 @@ class AsyncModelAverageHandle(handle.Handle):
             super().load_state_dict(state)
 
     def detach(self, *, average: bool = True) -> None:
-        if not self._is_attached:
-            return
-        if average:
-            try:
-                self.abort()  # otherwise rounds would begin again after the last average
-            except Exception:
-                super().detach(average=False)
-                raise
+        is_collective = average and self._is_attached
         super().detach(average=average)
-        if average:
+        if is_collective:
             self._loop.agreement.end()
 
     def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:

@@ -20,8 +20,6 @@ from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agreement import Fact, communicating
 
-PEER_SELECTIONS = ("all", "shift_one")
-
 
 class DecentralizedHandle(BackgroundHandle):
     algorithm: Decentralized
@@ -73,7 +71,7 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 
     def __post_init__(self) -> None:
         HierarchicalAlgorithm.__post_init__(self)
-        check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
+        check_choice("peer_selection", self.peer_selection, ("all", "shift_one"))
 
     def check(self, training: Training) -> None:
         size = self.ranks_per_node(training.group.size())

@@ -370,7 +370,7 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """Return what this algorithm needs to continue on this rank; each saves its own."""
         self.settle()
-        return {**self._identity(), **{name: getattr(self, name) for name in _COUNTERS}}
+        return self._identity() | {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of this rank; load weights and optimizer as well. Collective.
