@@ -1,10 +1,11 @@
-"""What algorithms communicate with: nodes, groups that end, what was sent, flat weights."""
+"""What algorithms communicate with: groups that end, what was sent, weights, and a thread."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from ddpopt.algorithms import (
     ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, _make_group
+from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, Worker, _make_group
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import ROOT
@@ -353,3 +354,59 @@ def test_weights_in_a_graph_can_be_assigned_after_backward() -> None:
     weights.assign([torch.zeros(3)])
     with pytest.raises(RuntimeError, match="inplace"):  # so nothing is computed with wrong values
         loss.backward()
+
+
+# ---- Worker ------------------------------------------------------------------------------------
+
+
+class _Owner:
+    pass
+
+
+def _ends(worker: Worker) -> bool:
+    for _ in range(10_000):
+        if not worker._thread.is_alive():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+    seen: list[tuple[int, int, bool]] = []
+
+    def note(k: int) -> int:
+        seen.append((k, threading.get_ident(), torch.is_grad_enabled()))
+        return k
+
+    futures = [worker.submit(lambda k=k: note(k)) for k in range(20)]
+    assert [future.wait() for future in futures] == list(range(20))
+    assert [k for k, _, _ in seen] == list(range(20))
+    assert {thread for _, thread, _ in seen}.isdisjoint({threading.get_ident()})
+    assert not any(grad for _, _, grad in seen)
+    worker.close()
+    assert _ends(worker)
+
+
+def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+
+    def fail() -> None:
+        raise ValueError("weights are 3")
+
+    failed, done = worker.submit(fail), worker.submit(lambda: 7)
+    with pytest.raises(Exception, match="weights are 3"):
+        failed.wait()
+    assert done.wait() == 7
+    worker.close()
+
+
+def test_the_thread_ends_when_its_owner_is_collected() -> None:
+    owner = _Owner()
+    worker = owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
+    worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
+    del owner
+    gc.collect()
+    assert _ends(worker)
