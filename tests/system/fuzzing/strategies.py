@@ -246,7 +246,11 @@ def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
     if "encoder" in case.arrangement:  # some of the states are of the other handle
         # A rank's forward alone may rebuild one module's buckets, and then another module's.
         case = dataclasses.replace(case, actions=_without(case, "states"), extras=())
-    if "thawed" in case.freezes or case.ignored:  # handles clip what DDP reduces
+    # Norms are rounded otherwise; the gradient of a key's bias is nothing but rounding, and most
+    # optimizers make its update as large as any.
+    is_scaled = "attention" in kinds and case.optimizer != "SGD"
+    # And handles clip what DDP reduces.
+    if "thawed" in case.freezes or case.ignored or is_scaled:
         case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
     # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
     is_found = case.container != "dataclass" and not case.copied
