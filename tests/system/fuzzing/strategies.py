@@ -246,12 +246,12 @@ def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
     if "encoder" in case.arrangement:  # some of the states are of the other handle
         # A rank's forward alone may rebuild one module's buckets, and then another module's.
         case = dataclasses.replace(case, actions=_without(case, "states"), extras=())
-    # Norms are rounded otherwise; the gradient of a key's bias is nothing but rounding, and most
-    # optimizers make its update as large as any.
-    is_scaled = "attention" in kinds and case.optimizer != "SGD"
-    # And handles clip what DDP reduces.
-    if "thawed" in case.freezes or case.ignored or is_scaled:
+    if "thawed" in case.freezes or case.ignored:  # handles clip what DDP reduces
         case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
+    # Sums of squares are rounded otherwise, and most optimizers make an update of any size of a
+    # gradient that is nothing but rounding, as that of a bias before a norm.
+    if case.optimizer != "SGD":
+        case = dataclasses.replace(case, actions=_without(case, "clip 2"))
     # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
     is_found = case.container != "dataclass" and not case.copied
     # torch's updates round the last elements of 16-bit tensors otherwise, and shards end elsewhere.
