@@ -54,7 +54,7 @@ def train(way: str, is_compiled: bool) -> dict[str, Any]:
     ddp = DistributedDataParallel(model.build(), bucket_cap_mb=0.25)
     forward: Any = torch.compile(ddp, backend="ddpopt") if is_compiled else ddp
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    handle = None if way == PLAIN else attach(ddp, optimizer, ShardedUpdate())
+    handle = None if way == PLAIN else attach(ddp, optimizer, ShardedUpdate(overlap_forward=True))
     torch.manual_seed(dist.get_rank())
     batch = model.batch()
     times = []

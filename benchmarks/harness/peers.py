@@ -173,5 +173,12 @@ _ALL = (
         is_tuned=True,
         algorithm=ShardedUpdate(),
     ),
+    Peer(
+        name="overlapped",
+        description="as `sharded`, with `overlap_forward=True`",
+        compile=_compile_split("backward", buckets="auto"),
+        is_tuned=True,
+        algorithm=ShardedUpdate(overlap_forward=True),
+    ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

@@ -29,6 +29,7 @@ _LABELS = {
     "backward": "ddpopt, cut in backward",
     "auto": "ddpopt, tuned buckets",
     "sharded": "ddpopt, sharded update",
+    "overlapped": "ddpopt, sharded update behind forward",
     "fsdp2": "torch's FSDP2",
     "zero": "torch's ZeroRedundancyOptimizer",
 }

@@ -1,4 +1,4 @@
-"""AsyncModelAverage: rounds beside training, which lose no update, start and stop; and turns."""
+"""AsyncModelAverage: rounds beside training, which lose no update, start and stop; the lock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.algorithms import AsyncModelAverage, AsyncModelAverageHandle, attach
-from ddpopt.algorithms.async_ import Turns
+from ddpopt.algorithms.async_ import FairLock
 from ddpopt.errors import OptionError, PeerError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
@@ -794,75 +794,75 @@ def test_a_process_that_exits_without_abort_ends_promptly(ending: str, tmp_path:
     assert not any("Traceback" in text or "terminate" in text for _, text in answers), answers
 
 
-# ---- Turns -------------------------------------------------------------------------------------
+# ---- FairLock ----------------------------------------------------------------------------------
 
 
 CPU = torch.device("cpu")
 
 
-def _waits(turns: Turns, count: int) -> None:
+def _waits(lock: FairLock, count: int) -> None:
     """Wait until that many threads stand in line."""
     done = threading.Event()
     for _ in range(HARD_TIMEOUT_S * 100):
-        if len(turns._line) == count:
+        if len(lock._line) == count:
             return
         done.wait(0.01)
-    raise AssertionError(f"{len(turns._line)} in line, expected {count}")
+    raise AssertionError(f"{len(lock._line)} in line, expected {count}")
 
 
 def test_who_waits_comes_before_who_gave_it_back() -> None:
     """Training that takes the lock again at once does not keep the other thread from it."""
-    turns = Turns(CPU)
+    lock = FairLock(CPU)
     order: list[str] = []
-    turns.take()
+    lock.acquire()
 
     def average() -> None:
-        turns.take()
+        lock.acquire()
         order.append("averaging")
-        turns.give()
+        lock.release()
 
     thread = threading.Thread(target=average, daemon=True)
     thread.start()
-    _waits(turns, 2)
-    turns.give()
-    turns.take()
+    _waits(lock, 2)
+    lock.release()
+    lock.acquire()
     order.append("training")
-    turns.give()
+    lock.release()
     thread.join(HARD_TIMEOUT_S)
     assert order == ["averaging", "training"]
 
 
 def test_threads_get_it_in_the_order_of_their_arrival_and_one_at_a_time() -> None:
-    turns = Turns(CPU)
-    turns.take()
+    lock = FairLock(CPU)
+    lock.acquire()
     order: list[int] = []
     threads = []
 
     def work(k: int) -> None:
-        turns.take()
+        lock.acquire()
         assert len(order) == k
         order.append(k)
-        turns.give()
+        lock.release()
 
     for k in range(8):
         threads.append(threading.Thread(target=work, args=(k,), daemon=True))
         threads[-1].start()
-        _waits(turns, 2 + k)
-    turns.give()
+        _waits(lock, 2 + k)
+    lock.release()
     for thread in threads:
         thread.join(HARD_TIMEOUT_S)
     assert order == list(range(8))
 
 
 def test_closing_sends_who_waits_away_and_leaves_who_has_it() -> None:
-    turns = Turns(CPU)
-    assert turns.take()
+    lock = FairLock(CPU)
+    assert lock.acquire()
     answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(turns.take()), daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(lock.acquire()), daemon=True)
     thread.start()
-    _waits(turns, 2)
-    turns.close()
+    _waits(lock, 2)
+    lock.close()
     thread.join(HARD_TIMEOUT_S)
     assert answers == [False]
-    turns.give()
-    assert not turns.take()
+    lock.release()
+    assert not lock.acquire()

@@ -107,20 +107,18 @@ def _simulate(
         received = [g[index * chunk : (index + 1) * chunk].view(1, -1) for g in padded]
         mean = torch.cat([decompress(compress(piece)) for piece in received]).mean(0)
         pieces.append(decompress(compress(mean.view(1, -1))).view(-1))
-    reduced = torch.cat(pieces)[:num_values]
-    return (reduced if options.get("average", True) else reduced * num_ranks).to(dtype)
+    return torch.cat(pieces)[:num_values].to(dtype)
 
 
 CASES = [
     (2, 100, torch.float32, {}),
     (3, 100, torch.float32, {}),  # padded
     (4, 3, torch.float32, {}),  # a chunk of padding only
-    (4, 101, torch.float32, {"average": False}),
+    (4, 101, torch.float32, {}),
     (3, 50, torch.bfloat16, {}),
     (2, 50, torch.float16, {}),
     (2, 50, torch.float64, {}),
     (4, 101, torch.float32, {"hierarchical": True, "local_world_size": 2}),
-    (4, 101, torch.float32, {"hierarchical": True, "local_world_size": 2, "average": False}),
 ]
 
 

@@ -1,10 +1,11 @@
-"""What algorithms communicate with: nodes, groups that end, what was sent, flat weights."""
+"""What algorithms communicate with: groups that end, what was sent, weights, and a thread."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from ddpopt.algorithms import (
     ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, Tally, _make_group
+from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, Worker, _make_group
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import ROOT
@@ -63,7 +64,7 @@ def _make_beside_a_device(rank: int) -> None:
             with mock.patch(
                 "torch.distributed.distributed_c10d._get_split_source", side_effect=AssertionError
             ):
-                _make_group("apart", [0], default, CPU).end()
+                _make_group(Communicator(default, CPU), "apart", [0]).end()
         assert default.bound_device_id == torch.device("cuda", 0)
     finally:
         default.bound_device_id = None
@@ -286,13 +287,19 @@ def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
     handle.detach()
 
 
-def test_a_state_that_is_loaded_is_no_communication() -> None:
-    tally = Tally()
-    tally.known_communications = 7
-    tally.end_step(7)
-    tally.end_step(8)
-    tally.end_step(8)
-    assert (tally.num_steps, tally.num_skipped_steps, tally.stale_steps) == (3, 2, 1)
+def test_a_state_that_is_loaded_is_no_communication(one_rank: None) -> None:
+    """Its steps are not counted either; of the next three, the second one communicates."""
+    ddp = DistributedDataParallel(MLP(DEPTH))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    every_second = Decentralized(hierarchical=False, communication_interval=2)
+    handle = attach(ddp, optimizer, every_second)
+    handle.load_state_dict({**handle.state_dict(), "num_steps": 13, "num_communications": 7})
+    for _ in range(3):
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    found = _numbers(ddp)
+    assert (found["steps"], found["skipped_steps"], found["stale_steps"]) == (3, 2, 1)
+    handle.detach()
 
 
 # ---- Flat weights ------------------------------------------------------------------------------
@@ -347,3 +354,59 @@ def test_weights_in_a_graph_can_be_assigned_after_backward() -> None:
     weights.assign([torch.zeros(3)])
     with pytest.raises(RuntimeError, match="inplace"):  # so nothing is computed with wrong values
         loss.backward()
+
+
+# ---- Worker ------------------------------------------------------------------------------------
+
+
+class _Owner:
+    pass
+
+
+def _ends(worker: Worker) -> bool:
+    for _ in range(10_000):
+        if not worker._thread.is_alive():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+    seen: list[tuple[int, int, bool]] = []
+
+    def note(k: int) -> int:
+        seen.append((k, threading.get_ident(), torch.is_grad_enabled()))
+        return k
+
+    futures = [worker.submit(lambda k=k: note(k)) for k in range(20)]
+    assert [future.wait() for future in futures] == list(range(20))
+    assert [k for k, _, _ in seen] == list(range(20))
+    assert {thread for _, thread, _ in seen}.isdisjoint({threading.get_ident()})
+    assert not any(grad for _, _, grad in seen)
+    worker.close()
+    assert _ends(worker)
+
+
+def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:
+    owner = _Owner()
+    worker = Worker(owner, CPU)
+
+    def fail() -> None:
+        raise ValueError("weights are 3")
+
+    failed, done = worker.submit(fail), worker.submit(lambda: 7)
+    with pytest.raises(Exception, match="weights are 3"):
+        failed.wait()
+    assert done.wait() == 7
+    worker.close()
+
+
+def test_the_thread_ends_when_its_owner_is_collected() -> None:
+    owner = _Owner()
+    worker = owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
+    worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
+    del owner
+    gc.collect()
+    assert _ends(worker)

@@ -1,4 +1,4 @@
-"""`Handle`: what a step is, what it leaves when it goes, and its worker."""
+"""`Handle`: what a step is, what it leaves when it goes, and what fails behind a backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ddpopt.algorithms import (
     ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms.handle import BackgroundHandle, Worker
+from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, PeerError
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
@@ -566,63 +566,7 @@ def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
     assert seconds < 60
 
 
-# ---- Worker ------------------------------------------------------------------------------------
-
-
-CPU = torch.device("cpu")
-
-
-class _Owner:
-    pass
-
-
-def _ends(worker: Worker) -> bool:
-    for _ in range(10_000):
-        if not worker._thread.is_alive():
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
-    owner = _Owner()
-    worker = Worker(owner, CPU)
-    seen: list[tuple[int, int, bool]] = []
-
-    def note(k: int) -> int:
-        seen.append((k, threading.get_ident(), torch.is_grad_enabled()))
-        return k
-
-    futures = [worker.submit(lambda k=k: note(k)) for k in range(20)]
-    assert [future.wait() for future in futures] == list(range(20))
-    assert [k for k, _, _ in seen] == list(range(20))
-    assert {thread for _, thread, _ in seen}.isdisjoint({threading.get_ident()})
-    assert not any(grad for _, _, grad in seen)
-    worker.close()
-    assert _ends(worker)
-
-
-def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:
-    owner = _Owner()
-    worker = Worker(owner, CPU)
-
-    def fail() -> None:
-        raise ValueError("weights are 3")
-
-    failed, done = worker.submit(fail), worker.submit(lambda: 7)
-    with pytest.raises(Exception, match="weights are 3"):
-        failed.wait()
-    assert done.wait() == 7
-    worker.close()
-
-
-def test_the_thread_ends_when_its_owner_is_collected() -> None:
-    owner = _Owner()
-    worker = owner.worker = Worker(owner, CPU)  # type: ignore[attr-defined]
-    worker.submit(lambda kept=owner: kept).wait()  # a task that refers to it
-    del owner
-    gc.collect()
-    assert _ends(worker)
+# ---- in the background -------------------------------------------------------------------------
 
 
 class _FailingHandle(BackgroundHandle):

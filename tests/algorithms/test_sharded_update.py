@@ -537,6 +537,37 @@ def test_checkpoints_are_those_of_plain_ddp(
         assert torch.equal(whole, resumed)
 
 
+def _resume_on(rank: int, num_ranks: int, saved: Any) -> Any:
+    """Train on the first ranks, from the start or from what others saved; return a state."""
+    group = first_ranks(num_ranks)
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    training = Training(True, MLP(3), group)
+    training.attach()
+    inputs = batches(0, [(8, WIDTH)] * 6)  # the same on all ranks, however many there are
+    if saved is not None:
+        weights, state = saved
+        training.ddp.load_state_dict(weights)
+        training.handle.load_state_dict(state)
+    for x in inputs[:3] if saved is None else inputs[3:]:
+        training.step(x)
+    kept = copy.deepcopy((training.ddp.state_dict(), training.handle.state_dict()))
+    return kept, training.end()
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(2, 3), (4, 2), (3, 1)])
+def test_a_checkpoint_is_resumed_with_another_number_of_ranks(
+    four_ranks: Ranks, saves: int, loads: int
+) -> None:
+    """With the same batches as without a change; means of more than two ranks round otherwise."""
+    (saved, _), *_ = four_ranks.run(_resume_on, saves, None)
+    resumed = [found[1] for found in four_ranks.run(_resume_on, loads, saved)[:loads]]
+    expected = [found[1] for found in four_ranks.run(_resume_on, saves, saved)[:saves]]
+    for weights in (*resumed, *expected):
+        torch.testing.assert_close(weights, expected[0], rtol=1e-4, atol=1e-5)
+
+
 def _remember(rank: int) -> Any:
     torch.manual_seed(0)
     training = Training(True, MLP(4))

@@ -33,7 +33,7 @@ class _Clock:
 def test_a_step_is_measured_without_its_waiting_and_an_iteration_with_it(one_rank: None) -> None:
     """In forward, before backward, and before the update."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    _waits.begin_sharded(ddp, clock)
+    _waits.begin_sharded(ddp, clock, True)
     with mock.patch.object(stopwatch, "time", clock):
         watch = stopwatch.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
@@ -59,7 +59,7 @@ def test_a_module_is_sharded_until_it_is_said_to_be_no_more(one_rank: None) -> N
     """Or until whoever waits for it is gone."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
     assert not _waits.is_sharded(ddp)
-    _waits.begin_sharded(ddp, clock)
+    _waits.begin_sharded(ddp, clock, True)
     clock.wait(3)
     assert (_waits.is_sharded(ddp), _waits.waited_s(ddp)) == (True, 3)
     del clock

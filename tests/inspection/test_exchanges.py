@@ -65,7 +65,7 @@ def test_what_goes_wrong_is_raised_to_who_waits() -> None:
 def _record(rank: int, kind: str) -> Any:
     ddp, model = _model(kind)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    handle = attach(ddp, optimizer, ShardedUpdate())
+    handle = attach(ddp, optimizer, ShardedUpdate(overlap_forward=True))
     plan = dataclasses.replace(
         _plan_for(ddp.module, (2, 2, 2)),
         cost=AllreduceCost(startup_s=1e-3, s_per_byte=1e-7),

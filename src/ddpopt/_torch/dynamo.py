@@ -121,6 +121,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
+def skip_frames(function: Callable[..., Any]) -> None:
+    """Let Dynamo compile no frames of a function but as parts of others."""
+    names.SKIP_CODE.get()(function.__code__)
+
+
 def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
     """As `torch.compiler.assume_constant_result`, which marks the function itself.
 

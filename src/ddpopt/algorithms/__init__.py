@@ -6,7 +6,6 @@ docs/your-algorithm.md shows how to write another one.
 from __future__ import annotations
 
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
-from ddpopt.algorithms.attaching import HierarchicalAlgorithm, attach
 from ddpopt.algorithms.bytegrad import ByteGrad
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
 from ddpopt.algorithms.decentralized import (
@@ -15,7 +14,14 @@ from ddpopt.algorithms.decentralized import (
     LowPrecisionDecentralizedHandle,
     Replicas,
 )
-from ddpopt.algorithms.handle import Algorithm, BackgroundHandle, Handle, Training
+from ddpopt.algorithms.handle import (
+    Algorithm,
+    BackgroundHandle,
+    Handle,
+    HierarchicalAlgorithm,
+    Training,
+    attach,
+)
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
 from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
 from ddpopt.ranks.agreement import communicating

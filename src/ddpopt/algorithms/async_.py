@@ -1,12 +1,12 @@
 """`AsyncModelAverage`: a thread averages weights, while each rank trains at its own speed.
 
 [Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
-want to. Otherwise each rank copies its weights, the copies are averaged, and each rank adds the
-difference between the average and its copy: what training changed meanwhile is kept.
+want to. Otherwise their weights are averaged as `AsyncModelAverage` says: each rank adds only a
+difference, so that what training changed meanwhile is kept.
 
-[Note: turns] Training holds the weights from the first forward with gradients to the end of the
+[Note: the lock on weights] Training has it from the first forward with gradients to the end of the
 update, so that no weight changes between a forward and its backward, and no update is lost to an
-average that is added at the same time. Averaging holds them while it copies them and while it adds
+average that is added at the same time. Averaging has it while it copies weights and while it adds
 the difference, never while it communicates.
 
 Source: asynchronous model average as in Bagua (Gan et al., arXiv 2107.01499).
@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms.attaching import check_count
-from ddpopt.algorithms.comm import Communicator, make_agreement_group
-from ddpopt.algorithms.handle import Algorithm, Bucket, GradientFuture, Handle, Training, own_stream
+from ddpopt.algorithms import handle
+from ddpopt.algorithms.comm import Communicator, make_agreement_group, own_stream
 from ddpopt.errors import OptionError, PeerError
 from ddpopt.ranks.agreement import Fact, communicating
 
@@ -40,11 +39,11 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
 _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adding to weights
 
 
-class Turns:
-    """A lock that goes to whoever has waited longest: training takes it right after giving it.
+class FairLock:
+    """A lock that goes to whoever has waited longest, as training wants it back right away.
 
-    On an accelerator the taker's stream waits for what was queued before the lock was given. This
-    has never been run on an accelerator.
+    On an accelerator, where it was never run, the stream of who acquires it waits for what was
+    queued before its release.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,22 +52,22 @@ class Turns:
         self._is_closed = False
         self._queued = None if device.type == "cpu" else torch.Event(device)
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Wait for the lock; return False, without it, if it was closed first."""
-        mine, is_taken = object(), False
+        mine, is_mine = object(), False
         with self._changed:
             self._line.append(mine)
             try:
                 self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
-                is_taken = not self._is_closed
+                is_mine = not self._is_closed
             finally:
-                if not is_taken:  # closed, or KeyboardInterrupt
+                if not is_mine:  # closed, or KeyboardInterrupt
                     self._leave(mine)
-        if is_taken and self._queued is not None:
+        if is_mine and self._queued is not None:
             self._queued.wait()
-        return is_taken
+        return is_mine
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Give the lock to the next in line."""
         if self._queued is not None:
             self._queued.record()
@@ -76,7 +75,7 @@ class Turns:
             self._leave(self._line[0])
 
     def close(self) -> None:
-        """Turn away all waiters; called when training no longer needs the lock."""
+        """Send all away who wait; called when training no longer needs the lock."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -93,51 +92,45 @@ class _OverError(Exception):
 class AveragingLoop:
     """A thread that makes rounds with the other ranks; see [Note: rounds]. Collective to make.
 
-    It ends by `stop`, by `end`, with the process, when a round fails, or when `owner` is collected:
-    it refers to `owner` only while it copies or changes the weights.
-
-    Attributes:
-        turns: Who may hold the weights; see [Note: turns].
-        agreement: The group on which ranks agree to stop; nobody else uses it.
+    It ends by `stop` or `close`, with the process, when a round fails, or when `owner` is
+    collected: it refers to `owner` only while it copies or changes the weights.
     """
 
-    def __init__(self, owner: Handle, interval_s: float) -> None:
+    def __init__(self, owner: handle.Handle, interval_s: float) -> None:
         group, device = owner.training.group, owner.training.device
-        self.turns = Turns(device)
+        self.weights_lock = FairLock(device)  # see [Note: the lock on weights]
         # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
         self.agreement = make_agreement_group(group, device)
         self._data = owner.groups.everyone
-        self._device = device
         self._timeout_s: float = _torch.group_timeout(group, device).total_seconds()
         self._interval_s = interval_s
         self._owner = weakref.ref(owner)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._wants_stop = threading.Event()
-        self._is_over = threading.Event()
-        self._is_stopped = False
-        weakref.finalize(owner, self.end).atexit = False
+        self._wants_stop, self._is_over = threading.Event(), threading.Event()
+        weakref.finalize(owner, self.end).atexit = False  # it hung at exit, unlike `_close_all`
         _loops.add(self)
 
-    def run(self) -> None:
-        """Begin unless running or stopped; raise what ended the thread."""
-        self._raise_error()
-        if self._thread is None and not self._is_stopped:
-            self._begin()
+    def check(self) -> None:
+        """Raise what ended the thread, if something did."""
+        if self._error is not None:  # the original would collect frames that keep the owner alive
+            raise copy.copy(self._error) from self._error
+
+    def run(self) -> threading.Thread:
+        """Begin unless running, and return the thread; raise what ended it."""
+        self.check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ddpopt-async", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def stop(self) -> None:
-        """Make the threads of all ranks end after the same round. Collective, and idempotent.
+        """Make the threads of all ranks end after the same round. Collective.
 
         A rank that has not begun takes part in the others' rounds until all stop.
-
-        Raises:
-            PeerError: a round failed, or another rank did not call this within the timeout.
         """
-        self._raise_error()
-        if self._is_stopped:
-            return
         self._wants_stop.set()
-        thread = self._thread or self._begin()
+        thread = self.run()
         thread.join(self._timeout_s)
         if thread.is_alive():
             self._error = PeerError(
@@ -146,20 +139,15 @@ class AveragingLoop:
                 "on all ranks"
             )
             self.end()
-        self._raise_error()
-        self._is_stopped, self._thread = True, None
+        self.check()
+        self._thread = None
         self._wants_stop.clear()
-
-    def allow(self) -> None:
-        """Let `run` begin again after `stop`; raise what ended the thread."""
-        self._raise_error()
-        self._is_stopped = False
 
     def end(self) -> None:
         """End the thread without the other ranks; their next round fails on the timeout."""
         self._is_over.set()
         self._wants_stop.set()
-        self.turns.close()
+        self.weights_lock.close()
 
     def close(self) -> None:
         """As `end`, and wait until the thread has ended."""
@@ -167,18 +155,9 @@ class AveragingLoop:
         if self._thread is not None:
             self._thread.join(_EXIT_S)
 
-    def _begin(self) -> threading.Thread:
-        self._thread = threading.Thread(target=self._make_rounds, name="ddpopt-async", daemon=True)
-        self._thread.start()
-        return self._thread
-
-    def _raise_error(self) -> None:
-        if self._error is not None:  # the original would collect frames that keep the owner alive
-            raise copy.copy(self._error) from self._error
-
-    def _make_rounds(self) -> None:
+    def _run(self) -> None:
         try:
-            with own_stream(self._device), torch.no_grad():
+            with own_stream(self._data.device), torch.no_grad():
                 while not self._all_stop():
                     self._make_round()
                     self._wants_stop.wait(self._interval_s)
@@ -194,14 +173,14 @@ class AveragingLoop:
         return bool(wants_stop)
 
     def _make_round(self) -> None:
-        with self._turn() as owner:
+        with self._locked_owner() as owner:
             copies = owner.weights.copy()
             del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
         for values, own in zip(change, copies, strict=True):
             self._reduce(values, self._data, dist.ReduceOp.SUM)
             values.div_(self._data.num_ranks).sub_(own)
-        with self._turn() as owner:
+        with self._locked_owner() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
             del owner
@@ -223,9 +202,9 @@ class AveragingLoop:
         work.wait()  # raises its error; on an accelerator the stream waits
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[Handle]:
+    def _locked_owner(self) -> Iterator[handle.Handle]:
         """Hold the owner, and the lock on its weights, in this block."""
-        if not self.turns.take():
+        if not self.weights_lock.acquire():
             raise _OverError
         try:
             owner = self._owner()
@@ -233,19 +212,19 @@ class AveragingLoop:
                 raise _OverError
             yield owner
         finally:
-            self.turns.give()
+            self.weights_lock.release()
 
 
 _loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
+def _close_all() -> None:
     for loop in list(_loops):
         loop.close()
 
 
-class AsyncModelAverageHandle(Handle):
+class AsyncModelAverageHandle(handle.Handle):
     """As `Handle`, with `abort` and `resume`.
 
     Rounds run from the first step after the warm-up, and are counted as `num_communications`.
@@ -257,11 +236,11 @@ class AsyncModelAverageHandle(Handle):
 
     algorithm: AsyncModelAverage
 
-    def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
+    def __init__(self, training: handle.Training, algorithm: AsyncModelAverage) -> None:
         super().__init__(training, algorithm)
         self._loop = AveragingLoop(self, algorithm.sync_interval_ms / 1000)
         self._is_aborted = False
-        self._has_turn = False  # whether training has it, in any thread
+        self._has_lock = False  # whether training has it, in any thread
 
     def abort(self) -> None:
         """Stop the rounds: afterwards communication changes no weights. Collective.
@@ -273,83 +252,63 @@ class AsyncModelAverageHandle(Handle):
             PeerError: a round failed, or a rank did not call this within the group's timeout.
         """
         self.settle()
+        if not self._num_pauses:
+            self.begin_pause()
         self._is_aborted = True
-        self.begin_pause()
 
     def resume(self) -> None:
         """Resume rounds after `abort`, with the next step that is not paused. Collective."""
         self.check_attached()
         self._is_aborted = False
-        if not self._num_pauses:
-            with self._communicating():
-                self._loop.allow()
+        with self._communicating():
+            self._loop.check()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Handle.load_state_dict`; ranks may have made different numbers of steps."""
         with self.paused():
             super().load_state_dict(state)
 
     def detach(self, *, average: bool = True) -> None:
-        """As `Handle.detach`."""
-        if not self._is_attached:
-            return
-        if average:
-            try:
-                self.abort()  # otherwise rounds would begin again after the last average
-            except Exception:
-                super().detach(average=False)
-                raise
+        is_collective = average and self._is_attached
         super().detach(average=average)
-        if average:
+        if is_collective:
             self._loop.agreement.end()
 
-    def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Average a bucket in the warm-up; later gradients stay as they are."""
+    def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
         if self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
             return self.allreduce(bucket)
         return super().reduce(bucket)
 
     def on_forward(self) -> None:
-        """As `Handle.on_forward`; take the weights from here on, see [Note: turns]."""
         super().on_forward()
         if torch.is_grad_enabled() and not self._num_pauses:
             self.before_update()
 
     def begin_step(self) -> None:
-        """Begin the rounds once the warm-up is over."""
-        if self.num_steps > self.algorithm.warmup_steps:
+        if self.num_steps > self.algorithm.warmup_steps and not self._is_aborted:
             with self._communicating():
                 self._loop.run()
 
     def before_update(self) -> None:
-        """Take the weights, even if no forward came before."""
-        self._has_turn = self._has_turn or self._loop.turns.take()
+        # Even if no forward came before; see [Note: the lock on weights].
+        self._has_lock = self._has_lock or self._loop.weights_lock.acquire()
 
     def after_update(self) -> None:
-        """Give the weights away, so that a round may change them."""
-        if self._has_turn:
-            self._has_turn = False
-            self._loop.turns.give()
+        if self._has_lock:
+            self._has_lock = False
+            self._loop.weights_lock.release()
 
     def begin_pause(self) -> None:
-        """Stop the rounds."""
-        self.after_update()  # a forward without an update holds the weights; a round may want them
-        with self._communicating():
-            self._loop.stop()
-
-    def end_pause(self) -> None:
-        """Allow rounds again, unless they were aborted."""
+        self.after_update()  # a forward without an update has the lock, and a round may want it
         if not self._is_aborted:
-            self._loop.allow()
+            with self._communicating():
+                self._loop.stop()
 
     def close(self) -> None:
-        """End the thread."""
         self._loop.close()
         self.after_update()
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        """As `Handle.check_state`; only the steps of the warm-up have to be equal."""
-        super().check_state(state)
+        super().check_state(state)  # otherwise ranks may have made different numbers of steps
         num_steps = min(state["num_steps"], self.algorithm.warmup_steps)
         return [Fact("steps of the warm-up", str(num_steps))]
 
@@ -358,12 +317,11 @@ class AsyncModelAverageHandle(Handle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
+class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     In each round the thread copies its rank's weights x_i to t_i, sums the copies of all n ranks,
-    and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training changed
-    meanwhile. No rank waits for another one's step.
+    and adds the difference: x_i <- x_i + sum_j(t_j) / n - t_i. No rank waits for another's step.
 
     Attributes:
         sync_interval_ms: Milliseconds from the end of a round to the start of the next.
@@ -383,11 +341,10 @@ class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
             )
         if not 0 < value < math.inf:
             raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")
-        check_count("warmup_steps", self.warmup_steps, 0)
+        handle.check_count("warmup_steps", self.warmup_steps, 0)
 
-    def check(self, training: Training) -> None:
-        """Raise OptionError if DDP communicates in its forwards."""
-        ddp, reason = training.ddp, ""
+    def check(self, training: handle.Training) -> None:
+        ddp = training.ddp
         if ddp.find_unused_parameters:
             reason = "find_unused_parameters=True; give find_unused_parameters=False"
         elif ddp.broadcast_buffers and len(ddp.modules_buffers) > 0:
@@ -397,8 +354,9 @@ class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
             )
         elif any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
             reason = "SyncBatchNorm, which communicates at each forward; use BatchNorm"
-        if reason:
-            raise OptionError(
-                "AsyncModelAverage lets ranks make different numbers of steps, and this DDP "
-                f"module makes them wait for each other: it has {reason}"
-            )
+        else:
+            return
+        raise OptionError(
+            "AsyncModelAverage lets ranks make different numbers of steps, and this DDP module "
+            f"makes them wait for each other: it has {reason}"
+        )

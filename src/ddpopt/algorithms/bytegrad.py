@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ddpopt.algorithms.attaching import HierarchicalAlgorithm
 from ddpopt.algorithms.comm import Communicator, Groups
-from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
+from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture, HierarchicalAlgorithm
 from ddpopt.errors import NonFiniteError
 
 EPSILON = 1e-7
@@ -75,18 +74,11 @@ def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ByteGradHandle(BackgroundHandle):
-    """As `BackgroundHandle`."""
-
-    algorithm: ByteGrad
-
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Reduce a bucket over all ranks."""
-        return self.run_behind_backward(bucket, self._reduce)
+        def average(values: torch.Tensor) -> None:
+            average_in_8_bits(values, self.groups, self.num_steps)
 
-    def _reduce(self, values: torch.Tensor) -> None:
-        average_in_8_bits(values, self.groups, self.num_steps)
-        if not self.algorithm.average:
-            values.mul_(self.training.group.size())
+        return self.run_behind_backward(bucket, average)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +90,15 @@ class ByteGrad(HierarchicalAlgorithm[ByteGradHandle]):
     with bitwise equal gradients. Rounding errors are not carried over to later steps.
 
     Attributes:
-        average: Divide by the number of ranks, as DDP does.
         hierarchical: Average within each node first, uncompressed, and compress between nodes;
             with one node nothing is compressed.
     """
 
     handle_type = ByteGradHandle
-    average: bool = True
 
 
 def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
-    """Replace flat `values` by their mean over all ranks, in place. Collective.
-
-    Raises:
-        NonFiniteError: on all ranks.
-    """
+    """Replace flat `values` by their mean, in place, or raise NonFiniteError on all ranks."""
     groups.reduce(values, _average)
     if values[0].isnan():  # then all are, see _average
         raise NonFiniteError(

@@ -14,14 +14,18 @@ copies. So ranks on the CPU send each other the parts themselves: with n ranks e
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
@@ -40,14 +44,8 @@ class Communicator:
     """A process group and what this rank sends on it; all its ranks call its methods, in one order.
 
     Those that return works start something, and until these have ended no given tensor may change.
-    Others return when all is done (on an accelerator, queued).
-
-    Attributes:
-        group: torch's group.
-        device: Where the tensors are.
-        rank: This rank's index in the group.
-        num_ranks: How many ranks there are.
-        sent_bytes: What this rank has sent so far, without headers; see this module's docstring.
+    Others return when all is done (on an accelerator, queued). `rank` is this rank's index among
+    the group's `num_ranks`, `sent_bytes` what it has sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -106,15 +104,15 @@ class Communicator:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def swap(self, values: torch.Tensor, peers: Sequence[int]) -> list[torch.Tensor]:
-        """Send `values` to each of the peers, and return what each has sent.
+        """Send `values` to each of the peers, and return what each has, this rank's own unsent.
 
         gloo sends and receives in CPU memory only, and ends the process if given GPU memory.
         """
         sent = values.cpu() if self.is_gloo else values
-        received = {peer: torch.empty_like(sent) for peer in peers}
-        for work in self.start_swap(dict.fromkeys(peers, sent), received):
+        received = {peer: torch.empty_like(sent) for peer in peers if peer != self.rank}
+        for work in self.start_swap(dict.fromkeys(received, sent), received):
             work.wait()
-        return [other.to(values.device) for other in received.values()]
+        return [received.get(peer, sent).to(values.device) for peer in peers]
 
     def barrier(self) -> None:
         """Return when all ranks are here."""
@@ -130,57 +128,29 @@ class Communicator:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(slots=True)
-class Tally:
-    """Steps since an algorithm was attached; see [Note: steps].
-
-    In a skipped step ranks exchanged nothing. `stale_steps` are those since the last exchange
-    whose result this rank has taken over. `is_reduced` says that gradients were reduced in the
-    current step; `known_communications` are those before it.
-    """
-
-    num_steps: int = 0
-    num_skipped_steps: int = 0
-    num_skipped_updates: int = 0
-    stale_steps: int = 0
-    is_reduced: bool = False
-    known_communications: int = 0
-
-    def end_step(self, num_communications: int) -> None:
-        """Count a step, given the number of communications after it."""
-        self.num_steps += 1
-        if self.is_reduced or num_communications > self.known_communications:
-            self.stale_steps = 0
-        else:
-            self.num_skipped_steps += 1
-            self.stale_steps += 1
-        self.is_reduced, self.known_communications = False, num_communications
-
-
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    `leaders` are the ranks that communicate for all, every rank if not hierarchical; it is None on
-    the others. `node` is None if a node is one rank. `place` is the index of this rank or node, and
-    their number. `ddp` is DDP's own group, for what DDP would send on it.
+    They have the ranks, the backend and the timeout of `parent`. `leaders` are the ranks that
+    communicate for all, every rank if not hierarchical; it is None on the others. `node` is None if
+    a node is one rank. `place` is the index of this rank or node, and their number. `ddp` is DDP's
+    own group, for what DDP would send on it. Making them is collective.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
-        """Make groups with the ranks, the backend and the timeout of `parent`. Collective."""
-        ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
-        first = rank - rank % ranks_per_node
-        self.place = (rank // ranks_per_node, len(ranks) // ranks_per_node)
-        name = _new_name(parent, device)
-        self.ddp = Communicator(parent, device)
-        self.everyone = _make_group(name, ranks, parent, device)
+        self.ddp = ddp = Communicator(parent, device)
+        ranks, name = dist.get_process_group_ranks(parent), _new_name(ddp)
+        first = ddp.rank - ddp.rank % ranks_per_node
+        self.place = (ddp.rank // ranks_per_node, len(ranks) // ranks_per_node)
+        self.everyone = _make_group(ddp, name, ranks)
         self.leaders: Communicator | None = self.everyone
         self.node: Communicator | None = None
         if ranks_per_node > 1:
-            members, leaders = ranks[first : first + ranks_per_node], ranks[::ranks_per_node]
-            self.node = _make_group(f"{name}-node-{first}", members, parent, device)
+            node = ranks[first : first + ranks_per_node]
+            self.node = _make_group(ddp, f"{name}-node-{first}", node)
             self.leaders = None
-            if rank == first:
-                self.leaders = _make_group(f"{name}-leaders", leaders, parent, device)
+            if ddp.rank == first:
+                self.leaders = _make_group(ddp, f"{name}-leaders", ranks[::ranks_per_node])
 
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
@@ -215,33 +185,29 @@ class Groups:
 
 def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> Communicator:
     """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
-    ranks = dist.get_process_group_ranks(parent)
-    return _make_group(_new_name(parent, device), ranks, parent, device, "gloo")
+    ddp, ranks = Communicator(parent, device), dist.get_process_group_ranks(parent)
+    return _make_group(ddp, _new_name(ddp), ranks, "gloo")
 
 
-def _new_name(parent: dist.ProcessGroup, device: torch.device) -> str:
+def _new_name(parent: Communicator) -> str:
     """Return a name that was never used before, the same on all ranks. Collective."""
     name = [f"ddpopt-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, group=parent, group_src=0, device=device)
+    dist.broadcast_object_list(name, group=parent.group, group_src=0, device=parent.device)
     return name[0]
 
 
 def _make_group(
-    name: str,
-    ranks: Sequence[int],
-    parent: dist.ProcessGroup,
-    device: torch.device,
-    backend: str = "",
+    parent: Communicator, name: str, ranks: Sequence[int], backend: str = ""
 ) -> Communicator:
     """Make a group; only its ranks have to call this."""
     with _torch.making_groups_apart(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
-            timeout=_torch.group_timeout(parent, device),
-            backend=backend or dist.get_backend(parent),
+            timeout=_torch.group_timeout(parent.group, parent.device),
+            backend=backend or dist.get_backend(parent.group),
             use_local_synchronization=True,
         )
-    return Communicator(group, torch.device("cpu") if backend == "gloo" else device)
+    return Communicator(group, torch.device("cpu") if backend == "gloo" else parent.device)
 
 
 _CACHED = 2**16  # elements of a few tensors that fit into a core's cache
@@ -254,20 +220,14 @@ class Exchange:
     """Begins exchanges with all ranks of a group, which must all begin them in the same order.
 
     Each method returns works; waiting for all of them ends the exchange, and until then no given
-    tensor may change.
-
-    Attributes:
-        waited_s: How long `wait` took, in all.
+    tensor may change. `follow` gets the works of an exchange and returns those to wait for.
+    `waited_s` is how long `wait` took, in all.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        follow: Follow = lambda _what, _bucket, _num_bytes, works: works,
+        self, communicator: Communicator, follow: Follow = lambda _what, _k, _size, works: works
     ) -> None:
-        """Take `follow`, which gets the works of an exchange and returns those to wait for."""
-        self.communicator = communicator
-        self.follow = follow
+        self.communicator, self.follow = communicator, follow
         self.waited_s = 0.0
         self.rank, self.num_ranks = communicator.rank, communicator.num_ranks
         self._is_pairwise = communicator.is_gloo and communicator.device.type == "cpu"
@@ -285,35 +245,32 @@ class Exchange:
         """Start computing this rank's part of the mean of all ranks' `values` into `part`.
 
         `values` has shape [num_values] and may be overwritten. Parts are consecutive, each as long
-        as `part`, those at the end shorter or empty. Returns works, and a function that completes
-        the mean when they have ended.
+        as `part`, those at the end shorter or empty. The function that is returned with the works
+        completes the mean when they have ended.
         """
         size, divisor = part.numel(), self.num_ranks
         if values.dtype is torch.float16:  # a sum of which may be too large
             values.div_(divisor)
             divisor = 1
         if not self._is_pairwise:
-            padded = values
-            if values.numel() != size * self.num_ranks:
-                padded = values.new_zeros(size * self.num_ranks)
-                padded[: values.numel()].copy_(values)
+            missing = size * self.num_ranks - values.numel()
+            padded = F.pad(values, (0, missing)) if missing else values
             work = self.communicator.reduce_scatter(part, padded)
             return [work], lambda: part.div_(divisor)
         parts = [values[size * rank : size * (rank + 1)] for rank in range(self.num_ranks)]
         own = parts[self.rank]
         mean = part[: own.numel()]
-        received = [mean, *(torch.empty_like(own) for _ in range(2, self.num_ranks))]
-        received.insert(self.rank, own)
         if self.num_ranks == 1:
             mean.copy_(own)
             return [], lambda: None
-        others = [own, *(r for r in received if r is not own and r is not mean)]
+        others = [torch.empty_like(own) for _ in range(2, self.num_ranks)]
+        received = [mean, *others]
+        received.insert(self.rank, own)  # which no rank sends
 
         def complete() -> None:
             # Piece by piece, so that sums are still cached when they are divided.
-            for sums, *addends in zip(
-                *(torch.split(t, _CACHED) for t in (mean, *others)), strict=True
-            ):
+            pieces = (torch.split(t, _CACHED) for t in (mean, own, *others))
+            for sums, *addends in zip(*pieces, strict=True):
                 for addend in addends:
                     sums.add_(addend)
                 sums.div_(divisor)
@@ -337,10 +294,9 @@ class Exchange:
 
 
 class FlatWeights:
-    """Parameters as a few flat tensors, each of one dtype and device and of bounded size.
+    """Parameters as a few flat tensors, each of one dtype and device.
 
-    A parameter is never divided; one larger than `bucket_bytes` has a bucket of its own. With None,
-    all parameters of one dtype and device share a bucket.
+    None is larger than `bucket_bytes`, if given, but that of a single parameter, never divided.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int | None = None) -> None:
@@ -348,11 +304,9 @@ class FlatWeights:
         self._buckets: list[list[torch.Tensor]] = []
         for parameter in parameters:
             kind = (parameter.dtype, parameter.device)
-            bucket = open_buckets.get(kind)
-            if bucket is None or (
-                bucket_bytes is not None
-                and sum(p.nbytes for p in (*bucket, parameter)) > bucket_bytes
-            ):
+            bucket = open_buckets.get(kind, [])
+            is_full = bucket_bytes and sum(p.nbytes for p in (*bucket, parameter)) > bucket_bytes
+            if not bucket or is_full:
                 bucket = open_buckets[kind] = []
                 self._buckets.append(bucket)
             bucket.append(parameter)
@@ -379,3 +333,58 @@ class FlatWeights:
             parts = torch.split(values, [p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
                 yield parameter, part.view(parameter.shape)
+
+
+class Worker:
+    """Runs tasks in the order of submission, which has to be the same on all ranks.
+
+    On an accelerator they run on a stream of their own, after what had been queued when they were
+    submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
+    thread after the queued tasks, and so does the end of `owner`, to which tasks may refer.
+    """
+
+    def __init__(self, owner: object, device: torch.device) -> None:
+        tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            with own_stream(device) as stream, torch.no_grad():
+                while (task := tasks.get()) is not None:
+                    task(stream)
+                    del task  # it may refer to the owner
+
+        self._device, self._tasks = device, tasks
+        self._thread = threading.Thread(target=run, name="ddpopt-worker", daemon=True)
+        self._thread.start()
+        self.close = weakref.finalize(owner, tasks.put, None)
+
+    def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """Return the future result of a task; its exception is raised by `wait`."""
+        queued: torch.Event | None = None
+        devices: list[int | str | torch.device] = []
+        if self._device.type != "cpu":
+            devices, queued = [self._device], torch.Event(self._device)
+            queued.record()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+
+        def run(stream: Any) -> None:
+            try:
+                if queued is not None:
+                    stream.wait_event(queued)
+                future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._tasks.put(run)
+        return future
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[Any]:
+    """Make this thread queue on a stream of its own in this block; None on the CPU."""
+    if device.type == "cpu":
+        yield None
+        return
+    torch.accelerator.set_device_index(device)
+    stream = torch.Stream(device)
+    with stream:
+        yield stream

@@ -13,32 +13,25 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms.attaching import HierarchicalAlgorithm
 from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
-from ddpopt.algorithms.handle import BackgroundHandle, Handle, Training
+from ddpopt.algorithms.handle import BackgroundHandle, Handle, HierarchicalAlgorithm, Training
 from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agreement import Fact, communicating
 
-PEER_SELECTIONS = ("all", "shift_one")
-
 
 class DecentralizedHandle(BackgroundHandle):
-    """As `BackgroundHandle`."""
-
     algorithm: Decentralized
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def begin_step(self) -> None:
-        """Start averaging a copy of the weights."""
         if (self.num_steps - 1) % self.algorithm.communication_interval == 0:
             flat, num_exchanges = self.weights.copy(), self.num_communications
             self._averaged = self.worker.submit(lambda: self._average(flat, num_exchanges))
             self.num_communications += 1
 
     def before_update(self) -> None:
-        """Take over the averaged weights, if any were sent in this step."""
         if self._averaged is not None:
             averaged, self._averaged = self._averaged, None
             with communicating(f"averaging weights in step {self.num_steps}"):
@@ -52,9 +45,8 @@ class DecentralizedHandle(BackgroundHandle):
             values.add_(other).div_(2)
 
         is_for_all = self.algorithm.peer_selection == "all"
-        by_leaders = Communicator.mean if is_for_all else with_peer
         for values in flat:
-            self.groups.reduce(values, by_leaders)
+            self.groups.reduce(values, Communicator.mean if is_for_all else with_peer)
         return flat
 
 
@@ -79,10 +71,9 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 
     def __post_init__(self) -> None:
         HierarchicalAlgorithm.__post_init__(self)
-        check_choice("peer_selection", self.peer_selection, PEER_SELECTIONS)
+        check_choice("peer_selection", self.peer_selection, ("all", "shift_one"))
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         size = self.ranks_per_node(training.group.size())
         num_peers = training.group.size() // size
         if self.peer_selection == "shift_one" and num_peers % 2:
@@ -97,9 +88,8 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     """Return the rank that `rank` averages with after `num_exchanges` earlier exchanges.
 
-    The lower half of the ranks rotates against the upper half: each rank meets every rank of the
-    other half in `num_ranks / 2` exchanges, and is its peer's peer. `num_ranks` is even.
-    Source: Bagua's `shift_one` (arXiv 2107.01499).
+    The lower half of the ranks, which are even in number, rotates against the upper half: each
+    meets every rank of the other half in `num_ranks / 2` exchanges, and is its peer's peer.
     """
     half = num_ranks // 2
     if rank < half:
@@ -119,10 +109,9 @@ class Replicas(NamedTuple):
 
 
 class LowPrecisionDecentralizedHandle(Handle):
-    """As `Handle`, with `resync`.
+    """As `Handle`, with `resync`; `average` renews the replicas, and states have them.
 
-    Attributes:
-        replicas: W, L and R; None on ranks that are not their node's leader.
+    `replicas` are W, L and R; None on ranks that are not their node's leader.
     """
 
     algorithm: LowPrecisionDecentralized
@@ -135,22 +124,22 @@ class LowPrecisionDecentralizedHandle(Handle):
             self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
 
     def end_step(self) -> None:
-        """Mix the weights with the neighbours', if an exchange is due in this step."""
         if (self.num_steps - 1) % self.algorithm.communication_interval:
             return
         flat = self.weights.copy()
         with communicating(f"exchanging compressed weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.average_node(values)
-            differences = [] if self.replicas is None else _differences(flat, self.replicas)
-            bad_ranks, work = self._ask_for_problems(differences)
-            told = self._tell_neighbours(differences)
+            codes = [] if self.replicas is None else _differences(flat, self.replicas)
+            bad_ranks, work = self._ask_for_problems(codes)
+            messages = self._swap(torch.cat(codes)) if codes else []
             work.wait()
         self._raise_problem(*bad_ranks.tolist())
         if self.replicas is not None:
-            for replica, messages in zip(self.replicas, told, strict=True):
-                for values, message in zip(replica, messages, strict=True):
-                    values.add_(decompress(message.view(1, -1)).view(-1))
+            sizes = [len(message) for message in codes]
+            for replica, message in zip(self.replicas, messages, strict=True):
+                for values, part in zip(replica, torch.split(message, sizes), strict=True):
+                    values.add_(decompress(part.view(1, -1)).view(-1))
             flat = self.replicas.own
         with communicating(f"telling each node its weights in step {self.num_steps}"):
             for values in flat:
@@ -165,33 +154,28 @@ class LowPrecisionDecentralizedHandle(Handle):
         the model without that of this handle.
         """
         self.settle()
-        if self.groups.leaders is None:
-            return
-        own = self.weights.copy()
-        with communicating("sending the neighbours uncompressed weights"):
-            pairs = [self._swap(values) for values in own]
-        self.replicas = Replicas(own, [left for left, _ in pairs], [right for _, right in pairs])
+        if self.groups.leaders is not None:
+            with communicating("sending the neighbours uncompressed weights"):
+                told = [self._swap(values) for values in self.weights.copy()]
+            # Copies, since with one or two ranks a replica would be another one's memory.
+            self.replicas = Replicas(*([t[k].clone() for t in told] for k in range(3)))
 
     def average(self) -> None:
-        """As `Handle.average`; replicas are renewed. Collective."""
         super().average()
         self.resync()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Handle.state_dict`, with the replicas and the rank's place in the ring."""
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
         return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Handle.load_state_dict`, with the replicas. Collective."""
         super().load_state_dict(state)
         for replica, saved in zip(self.replicas or (), state.get("replicas") or (), strict=True):
             for values, copied in zip(replica, saved, strict=True):
                 values.copy_(copied)
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        """As `Handle.check_state`; the replicas have to be this rank's."""
         facts, place = super().check_state(state), self.groups.place
         if tuple(state.get("place", ())) != place:
             raise OptionError(
@@ -206,33 +190,20 @@ class LowPrecisionDecentralizedHandle(Handle):
             )
         return facts
 
-    def _tell_neighbours(self, differences: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Return what this rank, its left and its right neighbour have to add, by bucket."""
-        if not differences:
-            return []
-        sizes = [difference.numel() for difference in differences]
-        message = torch.cat([difference.view(-1) for difference in differences])
-        return [torch.split(told, sizes) for told in (message, *self._swap(message))]
-
-    def _swap(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the left and the right neighbour's `values`, and send them this rank's."""
+    def _swap(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return this leader's `values`, the left and the right one's, and send them this one's."""
         leaders = self.groups.leaders
-        if leaders is None or leaders.num_ranks == 1:
-            return values.clone(), values.clone()
-        left, right = ((leaders.rank + step) % leaders.num_ranks for step in (-1, 1))
-        if left == right:
-            (other,) = leaders.swap(values, [left])
-            return other, other.clone()
-        from_left, from_right = leaders.swap(values, [left, right])
-        return from_left, from_right
+        assert leaders is not None
+        ring = [(leaders.rank + step) % leaders.num_ranks for step in (0, -1, 1)]
+        return leaders.swap(values, ring)
 
-    def _ask_for_problems(self, differences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
+    def _ask_for_problems(self, codes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         """Return the arguments of `_raise_problem`, valid once the returned work is done."""
         training = self.training
         is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         is_finite = torch.tensor(True, device=training.device)
-        for difference in differences:
-            is_finite &= are_finite(difference)
+        for message in codes:
+            is_finite &= are_finite(message.view(1, -1))
         known = torch.stack([is_finite, torch.tensor(is_known, device=training.device)])
         ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
         return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
@@ -272,7 +243,6 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
     communication_interval: int = 1
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         groups = (group for optimizer in training.optimizers for group in optimizer.param_groups)
         optimized = {parameter for group in groups for parameter in group["params"]}
         for parameter, described in training.parameters.items():
@@ -286,13 +256,13 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
 
 @torch.no_grad()
 def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
-    """Return the codes of z for each bucket: [1, num_elements]; see LowPrecisionDecentralized."""
+    """Return the codes of z for each bucket, flat; see LowPrecisionDecentralized."""
     codes = []
     for x, own, left, right in zip(flat, *replicas, strict=True):
         # At least in float32: z is a small difference of large numbers.
         z = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(own, alpha=5 / 3)
-        codes.append(compress(z.view(1, -1)))
+        codes.append(compress(z.view(1, -1)).view(-1))
     return codes
 
 

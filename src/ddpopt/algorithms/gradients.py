@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,27 +27,10 @@ _IGNORED = ("detach_", "requires_grad_")  # what zero_grad calls first
 # What Dynamo asks of a parameter's gradient when it compiles code with the parameter; "__get__" is
 # for properties, such as shape.
 _KNOWN = (
-    "__get__",
-    "_is_view",
-    "dim",
-    "is_conj",
-    "is_neg",
-    "size",
-    "storage_offset",
-    "stride",
-    "untyped_storage",
+    *("__get__", "_is_view", "dim", "is_conj", "is_neg", "size", "storage_offset", "stride"),
+    *("untyped_storage",),
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's
-
-
-class GradientOwner(Protocol):
-    """Has the averaged gradients of this rank's pieces."""
-
-    def zero(self, index: int) -> None:
-        """Make the gradient of a parameter zero."""
-
-    def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
-        """Multiply the gradients of parameters; tell all ranks if any rank's is not finite."""
 
 
 class AbsentGradient(torch.Tensor):
@@ -57,12 +40,12 @@ class AbsentGradient(torch.Tensor):
     Dynamo may inspect it; all else raises AbsentGradientError.
     """
 
-    owner: Callable[[], GradientOwner | None]
+    owner: Callable[[], ShardedGradients | None]
     parameter_index: int
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, index: int, owner: Callable[[], GradientOwner | None]
+        cls, like: torch.Tensor, index: int, owner: Callable[[], ShardedGradients | None]
     ) -> AbsentGradient:
         """Return one to replace the gradient of `like`; `owner` is a weak reference."""
         made = _torch.without_memory(cls, like)
@@ -197,6 +180,8 @@ class ShardedGradients:
 
     def end_backward(self) -> None:
         """Replace all gradients by placeholders that raise."""
+        # DDP reduces under no_sync, too, if the forward before it had no backward.
+        self._local.clear()
         lifted, self._lifted = self._lifted or set(), None
         for index, parameter in enumerate(self._parameters):
             has = parameter.grad is not None or index in lifted  # else no rank has ever used it
@@ -288,7 +273,7 @@ class ShardedGradients:
             norms[self._exchange.rank] = torch.linalg.vector_norm(torch.stack(own), norm_type)
         with communicating("adding up the norms of gradients"):
             self._exchange.communicator.all_reduce(norms).wait()
-        total = torch.linalg.vector_norm(norms, norm_type)
+        total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""`Algorithm`, and `Handle`, an algorithm at work on a model: what all algorithms share.
+"""`attach`, and the `Handle` that it returns, an algorithm at work: what all algorithms share.
 
 [Note: steps] A step of an algorithm is a forward with gradients on and outside `no_sync`, together
 with the backward and the update that follow it. Evaluation, `no_grad`, the forwards of accumulated
@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
-import threading
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,27 +30,29 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _logs, _torch
-from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Tally, ring_bytes
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, ring_bytes
+from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
 from ddpopt.ranks.agreement import Fact, Word, agree, communicating
 from ddpopt.reducer import Parameter
+from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
+from ddpopt.split.state import ddp_of
 
 Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
 _COUNTERS = ("num_steps", "num_communications")
+_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")  # see docs/metrics.md
 
 
 class _Reduction:
     """What reduces the buckets of a DDP module: an algorithm, or DDP's allreduce when that is gone.
 
-    It is the state of the only comm hook that the module can get in its life. DDP's Reducer keeps
-    it alive from C++, where no cycles are collected, so it has weak references; copies of the
-    module have none of it.
+    It is the state of the only comm hook that the module can get. DDP's Reducer keeps it alive from
+    C++, where no cycles are collected, so it has weak references; copies of the module lose it.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -63,20 +64,15 @@ class _Reduction:
         return type(None), ()
 
     def reduce(self, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
-        """As a comm hook without a state."""
         reduce, ddp = self.find(), self._ddp()
         assert ddp is not None  # it is in its backward
         return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
 
 
-def _reduction_of(ddp: DistributedDataParallel) -> _Reduction | None:
+def _find_free_reduction(ddp: DistributedDataParallel) -> _Reduction | None:
+    """Return it, if any; raise AttachError if it has an algorithm, or another hook is there."""
     found = (state for state in _torch.hook_states(ddp) if isinstance(state, _Reduction))
-    return next(found, None)
-
-
-def check_free(ddp: DistributedDataParallel) -> None:
-    """Raise AttachError if `ddp` has an algorithm, or a comm hook that is not ours."""
-    reduction = _reduction_of(ddp)
+    reduction = next(found, None)
     if reduction is None and _torch.has_comm_hook(ddp):
         raise AttachError(
             "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
@@ -84,6 +80,7 @@ def check_free(ddp: DistributedDataParallel) -> None:
         )
     if reduction is not None and reduction.find() is not None:
         raise AttachError("this model has an algorithm already; detach it first")
+    return reduction
 
 
 class ModuleHook:
@@ -91,9 +88,9 @@ class ModuleHook:
 
     def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
         self._call = call
+        _torch.skip_frames(ModuleHook.__call__)  # not at import, which would import Dynamo
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the hook."""
         return self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,6 +147,58 @@ class Algorithm(Generic[HandleT]):
         """Raise the reason if this cannot be attached to `training`, as far as this rank knows."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchicalAlgorithm(Algorithm[HandleT]):
+    """As `Algorithm`, optionally hierarchical; flags must be bool, and counts at least 1.
+
+    Attributes:
+        hierarchical: See [Note: hierarchical] in `algorithms/comm.py`.
+        local_world_size: Ranks on each node; None means LOCAL_WORLD_SIZE, which torchrun sets.
+    """
+
+    hierarchical: bool = True
+    local_world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                check_boolean(field.name, value, TypeError)
+            elif isinstance(field.default, int):
+                check_count(field.name, value, 1)
+        if self.local_world_size is not None:
+            check_count("local_world_size", self.local_world_size, 1)
+
+    def ranks_per_node(self, num_ranks: int) -> int:
+        """As `Algorithm.ranks_per_node`; raise OptionError if unknown, or no divisor."""
+        if not self.hierarchical:
+            return 1
+        given = str(self.local_world_size or os.environ.get("LOCAL_WORLD_SIZE", ""))
+        if not given:
+            raise OptionError(
+                "hierarchical=True (the default) needs the number of ranks on each node, and "
+                "LOCAL_WORLD_SIZE is not set; start with torchrun, give local_world_size, or pass "
+                "hierarchical=False"
+            )
+        if not given.isdecimal() or not int(given):
+            raise OptionError(f"LOCAL_WORLD_SIZE is {given!r}; it must be a whole number above 0")
+        size = int(given)
+        if num_ranks % size:
+            raise OptionError(
+                f"{num_ranks} ranks cannot be divided into nodes of {size} (local_world_size or "
+                "LOCAL_WORLD_SIZE); pass hierarchical=False, or equal numbers of ranks on all nodes"
+            )
+        return size
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise TypeError unless `value` is an int, OptionError if it is below `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; give an int")
+    if value < least:
+        raise OptionError(f"{name} is {value}; the least is {least}")
+
+
 def agree_on(
     ddp: DistributedDataParallel,
     check: Callable[[], list[Fact]],
@@ -168,45 +217,44 @@ class Handle:
     """An algorithm at work on a model, from `attach` to `detach`.
 
     All ranks call collective methods in the same step; PeerError is raised if one does not.
-
-    Attributes:
-        num_steps: Steps so far; see [Note: steps] in `algorithms/handle.py`.
-        num_communications: How often ranks exchanged weights or reduced gradients.
+    `num_steps` counts steps, see [Note: steps] in `algorithms/handle.py`, and `num_communications`
+    how often ranks exchanged weights or reduced gradients.
     """
 
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
-        self.algorithm = algorithm
-        self.training = training
+        self.algorithm, self.training = algorithm, training
         self.weights = FlatWeights(training.parameters)
         ranks_per_node = algorithm.ranks_per_node(training.group.size())
         self.groups = Groups(training.group, training.device, ranks_per_node)
-        self.num_steps = 0
-        self.num_communications = 0
-        self._tally = Tally()
-        self._num_bytes = sum(parameter.nbytes for parameter in training.parameters)
+        self.num_steps = self.num_communications = 0
+        self._metrics: dict[str, float] = dict.fromkeys(_METRICS, 0)  # of steps that have ended
+        self._seen_communications = 0  # when the last one had ended
         self._is_attached = True
         self._num_pauses = 0
         self._is_open = False  # a step has begun and has not ended
         self._has_run_backward = False
-        self._is_reducing = False  # the first bucket of a backward was reduced
-        self._is_ending = False  # all were
+        self._is_reducing = (
+            False  # the first bucket of a backward was reduced, and it has not ended
+        )
         self._updated: set[torch.optim.Optimizer] = set()
         ignored, known = training.ddp.parameters_to_ignore, training.parameters
         named = training.ddp.module.named_parameters()
         # Neither DDP reduces them, nor does this hold them.
         self._frozen = {name: p for name, p in named if p not in known and name not in ignored}
-        self._reduction = _reduction_of(training.ddp) or _Reduction(training.ddp)
+        self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
         hook = ModuleHook(_weakly(self._before_forward))
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        self._update_hooks: dict[torch.optim.Optimizer, RemovableHandle] = {
-            optimizer: optimizer.register_step_pre_hook(_telling(_weakly(self.on_update)))
+        before, after = _weakly(self.on_update), _weakly(self.on_updated)
+        self._update_hooks = {
+            optimizer: optimizer.register_step_pre_hook(
+                lambda *given: before(*given, torch.compiler.is_compiling())
+            )
             for optimizer in training.optimizers
         }
         self._removable += self._update_hooks.values()
-        for optimizer in training.optimizers:
-            self._removable.append(optimizer.register_step_post_hook(_weakly(self.on_updated)))
+        self._removable += [o.register_step_post_hook(after) for o in training.optimizers]
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -255,27 +303,18 @@ class Handle:
 
     def allreduce(self, bucket: Bucket) -> GradientFuture:
         """Return the future gradients of a bucket as DDP's own allreduce makes them."""
-        self._tally.is_reduced = True
+        self._seen_communications = -1  # so that this step counts as one that communicates
         return self.groups.ddp.mean_bucket(bucket)
 
     # ---- what users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what the algorithm has done since it was attached; also in `ddpopt.metrics`.
-
-        docs/metrics.md lists the names.
-        """
-        tally, sent = self._tally, self.groups.sent_bytes
-        plain = tally.num_steps * ring_bytes(self._num_bytes, self.training.group.size())
-        return {
-            "ddpopt.algorithm.steps": tally.num_steps,
-            "ddpopt.algorithm.skipped_steps": tally.num_skipped_steps,
-            "ddpopt.algorithm.skipped_updates": tally.num_skipped_updates,
-            "ddpopt.algorithm.stale_steps": tally.stale_steps,
-            "ddpopt.algorithm.communications": self.num_communications,
-            "ddpopt.algorithm.sent_bytes": sent,
-            "ddpopt.algorithm.saved_bytes": plain - sent,
-        }
+        """Return what docs/metrics.md lists, counted since `attach`; also in `ddpopt.metrics`."""
+        found = {**self._metrics, "communications": self.num_communications}
+        found["sent_bytes"] = sent = self.groups.sent_bytes
+        num_bytes = self._metrics["steps"] * sum(p.nbytes for p in self.training.parameters)
+        found["saved_bytes"] = ring_bytes(num_bytes, self.training.group.size()) - sent
+        return {f"ddpopt.algorithm.{name}": value for name, value in found.items()}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -332,7 +371,7 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """Return what this algorithm needs to continue on this rank; each saves its own."""
         self.settle()
-        return {**self._identity(), **{name: getattr(self, name) for name in _COUNTERS}}
+        return self._identity() | {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of this rank; load weights and optimizer as well. Collective.
@@ -342,11 +381,10 @@ class Handle:
             AttachError: the ranks' states are not of the same step.
         """
         self.settle()
-        remedy = "load what all ranks saved after the same step"
-        everyone = self.groups.everyone
-        agree_on(self.training.ddp, lambda: self.check_state(state), remedy, everyone)
+        ddp, remedy = self.training.ddp, "load what all ranks saved after the same step"
+        agree_on(ddp, lambda: self.check_state(state), remedy, self.groups.everyone)
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
-        self._tally.known_communications = self.num_communications
+        self._seen_communications = self.num_communications
 
     def _identity(self) -> dict[str, Any]:
         settings = dataclasses.asdict(self.algorithm)  # type: ignore[call-overload]  # subclasses are dataclasses
@@ -357,15 +395,14 @@ class Handle:
     def check_attached(self) -> None:
         """Raise AttachError after `detach`."""
         if not self._is_attached:
-            raise AttachError(
-                f"this {self.algorithm.name} was detached from its model; attach it again"
-            )
+            name = self.algorithm.name
+            raise AttachError(f"this {name} was detached from its model; attach it again")
 
     def settle(self) -> None:
         """End the open step, if any, whether or not its update was made."""
         self.check_attached()
         if self._is_open:
-            self._tally.num_skipped_updates += 1
+            self._metrics["skipped_updates"] += 1
             self.before_update()
             self._end_step()
 
@@ -375,7 +412,7 @@ class Handle:
 
     def on_forward(self) -> None:
         """Begin a step with DDP's forward, or end one whose update was skipped."""
-        self._is_reducing = self._is_ending = False  # a backward that raised never ended
+        self._is_reducing = False  # a backward that raised never ended
         ddp = self.training.ddp
         if self._num_pauses or not torch.is_grad_enabled():
             return
@@ -408,19 +445,18 @@ class Handle:
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a complete bucket of DDP's; see [Note: the end of a backward]."""
         is_synced = self.training.ddp.require_backward_grad_sync  # else a forgotten forward did it
-        if is_synced and not self._is_open and not self._num_pauses:
+        if is_synced and not (self._is_open or self._num_pauses):
             self._open()
         self._has_run_backward = True
-        is_first = bucket.index() == 0
-        if not self._is_ending and (bucket.is_last() or (is_first and self._is_reducing)):
-            self._is_ending = True
-            _torch.at_end_of_backward(self._end_backward)
+        if bucket.is_last() or (bucket.index() == 0 and self._is_reducing):
+            _torch.at_end_of_backward(self._end_backward)  # often, with many of a static graph's
         self._is_reducing = True
         return self.reduce(bucket)
 
     def _end_backward(self) -> None:
-        self._is_reducing = self._is_ending = False
-        self.end_backward()
+        if self._is_reducing:
+            self._is_reducing = False
+            self.end_backward()
 
     def on_update(
         self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool
@@ -445,7 +481,11 @@ class Handle:
         self.after_update()
         if was_open:
             self.end_step()
-            self._tally.end_step(self.num_communications)
+            is_stale = self.num_communications == self._seen_communications
+            self._seen_communications = self.num_communications
+            self._metrics["steps"] += 1
+            self._metrics["skipped_steps"] += is_stale
+            self._metrics["stale_steps"] = (self._metrics["stale_steps"] + 1) * is_stale
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -458,73 +498,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             live(*arguments)
 
     return _torch.uncompiled(call)
-
-
-def _telling(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that tells this one whether the update is compiled."""
-
-    def tell(*arguments: Any) -> None:
-        hook(*arguments, torch.compiler.is_compiling())
-
-    return tell
-
-
-_Task = tuple[Callable[[], Any], "torch.futures.Future[Any]", "torch.Event | None"]
-
-
-class Worker:
-    """Runs tasks in the order of submission, which has to be the same on all ranks.
-
-    On an accelerator they run on a stream of their own, after what had been queued when they were
-    submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
-    thread after the queued tasks, and so does the end of `owner`: tasks may refer to it, but the
-    thread keeps none that it has run.
-    """
-
-    def __init__(self, owner: object, device: torch.device) -> None:
-        self._device = device
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_run, args=(self._tasks, device), name="ddpopt-worker", daemon=True
-        )
-        self._thread.start()
-        self.close = weakref.finalize(owner, self._tasks.put, None)
-
-    def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Return the future result of a task; its exception is raised by `wait`."""
-        queued: torch.Event | None = None
-        devices: list[int | str | torch.device] = []
-        if self._device.type != "cpu":
-            devices, queued = [self._device], torch.Event(self._device)
-            queued.record()
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-        self._tasks.put((task, future, queued))
-        return future
-
-
-def _run(tasks: queue.SimpleQueue[_Task | None], device: torch.device) -> None:
-    with own_stream(device) as stream, torch.no_grad():
-        while (item := tasks.get()) is not None:
-            task, future, queued = item
-            try:
-                if queued is not None:
-                    stream.wait_event(queued)
-                future.set_result(task())
-            except Exception as error:
-                future.set_exception(error)
-            del item, task, future, queued  # they would keep their owner alive
-
-
-@contextlib.contextmanager
-def own_stream(device: torch.device) -> Iterator[Any]:
-    """Make this thread queue on a stream of its own in this block; None on the CPU."""
-    if device.type == "cpu":
-        yield None
-        return
-    torch.accelerator.set_device_index(device)
-    stream = torch.Stream(device)
-    with stream:
-        yield stream
 
 
 class BackgroundHandle(Handle):
@@ -543,13 +516,12 @@ class BackgroundHandle(Handle):
         DDP would show its exception without its type, so it is raised after DDP's part has ended.
         """
         self.num_communications += 1
-        values: torch.Tensor = bucket.buffer()
-        step = self.num_steps
+        values, what = bucket.buffer(), f"reducing gradients in step {self.num_steps}"
 
-        def run() -> torch.Tensor:
+        def run() -> Any:
             if self._failure is None:  # with a broken connection each task would wait long
                 try:
-                    with communicating(f"reducing gradients in step {step}"):
+                    with communicating(what):
                         task(values)
                 except Exception as error:
                     self._failure = error
@@ -558,11 +530,118 @@ class BackgroundHandle(Handle):
         return self.worker.submit(run)
 
     def close(self) -> None:
-        """End the thread."""
         self.worker.close()
 
     def end_backward(self) -> None:
-        """Raise what went wrong in the background."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+def attach(
+    ddp_model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm[HandleT],
+) -> HandleT:
+    """Let `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
+
+    First, weights and optimizer states are made equal to rank 0's. Attach between two steps, after
+    loading what all ranks share and before loading what each rank keeps for itself. `ddp_model` is
+    compiled or not; `optimizer` is that of its parameters, or all of theirs.
+
+    Raises:
+        TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
+        NotImplementedError: a parameter has sparse gradients.
+        OptionError: the algorithm's values, the optimizer or DDP's options do not fit.
+        AttachError: there is no process group, DDP already has a comm hook or an algorithm, or
+            ranks differ.
+        PeerError: a rank did not make this call.
+
+    If `ddp_model` is a DDP module, each of these is raised on all ranks, whichever it concerns.
+    """
+    ddp = ddp_of(ddp_model)
+    if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
+        raise AttachError("this rank has no process group any more; init_process_group comes first")
+    optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    parameters = _torch.reduced_or_trainable_parameters(ddp)
+    training = Training(ddp=ddp, optimizers=optimizers, parameters=parameters)
+    remedy = "build model, optimizer and algorithm alike on all ranks"
+    agree_on(ddp, lambda: _check(training, algorithm), remedy)
+    with communicating("making weights and optimizers equal on all ranks"):
+        _start_equal(training)
+    return algorithm.handle_type(training, algorithm)
+
+
+def _check(training: Training, algorithm: Any) -> list[Fact]:
+    """Return what has to be equal on all ranks; raise why `algorithm` cannot be attached here."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
+            "Decentralized()"
+        )
+    _find_free_reduction(training.ddp)
+    mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
+    if mode is not None:
+        raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
+    for optimizer in training.optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OptionError(
+                "LBFGS runs forward and backward several times in one step, and communication "
+                "would be out of step; use an optimizer without a closure"
+            )
+    for parameter, described in training.parameters.items():
+        if described.is_sparse:
+            raise NotImplementedError(
+                f"{described.name} has sparse gradients, which algorithms do not take; make its "
+                "embedding with sparse=False"
+            )
+        if not parameter.dtype.is_floating_point:
+            raise TypeError(
+                f"{described.name} is of {parameter.dtype}, which cannot be averaged; freeze it "
+                "before DDP is made, or use a real floating point type"
+            )
+    algorithm.ranks_per_node(training.group.size())
+    algorithm.check(training)
+    return _facts(training, algorithm)
+
+
+def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
+    facts = [Fact("the algorithm", repr(algorithm))]
+    for t, p in training.parameters.items():
+        kind = f"{t.dtype} {list(t.shape)} on {t.device.type}"
+        facts.append(Fact(f"parameter {p.name}", kind))
+    index_of = {t: k for k, t in enumerate(training.parameters)}
+    for number, optimizer in enumerate(training.optimizers):
+        facts.append(Fact(f"optimizer {number}", type(optimizer).__name__))
+        for place, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {place}"
+            members = {"parameters": [index_of.get(p) for p in group["params"]]}
+            settings = {name: group[name] for name in sorted(group.keys() - {"params"})}
+            facts += [Fact(f"{where}, {k}", str(v)) for k, v in (members | settings).items()]
+        for t, name in _state_of(optimizer):
+            facts.append(Fact(f"optimizer {number}, {name}", f"{t.dtype} {list(t.shape)}"))
+    return facts
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the tensors that an optimizer keeps for its parameters, in their order, with names."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                yield value, f"state {name} of parameter {index}"
+
+
+@torch.no_grad()
+def _start_equal(training: Training) -> None:
+    """Give all ranks rank 0's weights and optimizer states. Collective."""
+    tensors = [*training.parameters]
+    for optimizer in training.optimizers:
+        tensors += [tensor for tensor, _ in _state_of(optimizer)]
+    for tensor in tensors:
+        # Adam counts steps on the CPU, but NCCL sends GPU tensors only.
+        sent = tensor.detach().to(training.device).contiguous()
+        dist.broadcast(sent, group=training.group, group_src=0)
+        tensor.copy_(sent)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
-from ddpopt.algorithms.attaching import HierarchicalAlgorithm, check_count
+from ddpopt.algorithms import handle
 from ddpopt.algorithms.bytegrad import average_in_8_bits
-from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture, Training
 from ddpopt.errors import OptionError
 
 
@@ -29,14 +28,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     where the factor of lr is clamped to the bound that Adam's paper gives for it (Kingma & Ba,
     section 2.1): 1, or (1 - b1) / sqrt(1 - b2) if that is more.
     With `QAdam` attached, `p.grad` is m, averaged over all ranks, from backward to `zero_grad`.
-
-    Args:
-        params: Parameters or groups of them; all arguments but `warmup_steps` are as for Adam.
-        lr: Learning rate.
-        warmup_steps: Number of updates, at least 1, until the variance is known well enough.
-        betas: How much of momentum and variance is kept from update to update.
-        eps: Added to the denominator.
-        weight_decay: L2 penalty: this times the parameter is added to its gradient.
+    `warmup_steps` is at least 1; all other arguments are as for Adam, `weight_decay` an L2 penalty.
 
     Raises:
         OptionError: a value is out of range.
@@ -55,7 +47,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check_count("warmup_steps", warmup_steps, 1)
+        handle.check_count("warmup_steps", warmup_steps, 1)
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise OptionError(f"{name} is {value}; the least is 0")
@@ -78,11 +70,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def turn_into_momentum(
         self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        """Replace a warm parameter's gradient by its next momentum, for the next `step` to use.
-
-        Raises:
-            OptionError: the gradient was added to a momentum.
-        """
+        """Turn a warm parameter's gradient into its next momentum; OptionError if added to one."""
         if parameter in self._with_momentum:
             raise OptionError(
                 "a second backward added gradients to QAdam's momentum; accumulate under "
@@ -92,7 +80,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         gradient.copy_(self._next_momentum(gradient, parameter, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`."""
         super().zero_grad(set_to_none)
         self._with_momentum.clear()
 
@@ -104,10 +91,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             OptionError: GradScaler is in use.
             NotImplementedError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if hasattr(self, "found_inf"):
             raise OptionError(
                 "QAdam cannot work with GradScaler: momenta of steps with different scales would "
@@ -146,73 +130,57 @@ class QAdamOptimizer(torch.optim.Optimizer):
         parameter.sub_(update, alpha=group["lr"])
 
     def _update_by_adam(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise NotImplementedError(
-                    "QAdam takes no sparse gradients; make the embedding with sparse=False"
-                )
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        if states:
-            adam(
-                parameters,
-                [parameter.grad for parameter in parameters if parameter.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                maximize=False,
-                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            raise NotImplementedError(
+                "QAdam takes no sparse gradients; make the embedding with sparse=False"
             )
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.tensor(0.0)}
+                self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        if parameters:
+            states = [self.state[p] for p in parameters]
+            names = ("exp_avg", "exp_avg_sq", "step")
+            averages, squares, steps = ([state[name] for state in states] for name in names)
+            beta1, beta2 = group["betas"]
+            options = {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+            options |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            adam(parameters, gradients, averages, squares, [], steps, **options)
 
 
-class QAdamHandle(BackgroundHandle):
-    """As `BackgroundHandle`."""
-
-    def __init__(self, training: Training, algorithm: QAdam) -> None:
+class QAdamHandle(handle.BackgroundHandle):
+    def __init__(self, training: handle.Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
-        self._owners: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
+        self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
-    def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Average a bucket's gradients in the warm-up, momenta after it."""
-        warm = []
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            optimizer, group = self._owners.get(parameter, (None, {}))
-            if optimizer is not None and optimizer.is_warm(parameter, group):
-                warm.append((optimizer, gradient, parameter, group))
+    def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
+        pairs = zip(bucket.gradients(), bucket.parameters(), strict=True)
+        warm = [(gradient, p, *self._warm[p]) for gradient, p in pairs if p in self._warm]
         if not warm:
             self.num_communications += 1
             return self.allreduce(bucket)
 
         def average_momenta(values: torch.Tensor) -> None:
-            for optimizer, *arguments in warm:
-                optimizer.turn_into_momentum(*arguments)
+            for gradient, parameter, optimizer, group in warm:
+                optimizer.turn_into_momentum(gradient, parameter, group)
             average_in_8_bits(values, self.groups, self.num_steps)
 
         return self.run_behind_backward(bucket, average_momenta)
 
     def begin_step(self) -> None:
-        """Look up the optimizer of each parameter."""
-        self._owners = {
+        self._warm = {
             parameter: (optimizer, group)
             for optimizer in self.training.optimizers
             if isinstance(optimizer, QAdamOptimizer)
             for group in optimizer.param_groups
             for parameter in group["params"]
+            if optimizer.is_warm(parameter, group)
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QAdam(HierarchicalAlgorithm[QAdamHandle]):
+class QAdam(handle.HierarchicalAlgorithm[QAdamHandle]):
     """Averages gradients until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     During the warm-up gradients are averaged as DDP does. After that each rank computes its next
@@ -225,8 +193,7 @@ class QAdam(HierarchicalAlgorithm[QAdamHandle]):
 
     handle_type = QAdamHandle
 
-    def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
+    def check(self, training: handle.Training) -> None:
         for optimizer in training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
                 raise OptionError(

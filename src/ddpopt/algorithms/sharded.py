@@ -7,7 +7,6 @@ and behind the next forward.
 
 from __future__ import annotations
 
-import enum
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +30,7 @@ from ddpopt.algorithms.handle import (
     Training,
     agree_on,
 )
-from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
+from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory, weakly
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError, PeerError
@@ -40,21 +39,8 @@ from ddpopt.ranks.rendezvous import name_ranks
 from ddpopt.reducer import known_buckets, predict_buckets
 from ddpopt.split import state
 
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.Adamax,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-)
-
-
+_NAMES = "SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop"
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = tuple(getattr(optim, n) for n in _NAMES.split())
 LEAST_BYTES = 2**18  # of pieces, that are updated at once: each update has a cost of its own
 
 
@@ -76,23 +62,16 @@ class _Layout(NamedTuple):
     digest: int
 
 
-class _Problem(enum.IntEnum):
-    """What is wrong on a rank, which all ranks are told before an update."""
-
-    NONE = 0
-    LOCAL = 1
-    MOVED = 2
-    DISTURBED = 3
-
-
+# What forbids an update, of which all ranks are told before it.
+_LOCAL, _MOVED, _DISTURBED = 1, 2, 3
 _TEXTS = {
-    _Problem.LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or "
-    "DDP still waits for parameters that had none in it; run one outside of no_sync before the "
-    "update, and give find_unused_parameters=True where parameters are frozen after DDP was made",
-    _Problem.MOVED: "was given memory of another shape, dtype or device, or with other strides; "
-    "detach the algorithm before, and attach it again",
-    _Problem.DISTURBED: "was written or moved after an update, while other ranks' parts of it were "
-    "still arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
+    _LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or DDP still "
+    "waits for parameters that had none in it; run one outside of no_sync before the update, and "
+    "give find_unused_parameters=True where parameters are frozen after DDP was made",
+    _MOVED: "was given memory of another shape, dtype or device, or with other strides; detach the "
+    "algorithm before, and attach it again",
+    _DISTURBED: "was written or moved after an update, while other ranks' parts of it were still "
+    "arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
     "overlap_forward out",
 }
 
@@ -464,15 +443,16 @@ class ShardedUpdateHandle(Handle):
 
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
-        problem, index = _Problem.NONE, self._gradients.find_local(members)
-        if index is not None:
-            problem = _Problem.LOCAL
+        self._gradients.end_lift()  # of a backward that raised
+        index = self._gradients.find_local(members)
+        problem = 0 if index is None else _LOCAL
         for shard in self.shards:
             misfit, disturbed, shard.disturbed = shard.take_in(), shard.disturbed, None
             if misfit is not None:
-                problem, index = _Problem.MOVED, shard.members[misfit]
+                problem, index = _MOVED, shard.members[misfit]
             if disturbed is not None:
-                problem, index = _Problem.DISTURBED, shard.members[disturbed]
+                problem, index = _DISTURBED, shard.members[disturbed]
+        self.shards.announce()  # where they are now
         return self._tell(problem, index or 0, digest)
 
     def _check(self, told: _Told) -> None:
@@ -480,8 +460,7 @@ class ShardedUpdateHandle(Handle):
         rows = told.read()
         for rank, (problem, index, _) in enumerate(rows):
             if problem:
-                text = _TEXTS[_Problem(problem)]
-                raise OptionError(f"on rank {rank}: {self._names[index]} {text}")
+                raise OptionError(f"on rank {rank}: {self._names[index]} {_TEXTS[problem]}")
         if len({digest for _, _, digest in rows}) > 1:
             raise AttachError(
                 "the optimizer's groups have other parameters on some ranks than on others; add "
@@ -534,13 +513,13 @@ class ShardedUpdateHandle(Handle):
 
     def _hooks(self) -> Iterator[Any]:
         """Register all hooks that `Handle` does not have."""
-        end = _torch.uncompiled(_weakly(self.on_forward_end))
+        end = _torch.uncompiled(weakly(self.on_forward_end))
         yield self.training.ddp.register_forward_hook(ModuleHook(end), always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
         for node in self._nodes:
-            yield node.register_prehook(_weakly(self.on_gradient))
+            yield node.register_prehook(weakly(self.on_gradient))
         for optimizer in self.training.optimizers:
-            stepped = _torch.uncompiled(_weakly(self.on_stepped))
+            stepped = _torch.uncompiled(weakly(self.on_stepped))
             hook = optimizer.register_step_post_hook(stepped)
             _torch.run_first(optimizer, hook)
             yield hook
@@ -550,7 +529,7 @@ class ShardedUpdateHandle(Handle):
     def _guards(self) -> Iterator[Any]:
         """Make all readers wait that torch can tell of."""
         _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
-        whole = ModuleHook(_torch.uncompiled(_weakly(self.on_state)))
+        whole = ModuleHook(_torch.uncompiled(weakly(self.on_state)))
         for module in self.training.ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]
             if own:  # first, since other hooks read parameters: weight_norm's, and pruning's
@@ -559,18 +538,6 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a handle's method while the handle lives."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        live = weak()
-        if live is not None:
-            live(*arguments)
-
-    return call
 
 
 def _set_groups(groups: list[dict[str, Any]], members: Sequence[list[torch.Tensor]]) -> None:

@@ -312,6 +312,18 @@ class Shards:
             shard.release()
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method while its object lives."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        live = weak()
+        if live is not None:
+            live(*arguments)
+
+    return call
+
+
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
     """Whether a state has a value for each element of a parameter or piece of this shape."""
     return isinstance(value, torch.Tensor) and name not in _WHOLE and value.shape == shape
@@ -422,19 +434,11 @@ class ShardedStates:
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks that make optimizers refuse to save or load by themselves."""
-        me = weakref.WeakMethod(self._refuse)
-
-        def refusing(what: str) -> Callable[..., None]:
-            def refuse(*_: object) -> None:
-                live = me()
-                if live is not None:
-                    live(what)
-
-            return refuse
-
+        refuse = weakly(self._refuse)
         for optimizer in self._optimizers:
-            yield optimizer.register_state_dict_pre_hook(refusing("state_dict"))
-            yield optimizer.register_load_state_dict_pre_hook(refusing("load_state_dict"))
+            for what in ("state_dict", "load_state_dict"):
+                register = getattr(optimizer, f"register_{what}_pre_hook")
+                yield register(lambda *_, what=what: refuse(what))
 
     def _refuse(self, what: str) -> None:
         if not self._is_whole:

@@ -193,7 +193,7 @@ def _clip(loop: Loop, norm: float, note: Note) -> None:
         else:
             own = [p for p in ddp.parameters() if p.numel()]  # torch refuses empty ones for inf
             total = clip_grad_norm_(own, _MAX_NORM, norm)
-        note(f"norm {norm} of {number}", total)
+        note(f"norm {norm} of {number}", total.double())
 
 
 def end(loop: Loop, note: Note) -> None:

@@ -244,9 +244,14 @@ def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
     if case.copied:  # the encoder is not
         case = dataclasses.replace(case, arrangement="")
     if "encoder" in case.arrangement:  # some of the states are of the other handle
-        case = dataclasses.replace(case, actions=_without(case, "states"))
-    if "thawed" in case.freezes:  # handles clip what DDP reduces
+        # A rank's forward alone may rebuild one module's buckets, and then another module's.
+        case = dataclasses.replace(case, actions=_without(case, "states"), extras=())
+    if "thawed" in case.freezes or case.ignored:  # handles clip what DDP reduces
         case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
+    # Sums of squares are rounded otherwise, and most optimizers make an update of any size of a
+    # gradient that is nothing but rounding, as that of a bias before a norm.
+    if case.optimizer != "SGD":
+        case = dataclasses.replace(case, actions=_without(case, "clip 2"))
     # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
     is_found = case.container != "dataclass" and not case.copied
     # torch's updates round the last elements of 16-bit tensors otherwise, and shards end elsewhere.
