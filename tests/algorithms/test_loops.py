@@ -11,6 +11,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.algorithms import ShardedUpdate, attach
+from ddpopt.algorithms.comm import Exchange
+from tests.algorithms.test_sharded_update import receive_late
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks, error_of
 
@@ -239,10 +242,12 @@ class Normed(MLP):
 
 
 def hooked(loops: Loops, inputs: Any) -> Any:
+    """On a network as slow as it can be: parameters are there when they are waited for."""
     ddp = loops.start(Normed(), _sgd)
-    for x in inputs:
-        _step(ddp(x).pow(2).mean(), loops.optimizers)
-    loops.settle()
+    with mock.patch.object(Exchange, "all_gather", receive_late):
+        for x in inputs:
+            _step(ddp(x).pow(2).mean(), loops.optimizers)
+        loops.settle()
     yield _whole(ddp)
 
 

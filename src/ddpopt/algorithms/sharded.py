@@ -170,13 +170,12 @@ class ShardedUpdateHandle(Handle):
         return {self._names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
-        """As `wait`, as weights are equal on all ranks; raise if one was disturbed on its way."""
+        """As `wait`; raise on all ranks if a parameter was disturbed on its way. Collective."""
         self.settle()
         self.wait()
         self._check(self._ask())
 
     def begin_pause(self) -> None:
-        """Wait for all parameters."""
         self.wait()
 
     def detach(self, *, average: bool = True) -> None:
@@ -203,7 +202,6 @@ class ShardedUpdateHandle(Handle):
             self._flags.end()
 
     def close(self) -> None:
-        """Give parameters storages of their own."""
         _waits.end_sharded(self.training.ddp)
         state.of(self.training.ddp).wait_in_forward(False)
         self.shards.release()
@@ -240,11 +238,9 @@ class ShardedUpdateHandle(Handle):
     # ---- forward and backward ----------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Note the step's number."""
         self._gradients.step = self.num_steps
 
     def on_forward(self) -> None:
-        """As `Handle.on_forward`; wait for parameters that no reader is known to wait for."""
         self._end_failed()
         self._has_failed = False
         super().on_forward()
@@ -275,15 +271,12 @@ class ShardedUpdateHandle(Handle):
             self._receive()
 
     def on_gradient(self, *_ignored: object) -> None:
-        """Prepare for the backward that accumulates it."""
         self._gradients.lift(self._will_reduce)
 
     def on_state(self, *_ignored: object) -> None:
-        """Wait before a module's state is saved or loaded."""
         self.wait()
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Start summing a bucket to shards. DDP need not wait for it."""
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
         try:
@@ -295,11 +288,10 @@ class ShardedUpdateHandle(Handle):
         except Exception as error:  # DDP would show it without its type
             self._failure = error
         done: GradientFuture = torch.futures.Future()
-        done.set_result(values)
+        done.set_result(values)  # DDP need not wait
         return done
 
     def end_backward(self) -> None:
-        """Replace gradients by placeholders that raise when used."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -309,7 +301,6 @@ class ShardedUpdateHandle(Handle):
     # ---- an update ---------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Wait for all parameters, and for this rank's gradients."""
         self._receive()
         self._gradients.finish()
 
@@ -614,7 +605,6 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
             raise TypeError(f"elementwise is {kinds!r}; give a tuple of optimizers' classes")
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         for optimizer in training.optimizers:
             if type(optimizer) not in (*ELEMENTWISE, *self.elementwise):
                 name = type(optimizer).__name__
