@@ -6,6 +6,7 @@ behind forward, where `settle` (which is `handle.wait`) comes before what reads 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -268,6 +269,31 @@ def accumulated(loops: Loops, inputs: Any) -> Any:
         yield _whole(ddp)
 
 
+def raising(loops: Loops, inputs: Any) -> Any:
+    """A batch whose backward raises is left out; gradients are zeroed, or kept."""
+    ddp = loops.start(MLP(4), _sgd)
+    raises = [False]
+
+    def hook(_gradient: torch.Tensor) -> None:
+        if raises[0]:
+            raise ValueError
+
+    layers: Any = ddp.module.layers
+    layers[1].weight.register_hook(hook)
+    for k, x in enumerate([*inputs, *inputs]):
+        if k in (3, 6, 9):
+            raises[0] = True
+            with contextlib.suppress(ValueError), ddp.no_sync():
+                ddp(x).pow(2).mean().backward()
+            raises[0] = False
+        if k != 6:
+            loops.optimizers.zero_grad(set_to_none=k != 9)
+        ddp(x).pow(2).mean().backward()
+        loops.optimizers.step()
+        loops.settle()
+        yield _whole(ddp)
+
+
 LOOPS: list[Loop] = [
     reentrant,
     temperature,
@@ -280,6 +306,7 @@ LOOPS: list[Loop] = [
     clipped,
     hooked,
     accumulated,
+    raising,
 ]
 
 

@@ -245,7 +245,7 @@ class ShardedUpdateHandle(Handle):
         self._has_failed = False
         super().on_forward()
         ddp = self.training.ddp
-        self._gradients.end_lift()
+        self._gradients.end_lift(has_raised=True)
         self._buckets_so_far.clear()
         if ddp.gradient_as_bucket_view:  # the Reducer copies them to new buckets
             self._gradients.hide()
@@ -349,18 +349,17 @@ class ShardedUpdateHandle(Handle):
         _set_groups(groups, layout.foreign)
 
     def on_stepped(self, *_ignored: object) -> None:
-        """Send what was not sent, and give the groups their parameters, before others see them."""
+        """Send what was not sent, and give the groups their parameters, before others see them.
+
+        If DDP has other buckets now, divide them anew. All ranks have seen the same backwards, and
+        are in this update, while forwards may differ (under no_sync), and so do skipped updates'
+        ends. DDP rebuilds its buckets after the first backward.
+        """
         self._end_update()
         self._restore_groups()
-
-    def after_update(self) -> None:
-        """Divide buckets anew if DDP has other ones now."""
-        # All ranks have seen the same backwards, while forwards may differ (under no_sync). DDP
-        # rebuilds its buckets after the first one.
         buckets, earlier = self._buckets, self._earlier_buckets
         self._earlier_buckets = buckets
-        is_final = buckets == earlier
-        if is_final and not self.shards.by_members.keys() >= set(buckets):
+        if buckets == earlier and not self.shards.by_members.keys() >= set(buckets):
             self._divide_anew(buckets)
 
     def _end_update(self, has_failed: bool = False) -> None:
@@ -434,7 +433,7 @@ class ShardedUpdateHandle(Handle):
 
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
-        self._gradients.end_lift()  # of a backward that raised
+        self._gradients.end_lift(has_raised=True)  # of a backward that raised
         index = self._gradients.find_local(members)
         problem = 0 if index is None else _LOCAL
         for shard in self.shards:
