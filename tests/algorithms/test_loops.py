@@ -294,6 +294,23 @@ def raising(loops: Loops, inputs: Any) -> Any:
         yield _whole(ddp)
 
 
+def adversarial(loops: Loops, inputs: Any) -> Any:
+    """Inputs against the model, by a backward that DDP does not reduce; gradients of users' own."""
+    ddp = loops.start(MLP(4), _sgd)
+    for k, x in enumerate(inputs):
+        ddp.module(x.requires_grad_()).pow(2).mean().backward()
+        attack = (x + 0.1 * x.grad.sign()).detach()
+        if k % 3 == 2:
+            for parameter in ddp.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            loops.optimizers.zero_grad(set_to_none=k % 3 == 0)
+        ddp(attack).pow(2).mean().backward()
+        loops.optimizers.step()
+        loops.settle()
+        yield _whole(ddp)
+
+
 LOOPS: list[Loop] = [
     reentrant,
     temperature,
@@ -307,6 +324,7 @@ LOOPS: list[Loop] = [
     hooked,
     accumulated,
     raising,
+    adversarial,
 ]
 
 

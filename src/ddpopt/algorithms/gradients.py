@@ -160,11 +160,11 @@ class ShardedGradients:
         self.finish()
         self._lifted = set()
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                self._has_gradient[index] = False
-            elif parameter.grad is self._absent[index]:
+            if parameter.grad is self._absent[index]:
                 parameter.grad = self._local.pop(index, None)
                 self._lifted.add(index)
+            else:  # zeroed, or assigned
+                self._has_gradient[index] = False
         self._local.clear()
         if not will_reduce:
             _torch.at_end_of_backward(self.end_lift)

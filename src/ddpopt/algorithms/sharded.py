@@ -127,7 +127,7 @@ class ShardedUpdateHandle(Handle):
         self._unsent: list[Shard] | None = None  # of the running update
         self._has_failed = False  # an update raised on this rank, and no forward has run since
         self._sent: _Told | None = None
-        self._will_reduce = True  # the backward of the last forward
+        self._will_reduce = False  # the next backward, after a forward of DDP's
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
         _waits.begin_sharded(ddp, self.exchange, is_guarded)
@@ -296,6 +296,7 @@ class ShardedUpdateHandle(Handle):
         if failure is not None:
             raise failure
         self._buckets, self._buckets_so_far = self._buckets_so_far, []
+        self._will_reduce = False
         self._gradients.end_backward()
 
     # ---- an update ---------------------------------------------------------------------------
@@ -386,6 +387,7 @@ class ShardedUpdateHandle(Handle):
         ids = [[*map(id, group)] for group in groups]
         found = self._layouts.get(optimizer)
         if found is not None and found.ids == ids:
+            found = self._layouts[optimizer] = found._replace(groups=groups)
             return found
         indices = [[self._index.get(p) for p in group] for group in groups]
         pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
