@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events
-from ddpopt._events import Observer, StepClock, Turn, ignore, observe
+from ddpopt._events import Observer, StepClock, Turn, ask_at_first, ignore, observe
 from ddpopt.split import state
 
 
@@ -45,6 +45,16 @@ def test_a_module_that_never_uses_us_has_no_observer_and_no_state(one_rank: None
     _run(ddp)
     assert _events._observers[ddp] == ()
     assert ddp not in state._states
+
+
+def test_a_module_observed_before_the_backend_was_loaded_is_asked_then(one_rank: None) -> None:
+    """As after `rebucket` of a module that runs uncompiled at first."""
+    ddp, told = _ddp(), list[str]()
+    with mock.patch.dict(_events._interests, clear=True):
+        observe(ddp, Turn.REBUCKET, _Noting("rebucket", told))
+        ask_at_first(Turn.VERIFY, lambda _ddp: _Noting("verify", told))
+        _run(ddp)
+    assert told[:2] == ["verify before", "rebucket before"]
 
 
 def test_observers_are_told_in_the_order_of_their_turns(one_rank: None) -> None:

@@ -56,6 +56,10 @@ _observers = weakref.WeakKeyDictionary()
 def ask_at_first(turn: Turn, interest: _Interest) -> None:
     """Ask `interest` for an observer of each module whose first forward is yet to come."""
     _interests[turn] = interest
+    for ddp in list(_observers):  # `rebucket` observed them before the backend was loaded
+        observer = interest(ddp)
+        if observer is not None:
+            observe(ddp, turn, observer)
 
 
 def watch_forwards() -> None:

@@ -6,11 +6,13 @@ behind forward, where `settle` (which is `handle.wait`) comes before what reads 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.algorithms import ShardedUpdate, attach
+from ddpopt.algorithms.comm import Exchange
+from tests.algorithms.test_sharded_update import receive_late
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks, error_of
 
@@ -239,10 +243,12 @@ class Normed(MLP):
 
 
 def hooked(loops: Loops, inputs: Any) -> Any:
+    """On a network as slow as it can be: parameters are there when they are waited for."""
     ddp = loops.start(Normed(), _sgd)
-    for x in inputs:
-        _step(ddp(x).pow(2).mean(), loops.optimizers)
-    loops.settle()
+    with mock.patch.object(Exchange, "all_gather", receive_late):
+        for x in inputs:
+            _step(ddp(x).pow(2).mean(), loops.optimizers)
+        loops.settle()
     yield _whole(ddp)
 
 
@@ -263,6 +269,48 @@ def accumulated(loops: Loops, inputs: Any) -> Any:
         yield _whole(ddp)
 
 
+def raising(loops: Loops, inputs: Any) -> Any:
+    """A batch whose backward raises is left out; gradients are zeroed, or kept."""
+    ddp = loops.start(MLP(4), _sgd)
+    raises = [False]
+
+    def hook(_gradient: torch.Tensor) -> None:
+        if raises[0]:
+            raise ValueError
+
+    layers: Any = ddp.module.layers
+    layers[1].weight.register_hook(hook)
+    for k, x in enumerate([*inputs, *inputs]):
+        if k in (3, 6, 9):
+            raises[0] = True
+            with contextlib.suppress(ValueError), ddp.no_sync():
+                ddp(x).pow(2).mean().backward()
+            raises[0] = False
+        if k != 6:
+            loops.optimizers.zero_grad(set_to_none=k != 9)
+        ddp(x).pow(2).mean().backward()
+        loops.optimizers.step()
+        loops.settle()
+        yield _whole(ddp)
+
+
+def adversarial(loops: Loops, inputs: Any) -> Any:
+    """Inputs against the model, by a backward that DDP does not reduce; gradients of users' own."""
+    ddp = loops.start(MLP(4), _sgd)
+    for k, x in enumerate(inputs):
+        ddp.module(x.requires_grad_()).pow(2).mean().backward()
+        attack = (x + 0.1 * x.grad.sign()).detach()
+        if k % 3 == 2:
+            for parameter in ddp.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            loops.optimizers.zero_grad(set_to_none=k % 3 == 0)
+        ddp(attack).pow(2).mean().backward()
+        loops.optimizers.step()
+        loops.settle()
+        yield _whole(ddp)
+
+
 LOOPS: list[Loop] = [
     reentrant,
     temperature,
@@ -275,6 +323,8 @@ LOOPS: list[Loop] = [
     clipped,
     hooked,
     accumulated,
+    raising,
+    adversarial,
 ]
 
 

@@ -758,7 +758,7 @@ class Late:
         self.wait = put
 
 
-def _receive_late(exchange: Exchange, values: torch.Tensor) -> list[Any]:
+def receive_late(exchange: Exchange, values: torch.Tensor) -> list[Any]:
     """As `Exchange.all_gather`, with nothing but NaN from other ranks until it is waited for."""
     received = values.clone()
     works = all_gather(exchange, received)
@@ -783,7 +783,7 @@ def _read_late(rank: int, how: str, inner: str) -> Any:
         training = Training(is_sharded, model)
         training.attach(OVERLAP)
         with (
-            mock.patch.object(Exchange, "all_gather", _receive_late),
+            mock.patch.object(Exchange, "all_gather", receive_late),
             torch._dynamo.config.patch(optimize_ddp=how != "torch"),
         ):
             for k, x in enumerate(batches(rank, [(8, WIDTH)] * 8)):

@@ -160,23 +160,35 @@ class ShardedGradients:
         self.finish()
         self._lifted = set()
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                self._has_gradient[index] = False
-            elif parameter.grad is self._absent[index]:
+            if parameter.grad is self._absent[index]:
                 parameter.grad = self._local.pop(index, None)
                 self._lifted.add(index)
+            else:  # zeroed, or assigned
+                self._has_gradient[index] = False
         self._local.clear()
         if not will_reduce:
             _torch.at_end_of_backward(self.end_lift)
 
-    def end_lift(self) -> None:
-        """Put the placeholders back, and keep what this rank has to add to what they stand for."""
-        for index in self._lifted or ():
+    def end_lift(self, has_raised: bool = False) -> None:
+        """Put the placeholders back, and keep what this rank has to add to what they stand for.
+
+        Unless all gradients were zeroed since a backward that has raised.
+        """
+        lifted, self._lifted = self._lifted or set(), None
+        own = [
+            g
+            for p, a in zip(self._parameters, self._absent, strict=True)
+            if (g := p.grad) is not None and g is not a
+        ]
+        if lifted and has_raised and not any(bool(gradient.any()) for gradient in own):
+            for index in lifted:
+                self._has_gradient[index] = False
+            return
+        for index in lifted:
             local = self._parameters[index].grad
             if local is not None:
                 self._local[index] = local
             self._parameters[index].grad = self._absent[index]
-        self._lifted = None
 
     def end_backward(self) -> None:
         """Replace all gradients by placeholders that raise."""

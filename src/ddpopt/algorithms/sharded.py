@@ -127,7 +127,7 @@ class ShardedUpdateHandle(Handle):
         self._unsent: list[Shard] | None = None  # of the running update
         self._has_failed = False  # an update raised on this rank, and no forward has run since
         self._sent: _Told | None = None
-        self._will_reduce = True  # the backward of the last forward
+        self._will_reduce = False  # the next backward, after a forward of DDP's
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
         _waits.begin_sharded(ddp, self.exchange, is_guarded)
@@ -170,13 +170,12 @@ class ShardedUpdateHandle(Handle):
         return {self._names[index]: whole for index, whole in self._gradients.gather()}
 
     def average(self) -> None:
-        """As `wait`, as weights are equal on all ranks; raise if one was disturbed on its way."""
+        """As `wait`; raise on all ranks if a parameter was disturbed on its way. Collective."""
         self.settle()
         self.wait()
         self._check(self._ask())
 
     def begin_pause(self) -> None:
-        """Wait for all parameters."""
         self.wait()
 
     def detach(self, *, average: bool = True) -> None:
@@ -203,7 +202,6 @@ class ShardedUpdateHandle(Handle):
             self._flags.end()
 
     def close(self) -> None:
-        """Give parameters storages of their own."""
         _waits.end_sharded(self.training.ddp)
         state.of(self.training.ddp).wait_in_forward(False)
         self.shards.release()
@@ -240,16 +238,14 @@ class ShardedUpdateHandle(Handle):
     # ---- forward and backward ----------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Note the step's number."""
         self._gradients.step = self.num_steps
 
     def on_forward(self) -> None:
-        """As `Handle.on_forward`; wait for parameters that no reader is known to wait for."""
         self._end_failed()
         self._has_failed = False
         super().on_forward()
         ddp = self.training.ddp
-        self._gradients.end_lift()
+        self._gradients.end_lift(has_raised=True)
         self._buckets_so_far.clear()
         if ddp.gradient_as_bucket_view:  # the Reducer copies them to new buckets
             self._gradients.hide()
@@ -275,15 +271,12 @@ class ShardedUpdateHandle(Handle):
             self._receive()
 
     def on_gradient(self, *_ignored: object) -> None:
-        """Prepare for the backward that accumulates it."""
         self._gradients.lift(self._will_reduce)
 
     def on_state(self, *_ignored: object) -> None:
-        """Wait before a module's state is saved or loaded."""
         self.wait()
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Start summing a bucket to shards. DDP need not wait for it."""
         self.num_communications += 1
         values: torch.Tensor = bucket.buffer()
         try:
@@ -295,21 +288,20 @@ class ShardedUpdateHandle(Handle):
         except Exception as error:  # DDP would show it without its type
             self._failure = error
         done: GradientFuture = torch.futures.Future()
-        done.set_result(values)
+        done.set_result(values)  # DDP need not wait
         return done
 
     def end_backward(self) -> None:
-        """Replace gradients by placeholders that raise when used."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         self._buckets, self._buckets_so_far = self._buckets_so_far, []
+        self._will_reduce = False
         self._gradients.end_backward()
 
     # ---- an update ---------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Wait for all parameters, and for this rank's gradients."""
         self._receive()
         self._gradients.finish()
 
@@ -358,18 +350,17 @@ class ShardedUpdateHandle(Handle):
         _set_groups(groups, layout.foreign)
 
     def on_stepped(self, *_ignored: object) -> None:
-        """Send what was not sent, and give the groups their parameters, before others see them."""
+        """Send what was not sent, and give the groups their parameters, before others see them.
+
+        If DDP has other buckets now, divide them anew. All ranks have seen the same backwards, and
+        are in this update, while forwards may differ (under no_sync), and so do skipped updates'
+        ends. DDP rebuilds its buckets after the first backward.
+        """
         self._end_update()
         self._restore_groups()
-
-    def after_update(self) -> None:
-        """Divide buckets anew if DDP has other ones now."""
-        # All ranks have seen the same backwards, while forwards may differ (under no_sync). DDP
-        # rebuilds its buckets after the first one.
         buckets, earlier = self._buckets, self._earlier_buckets
         self._earlier_buckets = buckets
-        is_final = buckets == earlier
-        if is_final and not self.shards.by_members.keys() >= set(buckets):
+        if buckets == earlier and not self.shards.by_members.keys() >= set(buckets):
             self._divide_anew(buckets)
 
     def _end_update(self, has_failed: bool = False) -> None:
@@ -396,6 +387,7 @@ class ShardedUpdateHandle(Handle):
         ids = [[*map(id, group)] for group in groups]
         found = self._layouts.get(optimizer)
         if found is not None and found.ids == ids:
+            found = self._layouts[optimizer] = found._replace(groups=groups)
             return found
         indices = [[self._index.get(p) for p in group] for group in groups]
         pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
@@ -443,7 +435,7 @@ class ShardedUpdateHandle(Handle):
 
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
-        self._gradients.end_lift()  # of a backward that raised
+        self._gradients.end_lift(has_raised=True)  # of a backward that raised
         index = self._gradients.find_local(members)
         problem = 0 if index is None else _LOCAL
         for shard in self.shards:
@@ -614,7 +606,6 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
             raise TypeError(f"elementwise is {kinds!r}; give a tuple of optimizers' classes")
 
     def check(self, training: Training) -> None:
-        """Raise the reason if this cannot be attached to `training` on this rank."""
         for optimizer in training.optimizers:
             if type(optimizer) not in (*ELEMENTWISE, *self.elementwise):
                 name = type(optimizer).__name__
