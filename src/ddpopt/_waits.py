@@ -38,16 +38,15 @@ class Waiting(Protocol):
 
 
 _arrivals: dict[int, Arrival] = {}
-_sharded: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], Waiting | None]]
+# And whether parameters may arrive behind forward.
+_Sharded = tuple[Callable[[], Waiting | None], bool]
+_sharded: weakref.WeakKeyDictionary[DistributedDataParallel, _Sharded]
 _sharded = weakref.WeakKeyDictionary()
-_behind_forward: weakref.WeakKeyDictionary[DistributedDataParallel, bool]
-_behind_forward = weakref.WeakKeyDictionary()
 
 
 def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting, is_behind_forward: bool) -> None:
     """Note that a module's updates are sharded while `waiting` lives, or until `end_sharded`."""
-    _sharded[ddp] = weakref.ref(waiting)
-    _behind_forward[ddp] = is_behind_forward
+    _sharded[ddp] = weakref.ref(waiting), is_behind_forward
 
 
 def end_sharded(ddp: DistributedDataParallel) -> None:
@@ -57,17 +56,17 @@ def end_sharded(ddp: DistributedDataParallel) -> None:
 
 def is_sharded(ddp: DistributedDataParallel) -> bool:
     """Whether a module's updates are sharded."""
-    return ddp in _sharded and _sharded[ddp]() is not None
+    return ddp in _sharded and _sharded[ddp][0]() is not None
 
 
 def hides_behind_forward(ddp: DistributedDataParallel) -> bool:
     """Whether a module's sharded parameters may arrive while its forward runs."""
-    return is_sharded(ddp) and _behind_forward[ddp]
+    return is_sharded(ddp) and _sharded[ddp][1]
 
 
 def waited_s(ddp: DistributedDataParallel) -> float:
     """Return how long a module's sharded updates have waited for other ranks, 0 without any."""
-    waiting = _sharded[ddp]() if ddp in _sharded else None
+    waiting = _sharded[ddp][0]() if ddp in _sharded else None
     return 0.0 if waiting is None else waiting.waited_s
 
 

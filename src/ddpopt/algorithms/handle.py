@@ -244,9 +244,10 @@ class Handle:
         self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
-        hook = ModuleHook(_weakly(self._before_forward))
+        hook = ModuleHook(_torch.uncompiled(weakly(self._before_forward)))
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        before, after = _weakly(self.on_update), _weakly(self.on_updated)
+        hooks = (weakly(self.on_update), weakly(self.on_updated))
+        before, after = map(_torch.uncompiled, hooks)
         self._update_hooks = {
             optimizer: optimizer.register_step_pre_hook(
                 lambda *given: before(*given, torch.compiler.is_compiling())
@@ -488,8 +489,8 @@ class Handle:
             self._metrics["stale_steps"] = (self._metrics["stale_steps"] + 1) * is_stale
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook for an optimizer, which may outlive the model and must keep no handle alive."""
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a method while its object lives, which the hook keeps not alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -497,7 +498,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
         if live is not None:
             live(*arguments)
 
-    return _torch.uncompiled(call)
+    return call
 
 
 class BackgroundHandle(Handle):

@@ -29,8 +29,9 @@ from ddpopt.algorithms.handle import (
     ModuleHook,
     Training,
     agree_on,
+    weakly,
 )
-from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory, weakly
+from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
 from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError, PeerError

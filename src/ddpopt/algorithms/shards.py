@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn, optim
 
 from ddpopt import _torch, _waits
 from ddpopt.algorithms.comm import Exchange
+from ddpopt.algorithms.handle import weakly
 from ddpopt.errors import OptionError
 from ddpopt.ranks.agreement import Fact, communicating
 
@@ -310,18 +311,6 @@ class Shards:
         _waits.withdraw(self._addresses)
         for shard in self.all:
             shard.release()
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method while its object lives."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        live = weak()
-        if live is not None:
-            live(*arguments)
-
-    return call
 
 
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
