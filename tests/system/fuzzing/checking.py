@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 
 import ddpopt
+from ddpopt import _torch
 from ddpopt.split.plan import SplitPlan
 from tests.support.ranks import RankError, Ranks
 from tests.system.fuzzing import planted
@@ -120,8 +120,8 @@ def quietly() -> Iterator[None]:
 
 def check(rank: int, case: Case, plant: str) -> Finding:
     """Train a case eagerly and compiled, and compare; on all ranks at once."""
-    # Else Inductor draws its own random numbers, and other ones where a graph is cut.
-    with quietly(), torch._inductor.config.patch(fallback_random=True):
+    # Inductor's own random numbers are others where a graph is cut.
+    with quietly(), _torch.drawing_as_eager():
         return _check(rank, case, plant)
 
 
