@@ -1,7 +1,7 @@
 """BucketPlan: which gradients share a bucket, and what that was planned from. Plain data.
 
 It is made before DDP exists or for a running DDP module, saved as JSON, and applied through DDP's
-own arguments or by `rebucket`. Its file may come from anywhere: see `_files.py`.
+own arguments or by `rebucket`.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class BucketPlan:
         return cls._read(text, "the text")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file as JSON; replace one of yours, but follow no symbolic link.
+        """Write the plan to a file as JSON; an existing file or link of that name is replaced.
 
         Raises:
-            OSError: the file cannot be written, or something else has that name.
+            OSError: the file cannot be written, or a folder or a device has that name.
         """
         _files.write_text(path, self.to_json())
 
@@ -143,7 +143,7 @@ class BucketPlan:
         """Read a saved plan. The file may come from anybody: it is only data, and is checked.
 
         Raises:
-            PlanError: the file holds no plan (see `from_json`), or is not a regular file.
+            PlanError: the file holds no plan (see `from_json`).
             OSError: the file cannot be read.
         """
         return cls._read(Path(path), printable(str(path)))
@@ -151,8 +151,7 @@ class BucketPlan:
     @classmethod
     def _read(cls, source: str | Path, name: str) -> BucketPlan:
         try:
-            text = _files.read_text(source, _MOST_BYTES) if isinstance(source, Path) else source
-            content = _files.parse(text, _MOST_BYTES)
+            content = _files.parse(source, _MOST_BYTES)
             header: _Header = _files.build(_Header, content, is_open=True)
             if header.version != _VERSION:
                 raise PlanError(

@@ -126,12 +126,11 @@ class Explanation:
     def save(self, path: str | Path) -> None:
         """Write a page for a browser (`.html`), JSON (`.json`) or the printed text (`.txt`).
 
-        The page is one self-contained file. An existing file of yours is replaced; symbolic links
-        are not followed.
+        The page is one self-contained file. An existing file or link of that name is replaced.
 
         Raises:
             OptionError: the name has another ending.
-            OSError: the file cannot be written, or something else has that name.
+            OSError: the file cannot be written, or a folder or a device has that name.
         """
         suffix = Path(path).suffix
         if suffix not in (".html", ".json", ".txt"):

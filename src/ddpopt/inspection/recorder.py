@@ -90,7 +90,7 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         model: A DistributedDataParallel module, or what `torch.compile` returned for one, with any
             backend or none; sections are those of ddpopt.
         folder: Where to write this rank's trace, as `rank0.json`; it is created if missing. An
-            existing file of yours is replaced; a symbolic link is not followed.
+            existing file or link of that name is replaced.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpopt._files import MalformedError, build, parse, read_text, show
+from ddpopt._files import MalformedError, build, parse, show
 from ddpopt._text import printable
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
@@ -132,7 +132,7 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 def _read(path: Path) -> _Trace:
     name = printable(str(path))
     try:
-        content = parse(read_text(path, _MOST_BYTES), _MOST_BYTES)
+        content = parse(path, _MOST_BYTES)
         file: _File = build(_File, content, is_open=True)
     except MalformedError as error:
         raise TraceError(
