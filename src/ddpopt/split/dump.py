@@ -1,6 +1,6 @@
 """Shows a split: the graphs and the plan of each compile, in logs and as files.
 
-    <config.dump_dir>/rank0-pid123/4_0/plan.json, original.py, and of
+    <config.dump_dir>/rank0-pid123/4_0/plan.json, plan.graphml, original.py, and of
         a cut backward: original_backward.py, backward_section_0.py, ...
         a cut forward: section_0.py, ..., stitched.py
 
@@ -24,6 +24,7 @@ from torch import fx
 
 from ddpopt import _logs, _torch, config
 from ddpopt._files import new_folder
+from ddpopt.split.crossings import write_graphml
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import SplitPlan
 
@@ -67,6 +68,7 @@ def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
         for name, graph in graphs.items():
             code = _code(graph)
             (folder / f"{name}.py").write_text(code, encoding="utf-8", errors="backslashreplace")
+        write_graphml(plan, folder / "plan.graphml")
     except Exception as error:  # whatever it is, a dump is not worth a training run
         _given_up.add(dump_dir)
         _logs.warning(
