@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,6 @@ class BucketPlan:
         """Return the predicted times of an iteration with this plan."""
         return predict(self.profile, self.sizes, self.cost, self.communication)
 
-    def timeline_of_caps(self, caps_bytes: Sequence[int] = DDP_DEFAULT_CAPS) -> Timeline:
-        """Return the predicted times with the buckets that DDP forms with these caps in bytes."""
-        sizes = buckets_of_caps(self.profile, caps_bytes)
-        return predict(self.profile, sizes, self.cost, self.communication)
-
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return arguments for DistributedDataParallel with which it forms these buckets.
 
@@ -170,7 +164,9 @@ class BucketPlan:
         return plan
 
     def __str__(self) -> str:
-        timeline, default = self.timeline(), self.timeline_of_caps()
+        default_sizes = tuple(buckets_of_caps(self.profile, DDP_DEFAULT_CAPS))
+        default = dataclasses.replace(self, sizes=default_sizes).timeline()
+        timeline = self.timeline()
         names = (shorten(bucket.parameters) for bucket in self.buckets)
         return "\n".join(
             [

@@ -172,8 +172,17 @@ def _cost(
         return network.allreduce(world_size), f"{network.algorithm}, computed from given links"
     if world_size == plan.world_size:
         return plan.cost, "the plan's"
-    implied = Network.of_ring(plan.cost, plan.world_size)
-    return implied.allreduce(world_size), f"ring, extrapolated from {plan.world_size} ranks"
+    if plan.world_size < 2:
+        raise PlanError("the plan is for 1 rank, so that no cost for more follows; give a network")
+    # A ring of n ranks, one per node, sends 2 (n - 1) messages of 1 / n of the bytes.
+    messages = (world_size - 1) / (plan.world_size - 1)
+    cost = dataclasses.replace(
+        plan.cost,
+        startup_s=plan.cost.startup_s * messages,
+        s_per_byte=plan.cost.s_per_byte * messages * plan.world_size / world_size,
+        launch_s=plan.cost.launch_s if world_size > 1 else 0.0,
+    )
+    return cost, f"ring, extrapolated from {plan.world_size} ranks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,11 +99,6 @@ class DataParallel(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
 
-    def extra_repr(self) -> str:
-        """Show in the module's repr where replicas run."""
-        names = [str(device) for device in self.devices]
-        return f"devices={names}, output_device='{self.output_device}', dim={self.dim}"
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on the batch, divided along `dim`, and join what the replicas return.

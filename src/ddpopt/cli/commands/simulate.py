@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from typing import Any
 
 from ddpopt.bucketing.costs import ALGORITHMS, Network
@@ -15,7 +14,7 @@ from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.errors import PlanError
 
-_LINKS = ("latency_us", "algorithm", "ranks_per_node", "node_latency_us", "node_bandwidth")
+_LINKS = ("latency_us", "algorithm", "ranks_per_node")
 
 
 def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
@@ -59,8 +58,6 @@ def _network(plan: BucketPlan, args: argparse.Namespace, bytes_per_s: float) -> 
         bytes_per_s=bytes_per_s,
         algorithm=links.get("algorithm", ALGORITHMS[0]),
         ranks_per_node=links.get("ranks_per_node", 1),
-        node_latency_s=links.get("node_latency_us", 0.0) * 1e-6,
-        node_bytes_per_s=links.get("node_bandwidth", math.inf),
         interference=plan.cost.interference,
         contention=plan.cost.contention,
         launch_s=plan.cost.launch_s,
