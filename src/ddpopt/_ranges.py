@@ -25,7 +25,6 @@ class Ranges:
 
     @contextlib.contextmanager
     def section(self, label: tuple[str, int], kind: str) -> Any:
-        """Show this block as a range."""
         with record_function(range_name(label, kind)):
             yield
 

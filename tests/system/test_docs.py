@@ -9,7 +9,9 @@ those, and in files of other pages, does `aot_eager` "compile" sections, which t
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -281,6 +283,23 @@ def test_the_reference_has_every_public_name() -> None:
     names |= {f"algorithms.{name}" for name in ddpopt.algorithms.__all__}
     assert names <= set(shown)
     assert len(shown) == len(set(shown))
+
+
+def test_all_that_is_public_is_described() -> None:
+    """Each function, class, method and property that the reference shows, but no hook of ours."""
+    modules = (ddpopt, ddpopt.algorithms)
+    public = {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}
+    for name, value in [*public.items()]:
+        if isinstance(value, type):
+            for method, member in vars(value).items():
+                if _is_code(member) and not method.startswith(("_", "on_")):
+                    public[f"{name}.{method}"] = getattr(value, method)
+    assert [name for name, value in public.items() if not inspect.getdoc(value)] == []
+
+
+def _is_code(member: object) -> bool:
+    kinds = property | functools.cached_property | classmethod | staticmethod
+    return callable(member) or isinstance(member, kinds)
 
 
 def test_the_command_line_page_has_every_command() -> None:

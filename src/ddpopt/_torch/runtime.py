@@ -17,7 +17,6 @@ from ddpopt.errors import TorchDriftError
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
     return running_backward() != -1
 
 
@@ -28,7 +27,6 @@ def running_backward() -> int:
 
 
 def autograd_node() -> Any:
-    """Return the autograd node that runs in this thread."""
     return names.AUTOGRAD_NODE.get()()
 
 
@@ -100,17 +98,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_autocast_on() -> bool:
-    """Whether autocast is on for any device."""
     return names.IS_AUTOCAST_ON.get()()
 
 
 def no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which autocast is off for all devices."""
     return names.DISABLE_AUTOCAST.get()()
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is on."""
     return names.PROFILER_ENABLED.get()()
 
 

@@ -68,7 +68,6 @@ class FairLock:
         return is_mine
 
     def release(self) -> None:
-        """Give the lock to the next in line."""
         if self._queued is not None:
             self._queued.record()
         with self._changed:

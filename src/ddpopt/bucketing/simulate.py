@@ -236,7 +236,6 @@ def sweep(
 
 
 def render(cells: Sequence[Cell]) -> str:
-    """Return the cells as a table."""
     header = ("ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best")
     rows = [
         (

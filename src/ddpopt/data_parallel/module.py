@@ -201,7 +201,6 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_placement(module: nn.Module, device: torch.device) -> None:
-    """Refuse a module that is not on the first device."""
     parameters = [("parameter", *found) for found in module.named_parameters()]
     buffers = [("buffer", *found) for found in module.named_buffers()]
     for kind, name, tensor in (*parameters, *buffers):

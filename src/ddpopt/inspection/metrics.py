@@ -74,7 +74,6 @@ def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) 
 
 
 def remove_source(ddp: DistributedDataParallel) -> None:
-    """Stop adding to a module's metrics."""
     _sources.pop(ddp, None)
 
 

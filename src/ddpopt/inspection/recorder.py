@@ -151,7 +151,6 @@ class _Clock:
         self._first_s = self.now_s()
 
     def wall_s(self) -> float:
-        """Return the current time."""
         return (time.time_ns() - self._origin_ns) / 1e9
 
     def now_s(self) -> float:
@@ -269,13 +268,11 @@ class _Recorder(Observer):
             self.steps.append(self._step)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Note when forward ended."""
         if self._step is not None:
             self._step.forward_stop_s = self._now_s()
 
     @contextlib.contextmanager
     def section(self, label: Label, kind: str) -> Iterator[None]:
-        """Note a section that runs in this block."""
         step = self._step
         if step is None:
             yield

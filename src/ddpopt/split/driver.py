@@ -110,7 +110,6 @@ def compile_whole(
     reason: Fallback | None,
     detail: str = "",
 ) -> Callable[..., Any]:
-    """Compile a graph as it is, and say why."""
     plan = dataclasses.replace(_blank_plan(gm, options), fallback=reason, detail=detail)
     write(gm, plan, {"original": gm})
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
@@ -168,7 +167,6 @@ class _Survey:
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
     def left_whole(self, plan: SplitPlan, reason: Fallback) -> SplitPlan:
-        """Return the plan for compiling the graph whole."""
         if reason is Fallback.ONE_BUCKET and self.known.has_planned_buckets:
             reason = Fallback.ONE_PLANNED_BUCKET
         return dataclasses.replace(plan, fallback=reason)

@@ -39,7 +39,6 @@ _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
 def is_showing() -> bool:
-    """Whether graphs are shown anywhere."""
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
@@ -84,7 +83,6 @@ def _code(graph: fx.GraphModule) -> str:
 
 
 def _folder_of(gm: fx.GraphModule) -> Path:
-    """Return the folder of one compile."""
     if gm not in _folders:
         _folders[gm] = new_folder(_process_folder(), _plain(graph_name(gm)))
     return _folders[gm]

@@ -23,7 +23,6 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether a node computes something."""
     return node.op not in ("placeholder", "get_attr", "output")
 
 

@@ -41,7 +41,6 @@ class Section:
 
     @property
     def num_nodes(self) -> int:
-        """Number of call nodes."""
         return self.stop - self.start
 
 
@@ -113,7 +112,6 @@ class SplitPlan:
 
     @property
     def frame(self) -> str:
-        """The frame that the graph belongs to."""
         return frame_of(self.graph)
 
     def as_one_section(self, first_node: str = "") -> Section:

@@ -18,7 +18,6 @@ _LINKS = ("latency_us", "algorithm", "ranks_per_node")
 
 
 def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Simulate one iteration."""
     plan, stragglers = _load(args)
     network = None if args.bandwidth is None else _network(plan, args, args.bandwidth)
     given = ["--" + name.replace("_", "-") for name in _given(args)]
@@ -29,7 +28,6 @@ def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
 
 
 def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Compare efficiencies on many clusters."""
     plan, stragglers = _load(args)
     network = _network(plan, args, args.bandwidths[0])
     cells = sweep(plan, args.world_sizes, args.bandwidths, network, stragglers)
