@@ -32,12 +32,6 @@ class Ranges:
         """Show the backward of these outputs, where AOTAutograd's node runs it."""
         watch_backward(outputs, lambda: self.section(label, "backward"))
 
-    def follow(
-        self, _ddp: object, _what: str, _bucket: int, _num_bytes: int, works: list[Any]
-    ) -> list[Any]:
-        """Leave exchanges as they are: the profiler has the process group's own ranges."""
-        return works
-
 
 def range_name(label: tuple[str, int], kind: str) -> str:
     """Return what a section is called in a profile, as in `ddpopt: 4/0 section 2 backward`."""

@@ -168,6 +168,11 @@ class BucketPlan:
         default = dataclasses.replace(self, sizes=default_sizes).timeline()
         timeline = self.timeline()
         names = (shorten(bucket.parameters) for bucket in self.buckets)
+        forward = (
+            f"sharded: sums run behind backward, gathers behind the next forward, "
+            f"{format_ms(timeline.forward_s)} ms with {format_ms(self.profile.forward_s)} of "
+            f"computation; with DDP's default buckets {format_ms(default.forward_s)}"
+        )
         return "\n".join(
             [
                 f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
@@ -175,20 +180,11 @@ class BucketPlan:
                 f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
-                *self._forward_lines(timeline, default),
+                *([forward] if timeline.gathers else []),
                 "",
                 *timeline.bucket_table("parameters", names),
             ]
         )
-
-    def _forward_lines(self, timeline: Timeline, default: Timeline) -> list[str]:
-        if not timeline.gathers:
-            return []
-        return [
-            f"sharded: sums run behind backward, gathers behind the next forward, "
-            f"{format_ms(timeline.forward_s)} ms with {format_ms(self.profile.forward_s)} of "
-            f"computation; with DDP's default buckets {format_ms(default.forward_s)}"
-        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,18 +401,16 @@ def _relate(
             launched_after=measured.num_started(times.launched_s) if measured and times else None,
             predicted=expectation,
             measured=times,
-            predicted_gather=gather and _moved(gather, -forward_s),
+            predicted_gather=gather
+            and dataclasses.replace(
+                gather, **{name: getattr(gather, name) - forward_s for name in _TIMES}
+            ),
             measured_gather=gathered.get(bucket.index),
         )
         for bucket, others, expectation, times, gather in zip(
             buckets, sharing, expected, recorded, gathers, strict=True
         )
     )
-
-
-def _moved(times: BucketTimes, by_s: float) -> BucketTimes:
-    moved = {name: getattr(times, name) + by_s for name in _TIMES}
-    return dataclasses.replace(times, **moved)
 
 
 def _predict(

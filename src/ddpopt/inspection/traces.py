@@ -103,7 +103,14 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
     ]
     events = []
     for trace, own_ns in zip(traces, began_ns, strict=True):
-        events += [_shift(event, own_ns - min(began_ns)) for event in trace.events]
+        by_ns = own_ns - min(began_ns)
+        events += [
+            # What describes a process or a thread has no time.
+            event
+            if event["ph"] == "M"
+            else {**event, "ts": (round(event["ts"] * 1e3) + by_ns) / 1e3}
+            for event in trace.events
+        ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -113,12 +120,6 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             "clock_offsets_s": {str(rank): offset for rank, offset in offsets.items()},
         },
     }
-
-
-def _shift(event: dict[str, Any], by_ns: int) -> dict[str, Any]:
-    if event["ph"] == "M":
-        return event
-    return {**event, "ts": (round(event["ts"] * 1e3) + by_ns) / 1e3}
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:

@@ -224,18 +224,15 @@ def _survey(
 
 
 def _blank_plan(gm: fx.GraphModule, options: Options) -> SplitPlan:
+    calls, num_fixed = call_nodes(gm.graph), 0
+    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
+        num_fixed = sum(not is_pure(node) for node in calls)
     return SplitPlan(
         graph=graph_name(gm),
         inner=options.inner_name,
-        num_nodes=len(call_nodes(gm.graph)),
-        num_fixed=_count_fixed(gm),
+        num_nodes=len(calls),
+        num_fixed=num_fixed,
     )
-
-
-def _count_fixed(gm: fx.GraphModule) -> int:
-    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
-        return sum(not is_pure(node) for node in call_nodes(gm.graph))
-    return 0
 
 
 class _Split(NamedTuple):

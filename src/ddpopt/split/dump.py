@@ -99,11 +99,8 @@ def _process_folder() -> Path:
     if key not in _process_folders:
         parent = Path(config.dump_dir).absolute()
         parent.mkdir(parents=True, exist_ok=True)
-        _process_folders[key] = new_folder(parent, f"rank{_rank()}-pid{os.getpid()}")
+        rank = re.sub(r"[^0-9]", "", os.environ.get("RANK", ""))[:_LONGEST_NAME] or "0"
+        if dist.is_available() and dist.is_initialized():
+            rank = str(dist.get_rank())
+        _process_folders[key] = new_folder(parent, f"rank{rank}-pid{os.getpid()}")
     return _process_folders[key]
-
-
-def _rank() -> str:
-    if dist.is_available() and dist.is_initialized():
-        return str(dist.get_rank())
-    return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"
