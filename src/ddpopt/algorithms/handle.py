@@ -244,9 +244,9 @@ class Handle:
         self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
-        hook = ModuleHook(_torch.uncompiled(weakly(self._before_forward)))
+        hook = ModuleHook(_torch.uncompiled(self._before_forward))  # the model keeps this alive
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        hooks = (weakly(self.on_update), weakly(self.on_updated))
+        hooks = (weakly(self._before_update), weakly(self._after_update))
         before, after = map(_torch.uncompiled, hooks)
         self._update_hooks = {
             optimizer: optimizer.register_step_pre_hook(
@@ -255,7 +255,10 @@ class Handle:
             for optimizer in training.optimizers
         }
         self._removable += self._update_hooks.values()
-        self._removable += [o.register_step_post_hook(after) for o in training.optimizers]
+        for optimizer in training.optimizers:
+            ended = optimizer.register_step_post_hook(after)
+            _torch.run_first(optimizer, ended)
+            self._removable.append(ended)
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -459,10 +462,21 @@ class Handle:
             self._is_reducing = False
             self.end_backward()
 
+    def _before_update(self, optimizer: torch.optim.Optimizer, *given: Any) -> Any:
+        # A stand-in's (see `ShardedUpdate`), whose class calls super().step(), with hooks, too?
+        return self.on_update(optimizer, *given) if optimizer in self._update_hooks else None
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        if optimizer in self._update_hooks:
+            self.on_updated(optimizer)
+
     def on_update(
         self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool
-    ) -> None:
-        """Prepare for an optimizer's update, compiled or not; `args` begins with the optimizer."""
+    ) -> Any:
+        """Prepare for an optimizer's update, compiled or not, of `step(*args, **kwargs)`.
+
+        What is returned are other arguments, of which the first is the optimizer, or None.
+        """
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
@@ -470,7 +484,7 @@ class Handle:
             )
         self.before_update()
 
-    def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step with its last optimizer's update."""
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):
@@ -489,14 +503,13 @@ class Handle:
             self._metrics["stale_steps"] = (self._metrics["stale_steps"] + 1) * is_stale
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that calls a method while its object lives, which the hook keeps not alive."""
     weak = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         live = weak()
-        if live is not None:
-            live(*arguments)
+        return None if live is None else live(*arguments)
 
     return call
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn, optim
@@ -73,12 +74,11 @@ class Shard:
         self._places = self.split(self._flat)
         for parameter, place in zip(parameters, self._places, strict=True):
             place.copy_(parameter.detach())
-            if parameter.numel() and _is_aligned(place):
-                # A storage of its own: views would drag the bucket along when they are saved.
-                parameter.data = torch.from_dlpack(place)  # type: ignore[attr-defined]
+            if parameter.numel() and _is_aligned(place) and not _is_shared(parameter):
+                self._bring_home(parameter, place)
         own = self.own_part(self._flat)
         self.gradient = torch.zeros_like(own)
-        self.pieces = [nn.Parameter(own[self.place_of(k)]) for k in range(len(parameters))]
+        self.pieces = [_make_piece(own[self.place_of(k)]) for k in range(len(parameters))]
         self.awaited: set[int] = set()
         self.is_awaited = False
         self.disturbed: int | None = None
@@ -135,25 +135,42 @@ class Shard:
         """Return where the parameters are."""
         return {parameter.data_ptr() for parameter in self.parameters if parameter.numel()}
 
-    def take_in(self) -> int | None:
-        """Copy this rank's pieces of strays to the buffer; return a member that does not fit."""
-        for k, (parameter, layout) in enumerate(zip(self.parameters, self._layouts, strict=True)):
-            if (parameter.shape, parameter.stride()) != layout:
+    def find_misfit(self) -> int | None:
+        """Return a member that cannot be in the buffer any more."""
+        rows = zip(self.parameters, self._places, self._layouts, strict=True)
+        for k, (p, place, layout) in enumerate(rows):
+            kind = (p.dtype, p.device)
+            if (p.shape, p.stride()) != layout or kind != (place.dtype, place.device):
                 return k
-        for k in self.strays():
-            value, place = self.parameters[k].detach(), self._places[k]
-            if (value.dtype, value.device) != (place.dtype, place.device):
-                return k
-            self.pieces[k].data.copy_(self.cut(value, k))
         return None
 
-    def send(self, what: str) -> None:
+    def take_in(self, member: int) -> None:
+        """Copy this rank's piece of a stray to the buffer."""
+        self.pieces[member].data.copy_(self.cut(self.parameters[member].detach(), member))
+
+    def bring_home(self, member: int, value: torch.Tensor) -> None:
+        """Move a stray to its place in the buffer, with this value."""
+        self._places[member].copy_(value)
+        self._bring_home(self.parameters[member], self._places[member])
+
+    def _bring_home(self, parameter: torch.Tensor, place: torch.Tensor) -> None:
+        # A storage of its own: views would drag the bucket along when they are saved.
+        parameter.data = torch.from_dlpack(place)  # type: ignore[attr-defined]
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in the buffer."""
+        return 0 <= address - self._flat.data_ptr() < self._flat.nbytes
+
+    def send(self, what: str, updated: Collection[int]) -> None:
         """Start sending each rank's part of the current parameters to all ranks.
 
-        Errors begin with `what`.
+        `updated` are the indices of those that this update may have changed. Errors begin with
+        `what`.
         """
         self._what = what
-        torch.autograd.graph.increment_version(self.parameters)  # as in-place updates do
+        changed = zip(self.members, self.parameters, strict=True)
+        # As in-place updates do.
+        torch.autograd.graph.increment_version([p for k, p in changed if k in updated])
         if self._is_guarded:
             self._sent = self._marks()
         works = self._exchange.all_gather(self._flat)
@@ -222,6 +239,14 @@ class Shard:
                 whole[k][name] = values[k]
         return whole
 
+    def join_gradients(self) -> torch.Tensor:
+        """Return the gradients of this rank, zero where there are none, in the buffer's order."""
+        flat = torch.zeros_like(self._flat)
+        for parameter, place in zip(self.parameters, self.split(flat), strict=True):
+            if parameter.grad is not None:
+                place.copy_(parameter.grad)
+        return flat
+
     def gather_gradients(self) -> list[torch.Tensor]:
         """Return the averaged gradients of all members. Collective."""
         flat = torch.zeros_like(self._flat)
@@ -272,6 +297,34 @@ class Shards:
         self.by_members: dict[tuple[int, ...], Shard] = {s.members: s for s in self.all}
         self._home = {index: (s, k) for s in self.all for k, index in enumerate(s.members)}
         self.announce()
+
+    def take_in(self) -> int | None:
+        """Copy this rank's pieces of strays to the buffers; return a parameter that does not fit.
+
+        Strays may be in each other's places, as after `a.data, b.data = b.data, a.data`: these are
+        all read before any is written, and go home.
+        """
+        strays = []
+        for shard in self.all:
+            misfit = shard.find_misfit()
+            if misfit is not None:
+                return shard.members[misfit]
+            strays += [(shard, k) for k in shard.strays()]
+        if not strays:
+            return None
+        places = Counter(p.data_ptr() for p in self.parameters if p.numel())
+        moved = []
+        for shard, k in strays:
+            value = shard.parameters[k].detach()
+            if places[value.data_ptr()] > 1:
+                return shard.members[k]
+            if any(other.holds(value.data_ptr()) for other in self.all):
+                moved.append((shard, k, value.clone()))
+        for shard, k, value in moved:
+            shard.bring_home(k, value)
+        for shard, k in strays:
+            shard.take_in(k)
+        return None
 
     def announce(self) -> None:
         """Make readers wait for parameters, which may have moved since this was last called."""
@@ -328,19 +381,43 @@ def _is_aligned(values: torch.Tensor) -> bool:
     return values.device.type == "cpu" or values.data_ptr() % 16 == 0
 
 
-def check_memory(named: Mapping[torch.Tensor, str]) -> None:
-    """Raise OptionError for parameters that have gaps in memory or share it."""
-    for parameter, name in named.items():
+def _is_shared(parameter: torch.Tensor) -> bool:
+    """Whether other processes have this memory, by `share_memory_`."""
+    return parameter.device.type == "cpu" and parameter.untyped_storage().is_shared()
+
+
+def _make_piece(values: torch.Tensor) -> nn.Parameter:
+    piece: Any = nn.Parameter(values)
+    # Not a subclass's methods: torch's optimizers are faster with parameters of no other type.
+    piece.__deepcopy__ = piece.__reduce_ex__ = _refuse_copy
+    return piece  # type: ignore[no-any-return]
+
+
+def _refuse_copy(*_: object) -> NoReturn:
+    raise OptionError(
+        "this optimizer's states are in shards, of which a copy would have this rank's only; save "
+        "handle.state_dict() of the handle that attach returned, or copy after handle.detach()"
+    )
+
+
+def check_memory(held: Mapping[torch.Tensor, str], others: Mapping[torch.Tensor, str]) -> None:
+    """Raise OptionError for parameters that have gaps in memory, or share it, also with `others`.
+
+    Both are by name.
+    """
+    for parameter, name in held.items():
         if not is_dense(parameter):
             raise OptionError(
                 f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make it "
                 "contiguous before DDP is made"
             )
     spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.nbytes, name) for p, name in named.items() if p.numel()
+        (t.data_ptr(), t.data_ptr() + t.nbytes, t in held, name)
+        for t, name in [*held.items(), *others.items()]
+        if t.numel() and t.layout is torch.strided
     )
-    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
+    for (_, end, is_held, name), (start, _, is_other_held, other) in itertools.pairwise(spans):
+        if start < end and (is_held or is_other_held):
             raise OptionError(
                 f"{name} and {other} share memory without being the same parameter; register one "
                 "parameter twice instead"
@@ -420,6 +497,12 @@ class ShardedStates:
             with self._being_whole():
                 optimizer.load_state_dict(saved)
             self._cut(optimizer)
+
+    def take_in(self, optimizer: optim.Optimizer) -> None:
+        """Cut states that the user has given an optimizer for whole parameters."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter in optimizer.state:
+                self._put(optimizer, index, optimizer.state.pop(parameter))
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks that make optimizers refuse to save or load by themselves."""
