@@ -61,7 +61,6 @@ class AbsentGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what zero_grad, GradScaler and Dynamo ask; raise for all else."""
         name = getattr(function, "__name__", "")
         if name in _IGNORED or function == _DATA:
             return args[0]
@@ -143,7 +142,6 @@ class ShardedGradients:
                     self._parameters[index].grad = self._absent[index]
 
     def release(self) -> None:
-        """Remove all gradients that raise."""
         for parameter, absent in zip(self._parameters, self._absent, strict=True):
             if parameter.grad is absent:
                 parameter.grad = None
@@ -158,7 +156,6 @@ class ShardedGradients:
                 self._hidden.append(index)
 
     def show(self) -> None:
-        """Put the placeholders back."""
         for index in self._hidden:
             self._parameters[index].grad = self._absent[index]
         self._hidden.clear()
@@ -252,7 +249,6 @@ class ShardedGradients:
         return works, cut
 
     def finish(self) -> None:
-        """Complete this rank's gradients."""
         reductions, self._reductions = self._reductions, []
         with communicating(f"reducing gradients in step {self.step}"):
             for complete in reductions:
@@ -287,18 +283,17 @@ class ShardedGradients:
         self._has_gradient[index] = True
         self._parameters[index].grad = self._absent[index]
 
-    def with_local(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return a gradient with what this rank has to add to it, as plain DDP has it."""
-        local = self._local.get(index)
-        return whole if local is None else whole + local
+    def gather(self, with_local: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield index and whole gradient (a copy) of each parameter that has one. Collective.
 
-    def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield index and whole gradient (a copy) of each parameter that has one. Collective."""
+        With what this rank has to add to it, if asked for, as plain DDP has it.
+        """
         having = {index for index, _ in self.own()}
         for shard in self._shards:
             for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
                 if index in having:
-                    yield index, whole
+                    local = self._local.get(index) if with_local else None
+                    yield index, whole if local is None else whole + local
 
     def clip_norm_(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -338,7 +333,6 @@ class ShardedGradients:
         self._lent.clear()
 
     def zero(self, index: int) -> None:
-        """Zero a gradient, and what this rank has accumulated of it."""
         self.finish()
         self._shards.gradient(index).zero_()
         self._local.pop(index, None)

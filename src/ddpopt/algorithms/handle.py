@@ -136,7 +136,6 @@ class Algorithm(Generic[HandleT]):
 
     @property
     def name(self) -> str:
-        """The class's name, as in logs and states."""
         return type(self).__name__
 
     def ranks_per_node(self, num_ranks: int) -> int:
@@ -397,7 +396,6 @@ class Handle:
     # ---- how a step goes ---------------------------------------------------------------------
 
     def check_attached(self) -> None:
-        """Raise AttachError after `detach`."""
         if not self._is_attached:
             name = self.algorithm.name
             raise AttachError(f"this {name} was detached from its model; attach it again")
@@ -640,7 +638,6 @@ def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the tensors that an optimizer keeps for its parameters, in their order, with names."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -650,7 +647,6 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, 
 
 @torch.no_grad()
 def _start_equal(training: Training) -> None:
-    """Give all ranks rank 0's weights and optimizer states. Collective."""
     tensors = [*training.parameters]
     for optimizer in training.optimizers:
         tensors += [tensor for tensor, _ in _state_of(optimizer)]

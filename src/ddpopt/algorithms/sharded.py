@@ -123,7 +123,6 @@ class _Told(NamedTuple):
     step: int
 
     def read(self) -> list[list[int]]:
-        """Return the rows of all ranks, by rank."""
         with communicating(f"asking all ranks about step {self.step}"):
             self.work.wait()
         rows: list[list[int]] = self.rows.tolist()
@@ -252,7 +251,9 @@ class ShardedUpdateHandle(Handle):
         try:
             if average:
                 self.average()
-                gradients, wholes = dict(self._named_gradients()), self._states.gather()
+                wholes = self._states.gather()
+                found = self._gradients.gather(with_local=True)
+                gradients = {self._names[index]: whole for index, whole in found}
         finally:
             self._states.end(wholes)
             self._gradients.release()
@@ -261,11 +262,6 @@ class ShardedUpdateHandle(Handle):
             super().detach(average=average)
         if average and self._flags is not self.groups.everyone:
             self._flags.end()
-
-    def _named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and gradient of each parameter, with what this rank has to add. Collective."""
-        for index, whole in self._gradients.gather():
-            yield self._names[index], self._gradients.with_local(index, whole)
 
     def close(self) -> None:
         _waits.end_sharded(self.training.ddp)
@@ -447,7 +443,6 @@ class ShardedUpdateHandle(Handle):
             self._end_update(has_failed=True)
 
     def _lay_out(self, optimizer: optim.Optimizer, groups: Members) -> _Layout:
-        """Return the layout of an optimizer's groups, which users may have changed."""
         ids = [[*map(id, group)] for group in groups]
         found = self._layouts.get(optimizer)
         if found is not None and found.ids == ids:
@@ -483,14 +478,12 @@ class ShardedUpdateHandle(Handle):
     # ---- what ranks tell each other ----------------------------------------------------------
 
     def _tell(self, *numbers: int) -> _Told:
-        """Start telling all ranks a few numbers of this rank's."""
         rows = torch.zeros(self._flags.num_ranks, len(numbers), dtype=torch.int64)
         rows[self._flags.rank] = torch.tensor(numbers)
         with communicating(f"asking all ranks about step {self.num_steps}"):
             return _Told(rows, self._flags.all_reduce(rows), self.num_steps)
 
     def _check_gradients(self) -> None:
-        """Raise on all ranks if a gradient is of one rank alone."""
         index = self._gradients.find_local(self._index.values())
         self._check(self._tell(0 if index is None else _LOCAL, index or 0, 0))
 
@@ -524,14 +517,12 @@ class ShardedUpdateHandle(Handle):
     # ---- parameters --------------------------------------------------------------------------
 
     def _send_next(self) -> None:
-        """Start sending one bucket to all ranks."""
         assert self._unsent is not None
         with communicating(f"sending parameters in step {self.num_steps}"):
             what = f"receiving parameters of step {self.num_steps}"
             self._unsent.pop(0).send(what, self._updated_members)
 
     def _receive(self) -> None:
-        """Wait for all parameters; raise if an update failed."""
         for shard in reversed(self.shards):
             shard.wait()
         sent, self._sent = self._sent, None
@@ -566,7 +557,6 @@ class ShardedUpdateHandle(Handle):
     # ---- hooks -------------------------------------------------------------------------------
 
     def _hooks(self) -> Iterator[Any]:
-        """Register all hooks that `Handle` does not have."""
         end = _torch.uncompiled(weakly(self.on_forward_end))
         yield self.training.ddp.register_forward_hook(ModuleHook(end), always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
@@ -576,7 +566,6 @@ class ShardedUpdateHandle(Handle):
             yield from self._guards()
 
     def _guards(self) -> Iterator[Any]:
-        """Make all readers wait that torch can tell of."""
         _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
         whole = ModuleHook(_torch.uncompiled(weakly(self.on_state)))
         for module in self.training.ddp.modules():
@@ -618,7 +607,6 @@ def _wait_for_all() -> None:
 
 
 def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
-    """Return a hook that runs before the forward of a module with these parameters."""
 
     def wait(*_: object) -> None:
         if torch.compiler.is_compiling():
