@@ -75,8 +75,8 @@ def queue_callback() -> Callable[[Callable[[], None]], None]:
 
 def step_without_hooks(
     optimizer: torch.optim.Optimizer, hook: RemovableHandle
-) -> Callable[[], object] | None:
-    """Return an optimizer's update without its hooks, to be called in this pre-hook of it.
+) -> Callable[..., object] | None:
+    """Return a function that updates an optimizer without its hooks, for this pre-hook of it.
 
     None if later hooks would find the update done already, or if torch does it in another way.
     """
@@ -84,7 +84,8 @@ def step_without_hooks(
     hooks = names.STEP_PRE_HOOKS.find(optimizer, {})
     if not names.HOOKED.find(step) or next(reversed(hooks), None) != hook.id:
         return None
-    return functools.partial(step.__wrapped__, optimizer)
+    update: Callable[..., object] = step.__wrapped__
+    return update
 
 
 def run_first(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
