@@ -104,7 +104,7 @@ def _splits(outcome: Outcome) -> str:
     return f"{'+'.join(map(str, outcome.pieces))}/{outcome.num_buckets}"
 
 
-def _short(text: str, length: int = 100) -> str:
+def _short(text: str, length: int = 50) -> str:
     text = text.replace("|", "/")
     return text if len(text) <= length else f"{text[:length].rsplit(' ', 1)[0]} ..."
 
