@@ -260,7 +260,7 @@ def test_the_documents_are_not_too_long_to_read() -> None:
     """All pages together, a README of one screen, and results without their history."""
     pages = sorted(DOCS.glob("*.md"))
     assert len(pages) <= 24
-    assert _num_words(*pages) <= 24_000
+    assert _num_words(*pages) <= 22_000
     assert _num_words(ROOT / "README.md") <= 600
     assert _num_words(ROOT / "benchmarks" / "RESULTS.md") <= 6_000
 
