@@ -45,7 +45,8 @@ Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
 _COUNTERS = ("num_steps", "num_communications")
-_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")  # see docs/metrics.md
+# See docs/reading-the-logs.md.
+_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")
 
 
 class _Reduction:
@@ -312,7 +313,7 @@ class Handle:
     # ---- what users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what docs/metrics.md lists, counted since `attach`; also in `ddpopt.metrics`."""
+        """Return what docs/reading-the-logs.md lists; `ddpopt.metrics` has it too."""
         found = {**self._metrics, "communications": self.num_communications}
         found["sent_bytes"] = sent = self.groups.sent_bytes
         num_bytes = self._metrics["steps"] * sum(p.nbytes for p in self.training.parameters)
