@@ -3,8 +3,6 @@
 docs/your-algorithm.md shows how to write another one.
 """
 
-from __future__ import annotations
-
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
 from ddpopt.algorithms.bytegrad import ByteGrad
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
@@ -27,25 +25,8 @@ from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
 from ddpopt.ranks.agreement import communicating
 
 __all__ = [
-    "Algorithm",
-    "AsyncModelAverage",
-    "AsyncModelAverageHandle",
-    "BackgroundHandle",
-    "ByteGrad",
-    "Communicator",
-    "Decentralized",
-    "FlatWeights",
-    "Groups",
-    "Handle",
-    "HierarchicalAlgorithm",
-    "LowPrecisionDecentralized",
-    "LowPrecisionDecentralizedHandle",
-    "QAdam",
-    "QAdamOptimizer",
-    "Replicas",
-    "ShardedUpdate",
-    "ShardedUpdateHandle",
-    "Training",
-    "attach",
-    "communicating",
-]
+    "Algorithm", "AsyncModelAverage", "AsyncModelAverageHandle", "BackgroundHandle", "ByteGrad",
+    "Communicator", "Decentralized", "FlatWeights", "Groups", "Handle", "HierarchicalAlgorithm",
+    "LowPrecisionDecentralized", "LowPrecisionDecentralizedHandle", "QAdam", "QAdamOptimizer",
+    "Replicas", "ShardedUpdate", "ShardedUpdateHandle", "Training", "attach", "communicating",
+]  # fmt: skip
