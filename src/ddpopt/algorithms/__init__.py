@@ -2,23 +2,17 @@
 
 docs/your-algorithm.md shows how to write another one.
 """
+# isort: off
+# fmt: off
 
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
 from ddpopt.algorithms.bytegrad import ByteGrad
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
 from ddpopt.algorithms.decentralized import (
-    Decentralized,
-    LowPrecisionDecentralized,
-    LowPrecisionDecentralizedHandle,
-    Replicas,
+    Decentralized, LowPrecisionDecentralized, LowPrecisionDecentralizedHandle, Replicas,
 )
 from ddpopt.algorithms.handle import (
-    Algorithm,
-    BackgroundHandle,
-    Handle,
-    HierarchicalAlgorithm,
-    Training,
-    attach,
+    Algorithm, BackgroundHandle, Handle, HierarchicalAlgorithm, Training, attach,
 )
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
 from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
@@ -29,4 +23,4 @@ __all__ = [
     "Communicator", "Decentralized", "FlatWeights", "Groups", "Handle", "HierarchicalAlgorithm",
     "LowPrecisionDecentralized", "LowPrecisionDecentralizedHandle", "QAdam", "QAdamOptimizer",
     "Replicas", "ShardedUpdate", "ShardedUpdateHandle", "Training", "attach", "communicating",
-]  # fmt: skip
+]

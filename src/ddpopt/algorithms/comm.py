@@ -238,7 +238,7 @@ class Exchange:
         """Start computing this rank's part of the mean of all ranks' `values` into `part`.
 
         `values`, of shape [num_values], may be overwritten. Parts are consecutive, each as long as
-        `part`, the last ones shorter or empty. The function completes the mean after the works.
+        `part`, the last ones shorter or empty. Call the function when the works have ended.
         """
         size, divisor = part.numel(), self.num_ranks
         if values.dtype is torch.float16:  # a sum of which may be too large
