@@ -76,8 +76,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 "ddp.no_sync(), and call zero_grad() of the optimizer where step() is left out"
             )
         self._with_momentum.add(parameter)
-        decayed = gradient.add(parameter, alpha=group["weight_decay"])
-        gradient.copy_(self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0]))
+        gradient.copy_(self._next_momentum(gradient, parameter, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -106,12 +105,15 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
         return loss
 
+    def _next_momentum(self, gradient: torch.Tensor, parameter: Any, group: dict[str, Any]) -> Any:
+        decayed = gradient.add(parameter, alpha=group["weight_decay"])
+        return self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0])
+
     def _update(self, parameter: Any, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
         if parameter not in self._with_momentum:
-            momentum = momentum.clone()
-            self.turn_into_momentum(momentum, parameter, group)
+            momentum = self._next_momentum(momentum, parameter, group)
         state["exp_avg"].copy_(momentum)
         state["step"] += 1
         correction1 = 1 - beta1 ** state["step"].item()
