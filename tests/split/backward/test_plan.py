@@ -104,7 +104,7 @@ def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
 
 
 def test_buckets_that_are_complete_at_one_cut_have_no_section_between_them() -> None:
-    """Bucket 0 waits for nothing, but no cut parts calls 0 to 2, in which bucket 1's gradient is."""
+    """Bucket 0 waits for nothing; no cut parts calls 0 to 2, in which bucket 1's gradient is."""
     reads = [{}, {0: Tie.ONE}, {1: Tie.ONE}, {1: NO}, {}]
     facts = _facts(reads, {0: (0,), 1: (4,), 2: ()}, ordered=(4,))
     assert _sections(_plan(facts, [[2], [0], [1]])) == [[0, 1, 2], [3, 4]]
