@@ -2,25 +2,50 @@
 
 docs/your-algorithm.md shows how to write another one.
 """
-# isort: off
-# fmt: off
+
+from __future__ import annotations
 
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
 from ddpopt.algorithms.bytegrad import ByteGrad
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
 from ddpopt.algorithms.decentralized import (
-    Decentralized, LowPrecisionDecentralized, LowPrecisionDecentralizedHandle, Replicas,
+    Decentralized,
+    LowPrecisionDecentralized,
+    LowPrecisionDecentralizedHandle,
+    Replicas,
 )
 from ddpopt.algorithms.handle import (
-    Algorithm, BackgroundHandle, Handle, HierarchicalAlgorithm, Training, attach,
+    Algorithm,
+    BackgroundHandle,
+    Handle,
+    HierarchicalAlgorithm,
+    Training,
+    attach,
 )
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
 from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
 from ddpopt.ranks.agreement import communicating
 
 __all__ = [
-    "Algorithm", "AsyncModelAverage", "AsyncModelAverageHandle", "BackgroundHandle", "ByteGrad",
-    "Communicator", "Decentralized", "FlatWeights", "Groups", "Handle", "HierarchicalAlgorithm",
-    "LowPrecisionDecentralized", "LowPrecisionDecentralizedHandle", "QAdam", "QAdamOptimizer",
-    "Replicas", "ShardedUpdate", "ShardedUpdateHandle", "Training", "attach", "communicating",
+    "Algorithm",
+    "AsyncModelAverage",
+    "AsyncModelAverageHandle",
+    "BackgroundHandle",
+    "ByteGrad",
+    "Communicator",
+    "Decentralized",
+    "FlatWeights",
+    "Groups",
+    "Handle",
+    "HierarchicalAlgorithm",
+    "LowPrecisionDecentralized",
+    "LowPrecisionDecentralizedHandle",
+    "QAdam",
+    "QAdamOptimizer",
+    "Replicas",
+    "ShardedUpdate",
+    "ShardedUpdateHandle",
+    "Training",
+    "attach",
+    "communicating",
 ]

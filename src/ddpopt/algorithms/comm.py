@@ -28,6 +28,8 @@ from ddpopt import _torch
 
 Work = Any  # torch.distributed.Work
 Works = list[Work]
+# torch < 2.13: only the old name exists
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
@@ -72,9 +74,7 @@ class Communicator:
     def all_gather(self, values: torch.Tensor, own: torch.Tensor) -> Work:
         """Start collecting each rank's `own` in `values`."""
         self.sent_bytes += values.nbytes - own.nbytes
-        # torch < 2.13: only the old name exists
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return all_gather(values, own, group=self.group, async_op=True)
+        return _all_gather(values, own, group=self.group, async_op=True)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """Start sending the r-th row of `sent` to rank r, and receiving the r-th row from it."""

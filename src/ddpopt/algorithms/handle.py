@@ -462,7 +462,7 @@ class Handle:
             self.end_backward()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *given: Any) -> Any:
-        # A stand-in's (see `ShardedUpdate`), whose class calls super().step(), with hooks, too?
+        # A class's step may call super().step(), with hooks too, on a stand-in of `ShardedUpdate`.
         return self.on_update(optimizer, *given) if optimizer in self._update_hooks else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
