@@ -503,10 +503,10 @@ def test_the_model_of_the_figure_is_gpt2_large(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_documented_curve_is_what_the_script_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its table is in docs/simulation.md; tests of the site find the picture."""
+    """Its table is in docs/planning.md; tests of the site find the picture."""
     figure = _figure(monkeypatch)
     curves = figure.curves()
-    assert "\n".join(figure.markdown(curves)) in (DOCS / "simulation.md").read_text()
+    assert "\n".join(figure.markdown(curves)) in (DOCS / "planning.md").read_text()
 
 
 def _figure(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -55,12 +55,9 @@ import error_tables
 
 # What a page says that its commands write.
 WRITTEN = {
+    "docs/getting-started.md": ("explanation.html", "trace.json"),
     "docs/reading-the-logs.md": ("dumps",),
-    "docs/ten-minutes.md": ("explanation.html", "trace.json"),
-    "docs/traces.md": ("profiles",),
 }
-# What else a page's commands need: `make test-all` installs it, by the extra `examples`.
-NEEDED = {"docs/ten-minutes.md": "tensorboard"}
 ON_TWO_NODES = "run on two emulated nodes"
 FILES_FROM = "docs/getting-started.md"  # for pages that run a train.py without showing it
 
@@ -83,7 +80,7 @@ ELSEWHERE = {
 RECORDS = {"CHANGELOG.md", "benchmarks/RESULTS.md"}
 # Pages whose Python blocks are only compiled.
 COMPILE_ONLY = {
-    "README.md": "Getting started has the same lines, and those are run",
+    "README.md": "the landing page has the same lines, and those are run",
     "benchmarks/README.md": "MyModule is the reader's",
 }
 
@@ -202,8 +199,6 @@ def _run(command: str, folder: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if _commands(page)])
 def test_commands_run(tmp_path: Path, page: str) -> None:
     """One after another, in a folder with the files that the page shows; each exits with 0."""
-    if page in NEEDED:
-        pytest.importorskip(NEEDED[page], reason="pip install 'ddpopt[examples]'")
     _prepare(page, tmp_path)
     has_snippets = any(not block.title and not block.how for block in _python(page))
     for command in _commands(page):
@@ -258,11 +253,18 @@ def test_all_pages_are_looked_at() -> None:
     assert found == {*PAGES, *RECORDS}
 
 
-def test_no_page_is_too_long_to_read() -> None:
-    """As `wc -w` counts, code and tables too: a README of one screen, and pages of ten minutes."""
-    limits = dict.fromkeys(DOCS.glob("*.md"), 1500) | {ROOT / "README.md": 600}
-    num_words = {path: len(path.read_text().split()) for path in limits}
-    assert {p.name: num_words[p] for p in limits if num_words[p] > limits[p]} == {}
+def _num_words(*paths: Path) -> int:
+    """As `wc -w` counts, code and tables too."""
+    return sum(len(path.read_text().split()) for path in paths)
+
+
+def test_the_documents_are_not_too_long_to_read() -> None:
+    """All pages together, a README of one screen, and results without their history."""
+    pages = sorted(DOCS.glob("*.md"))
+    assert len(pages) <= 24
+    assert _num_words(*pages) <= 22_000
+    assert _num_words(ROOT / "README.md") <= 600
+    assert _num_words(ROOT / "benchmarks" / "RESULTS.md") <= 6_000
 
 
 def test_what_is_left_out_has_a_reason() -> None:

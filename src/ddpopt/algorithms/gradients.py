@@ -127,19 +127,18 @@ class ShardedGradients:
 
     def _take_in(self) -> None:
         """Average the gradients that are there: a backward under no_sync may have made them."""
-        everyone, num_ranks = self._exchange.communicator, self._exchange.num_ranks
-        has = torch.tensor([float(p.grad is not None) for p in self._parameters])
-        has = has.to(self._parameters[0].device)
-        with communicating("averaging the gradients that ranks have"):
-            everyone.all_reduce(has).wait()
-            for shard in self._shards:
-                found = [k for k, index in enumerate(shard.members) if has[index]]
-                if found:
-                    everyone.all_reduce(flat := shard.join_gradients()).wait()
-                    shard.gradient.copy_(shard.own_part(flat.div_(num_ranks)))
-                for index in [shard.members[k] for k in found]:
-                    self._has_gradient[index] = True
-                    self._parameters[index].grad = self._absent[index]
+        has = [float(parameter.grad is not None) for parameter in self._parameters]
+        num_having = self._parameters[0].new_tensor(has, dtype=torch.float32)
+        with communicating("asking which gradients ranks have"):
+            self._exchange.communicator.all_reduce(num_having).wait()
+        having = {index for index, number in enumerate(num_having.tolist()) if number}
+        for shard in self._shards:
+            if not having.isdisjoint(shard.members):
+                self.begin_sum(shard.index, shard.join_gradients(), shard.members)
+        self.finish()
+        for index in having:
+            self._has_gradient[index] = True
+            self._parameters[index].grad = self._absent[index]
 
     def release(self) -> None:
         for parameter, absent in zip(self._parameters, self._absent, strict=True):

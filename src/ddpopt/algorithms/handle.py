@@ -45,7 +45,8 @@ Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
 _COUNTERS = ("num_steps", "num_communications")
-_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")  # see docs/metrics.md
+# See docs/reading-the-logs.md.
+_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")
 
 
 class _Reduction:
@@ -312,7 +313,7 @@ class Handle:
     # ---- what users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what docs/metrics.md lists, counted since `attach`; also in `ddpopt.metrics`."""
+        """Return what docs/reading-the-logs.md lists; `ddpopt.metrics` has it too."""
         found = {**self._metrics, "communications": self.num_communications}
         found["sent_bytes"] = sent = self.groups.sent_bytes
         num_bytes = self._metrics["steps"] * sum(p.nbytes for p in self.training.parameters)
@@ -461,7 +462,7 @@ class Handle:
             self.end_backward()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *given: Any) -> Any:
-        # A stand-in's (see `ShardedUpdate`), whose class calls super().step(), with hooks, too?
+        # A class's step may call super().step(), with hooks too, on a stand-in of `ShardedUpdate`.
         return self.on_update(optimizer, *given) if optimizer in self._update_hooks else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:

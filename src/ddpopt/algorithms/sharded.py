@@ -410,7 +410,7 @@ class ShardedUpdateHandle(Handle):
             members = layout.foreign
         return (stand_in.hold(members), *args[1:]), kwargs
 
-    def on_updated(self, optimizer: optim.Optimizer, *_ignored: object) -> None:
+    def on_updated(self, optimizer: optim.Optimizer) -> None:
         """Send what was not sent, before others see parameters; then as `Handle.on_updated`.
 
         If DDP has other buckets now, divide them anew. All ranks have seen the same backwards, and
@@ -485,7 +485,9 @@ class ShardedUpdateHandle(Handle):
 
     def _check_gradients(self) -> None:
         index = self._gradients.find_local(self._index.values())
-        self._check(self._tell(0 if index is None else _LOCAL, index or 0, 0))
+        told = self._tell(0 if index is None else _LOCAL, index or 0, 0)
+        self._gradients.finish()  # meanwhile
+        self._check(told)
 
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
@@ -607,7 +609,6 @@ def _wait_for_all() -> None:
 
 
 def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
-
     def wait(*_: object) -> None:
         if torch.compiler.is_compiling():
             _wait_for_all()  # now: other backends than ours compile code without waits
@@ -664,5 +665,5 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
                 )
         held = {parameter: described.name for parameter, described in reduced.items()}
         module = training.ddp.module
-        others = {t: name for name, t in [*module.named_parameters(), *module.named_buffers()]}
-        check_memory(held, {t: name for t, name in others.items() if t not in held})
+        named = [*module.named_parameters(), *module.named_buffers()]
+        check_memory(held, {t: name for name, t in named if t not in held})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from ddpopt._text import printable
+from ddpopt.errors import TorchDriftError
 from ddpopt.split.nodes import describe, num_bytes_of
 from ddpopt.split.plan import Crossing, SplitPlan
 
@@ -45,6 +46,8 @@ def find_crossings(
 def _num_bytes(node: fx.Node) -> int:
     try:
         return num_bytes_of(node.meta.get("example_value", node.meta.get("val")))
+    except TorchDriftError:
+        raise
     except Exception:  # raised by someone's subclass; what is shown is not worth a training run
         return 0
 
