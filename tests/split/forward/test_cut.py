@@ -87,7 +87,8 @@ def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
         _run(capture.gm, capture.example_inputs),
         strict=True,
     ):
-        assert torch.equal(split, whole)
+        # Squares of squares overflow, and then both are NaN.
+        torch.testing.assert_close(split, whole, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_given_graph_is_left_as_it_is() -> None:
