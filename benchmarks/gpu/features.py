@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.gpu.findings import Findings, UnavailableError
-from benchmarks.gpu.network import Rate, connect, open_network
 from benchmarks.harness.device import backend_of
+from benchmarks.harness.network import Rate, connect, open_network
 from ddpopt import algorithms
 from tests.support.device import compute_exactly
 from tests.support.models import WIDTH

@@ -1,4 +1,4 @@
-"""One peer's process on a device, one rank, its buckets on an emulated network (`network.py`).
+"""One peer's process on a device, one rank, its buckets on an emulated network (`harness/network.py`).
 
 As `harness/worker.py`, but a step does not wait for the one before: on a GPU its work is queued
 while that is computed, as in training, and an iteration is from the end of a step to that of the
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.network import Rate, connect, connect_exchange, open_network
-from benchmarks.gpu.timeline import Trace, summarise
+from benchmarks.harness.network import Rate, connect, connect_exchange, open_network
 from benchmarks.harness.protocol import FirstSteps, StepTimes, Task
+from benchmarks.harness.trace import Trace, summarise
 from benchmarks.harness.worker import Worker, main
 from ddpopt.algorithms import ShardedUpdateHandle
 from ddpopt.bucketing import rebucket
@@ -101,7 +101,7 @@ class EmulatedWorker(Worker):
         return used_s / _NUM_CPU_STEPS
 
     def profile(self, path: str) -> dict[str, Any]:
-        """Profile two steps and return their `timeline.Summary`; a path gets the trace."""
+        """Profile two steps and return their `trace.Summary`; a path gets the trace."""
         self.steps(1, 1)
         self._network.intervals.clear()
         activities = [ProfilerActivity.CPU]

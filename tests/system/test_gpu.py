@@ -19,11 +19,12 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import network, report, runner, timeline  # noqa: E402
+from benchmarks.gpu import report, runner  # noqa: E402
 from benchmarks.gpu.features import KINDS  # noqa: E402
 from benchmarks.gpu.lines import Line, lines_for  # noqa: E402
 from benchmarks.gpu.overlap import Experiment  # noqa: E402
 from benchmarks.harness import device as measuring  # noqa: E402
+from benchmarks.harness import network, trace  # noqa: E402
 from benchmarks.harness.models import find_model  # noqa: E402
 from benchmarks.harness.peers import PEERS  # noqa: E402
 from tests.support import planted_lines  # noqa: E402
@@ -167,7 +168,7 @@ def test_a_gpus_trace_tells_what_ran_beside_what(tmp_path: Path) -> None:
         _kernel("aten::mm", 0, 9000, 0, "cpu_op"),
     ]
     path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 1}))
-    seen = timeline.summarise(timeline.Trace.load(path), [])
+    seen = trace.summarise(trace.Trace.load(path), [])
     assert seen.computation_ms == 2.0
     assert seen.communication_ms == 2.2
     assert seen.hidden_ms == pytest.approx(1.2)
@@ -175,4 +176,4 @@ def test_a_gpus_trace_tells_what_ran_beside_what(tmp_path: Path) -> None:
     assert (seen.num_products, seen.num_beside, seen.num_streams) == (2, 1, 2)
     path.write_text("[]")
     with pytest.raises(ValueError, match="has no traceEvents"):
-        timeline.Trace.load(path)
+        trace.Trace.load(path)

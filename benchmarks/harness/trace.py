@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.network import Interval
+from benchmarks.harness.network import Interval
 
 _COMMUNICATION = re.compile(r"spin_kernel|nccl|Memcpy (HtoD|DtoH)", re.IGNORECASE)
 # Matrix products and convolutions, as operators and as the kernels of CUDA's libraries and Triton.
