@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import gc
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
@@ -25,9 +23,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.algorithms import convergence_report as report
-from benchmarks.algorithms.convergence_report import Result, Run
+from benchmarks.algorithms.convergence_report import Result
 from benchmarks.algorithms.convergence_tasks import TASKS, Data, Task
 from benchmarks.algorithms.peers import Settings, find_peer
+from benchmarks.harness.session import names, today, versions
 
 _ALGORITHMS = (
     "ddpopt", "decentralized", "shift_one", "decentralized:communication_interval=4",
@@ -87,10 +86,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
     add = parser.add_argument
     add("--tasks", type=names, default=list(TASKS))
     add("--algorithms", type=names, default=list(_ALGORITHMS), help="NAME or NAME:option=value")
@@ -106,32 +101,33 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train on the process group that torchrun describes."""
     args = _parse(arguments)
-    shown = shlex.join(sys.argv[1:] if arguments is None else list(arguments))
+    shown = shlex.join(sys.argv[1:] if arguments is None else arguments)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    is_first = dist.get_rank() == 0
+    is_first, num_ranks = dist.get_rank() == 0, dist.get_world_size()
     for name in args.tasks:
         task = TASKS[name]
         if args.steps is not None:
             task = dataclasses.replace(task, num_steps=args.steps)
-        run = Run(
-            command=f"torchrun --nproc-per-node {dist.get_world_size()} "
-            f"-m benchmarks.algorithms.convergence {shown}",
-            date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-            versions=f"torch {torch.__version__}, Python {platform.python_version()}",
-            task=task.name,
-            description=task.description,
-            num_ranks=dist.get_world_size(),
-            batch=task.batch,
-        )
         data = task.load()
+        results = []
         for seed in range(args.seeds):
             for algorithm in args.algorithms:
-                result = train(task, data, algorithm, seed)
-                run.results.append(result)
+                results.append(train(task, data, algorithm, seed))
                 if is_first:
-                    print(f"{name}, seed {seed}, {report.line(result)}", flush=True)
+                    print(f"{name}, seed {seed}, {report.line(results[-1])}", flush=True)
         if is_first:
+            run = report.Run(
+                command=f"torchrun --nproc-per-node {num_ranks} "
+                f"-m benchmarks.algorithms.convergence {shown}",
+                date=today(),
+                versions=versions(),
+                task=task.name,
+                description=task.description,
+                num_ranks=num_ranks,
+                batch=task.batch,
+                results=results,
+            )
             report.write(run, args.output)
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.algorithms.peers import find_peer
-from benchmarks.algorithms.report import label
-from benchmarks.harness.tables import write_json
+from benchmarks.algorithms.peers import PEERS
+from benchmarks.harness.peers import label
+from benchmarks.harness.report import pyplot, table, write_json
 
 _BASE = "ddpopt"
 _LAST = 0.05  # of the steps, whose losses are averaged
 _SMOOTHED = 0.04
+_HEADER = (
+    "algorithm", "loss, last steps", "held out", f"less {_BASE}'s", "right, held out",
+    "exchanges a step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ class Run:
     description: str
     num_ranks: int
     batch: int
-    results: list[Result] = field(default_factory=list)
+    results: list[Result]
 
     def of(self, peer: str) -> list[Result]:
         """Return one algorithm's, by seed."""
@@ -82,6 +86,7 @@ def write(run: Run, folder: Path) -> None:
 def markdown(run: Run, picture: str = "") -> str:
     """Return the table."""
     num_steps, num_seeds = len(run.results[0].losses), len(run.of(run.peers[0]))
+    seeds = "one seed." if num_seeds == 1 else f"{num_seeds} seeds: mean, lowest and highest."
     lines = [
         f"# Convergence, {run.task}",
         "",
@@ -89,41 +94,30 @@ def markdown(run: Run, picture: str = "") -> str:
         "",
         f"{run.date}; {run.versions}; {run.num_ranks} ranks.",
         f"{run.description}.",
-        f"{num_steps} steps, {num_steps * run.batch * run.num_ranks} samples in all; "
-        + ("one seed." if num_seeds == 1 else f"{num_seeds} seeds: mean, lowest and highest."),
+        f"{num_steps} steps, {num_steps * run.batch * run.num_ranks} samples in all; {seeds}",
         "",
-        *(f"- {name}: {find_peer(name)[0].description}" for name in run.peers),
+        *(f"- {name}: {label(name, PEERS)}" for name in run.peers),
         "",
-        *_table(run),
+        *table(_HEADER, [_row(run, name) for name in run.peers]),
     ]
     if picture:
         lines += ["", f"![loss against samples]({picture})"]
     return "\n".join(lines) + "\n"
 
 
-def _table(run: Run) -> Iterable[str]:
-    is_classified = run.results[0].accuracy is not None
-    header = ["algorithm", "loss, last steps", "held out", f"less {_BASE}'s"]
-    header += ["right, held out"] if is_classified else []
-    header += ["exchanges a step"]
-    yield f"| {' | '.join(header)} |"
-    yield f"| --- |{' --: |' * (len(header) - 1)}"
-    base = run.of(_BASE)
-    for name in run.peers:
-        own = run.of(name)
-        cells = [
-            name,
-            _shown([result.last_loss for result in own]),
-            _shown([result.test_loss for result in own]),
-            _shown([a.test_loss - b.test_loss for a, b in zip(own, base, strict=True)], "+.3f")
-            if base
-            else "-",
-        ]
-        if is_classified:
-            cells += [_shown([100 * (result.accuracy or 0) for result in own], ".1f") + " %"]
-        exchanges = statistics.mean(r.num_exchanges / len(r.losses) for r in own)
-        cells += [f"{exchanges:.2g}" if exchanges else "-"]
-        yield f"| {' | '.join(cells)} |"
+def _row(run: Run, name: str) -> Sequence[str]:
+    own, base = run.of(name), run.of(_BASE)
+    less = [a.test_loss - b.test_loss for a, b in zip(own, base, strict=False)]
+    right = [100 * result.accuracy for result in own if result.accuracy is not None]
+    exchanges = statistics.mean(r.num_exchanges / len(r.losses) for r in own)
+    return (
+        name,
+        _shown([result.last_loss for result in own]),
+        _shown([result.test_loss for result in own]),
+        _shown(less, "+.3f") if less else "-",
+        f"{_shown(right, '.1f')} %" if right else "-",
+        f"{exchanges:.2g}" if exchanges else "-",
+    )
 
 
 def _shown(values: Sequence[float], layout: str = ".3f") -> str:
@@ -135,21 +129,18 @@ def _shown(values: Sequence[float], layout: str = ".3f") -> str:
 
 def _write_plot(run: Run, path: Path) -> bool:
     """Plot loss against samples, the mean over seeds, smoothed; False without matplotlib."""
-    try:
-        import matplotlib  # noqa: PLC0415  # optional
-    except ImportError:
+    plots = pyplot()
+    if plots is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    figure, panel = pyplot.subplots(figsize=(10.5, 5), layout="constrained")
-    colours = pyplot.get_cmap("tab20").colors
+    figure, panel = plots.subplots(figsize=(10.5, 5), layout="constrained")
+    colours = plots.get_cmap("tab20").colors
     for index, name in enumerate(run.peers):
-        losses = _smooth([statistics.mean(step) for step in _by_step(run.of(name))])
+        by_step = zip(*(result.losses for result in run.of(name)), strict=True)
+        losses = _smooth([statistics.mean(step) for step in by_step])
         samples = [(step + 1) * run.batch * run.num_ranks for step in range(len(losses))]
         style = {"color": "black", "linewidth": 2.0} if name == _BASE else {}
         given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
-        panel.plot(samples, losses, label=label(name), **given)
+        panel.plot(samples, losses, label=label(name, PEERS), **given)
     panel.set_xlabel("samples")
     num_seeds = len({result.seed for result in run.results})
     over_seeds = f", mean over {num_seeds} seeds" if num_seeds > 1 else ""
@@ -162,12 +153,8 @@ def _write_plot(run: Run, path: Path) -> bool:
     panel.set_title(f"{run.task}, {run.num_ranks} ranks")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plots.close(figure)
     return True
-
-
-def _by_step(results: Sequence[Result]) -> Iterable[tuple[float, ...]]:
-    return zip(*(result.losses for result in results), strict=True)
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:

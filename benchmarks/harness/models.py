@@ -184,7 +184,7 @@ def _classify(*shape: int, num_classes: int = 100) -> dict[str, Tensor]:
 # ---- those of the transformers package --------------------------------------------------------
 
 
-def _transformer(architecture: str, config: str, **sizes: Any) -> nn.Module:
+def _transformer(architecture: str, sizes: Mapping[str, Any]) -> nn.Module:
     """Return a model with random weights.
 
     Raises:
@@ -197,7 +197,8 @@ def _transformer(architecture: str, config: str, **sizes: Any) -> nn.Module:
             "the models bert, gpt2, t5, resnet50 and vit are those of the transformers package: "
             "pip install 'ddpopt[benchmarks]', or pip install transformers"
         ) from error
-    made: nn.Module = getattr(transformers, architecture)(getattr(transformers, config)(**sizes))
+    model: Any = getattr(transformers, architecture)
+    made: nn.Module = model(model.config_class(**sizes))
     return made.train()
 
 
@@ -243,19 +244,30 @@ _SIZES: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _gpt_model(name: str, description: str, sizes: tuple[int, ...], num_sequences: int) -> Model:
+    """Return the example's GPT: `sizes` are layers, width, heads, context, and words if not 256."""
+    build = _gpt_with_words if len(sizes) > 4 else _gpt
+    return Model(
+        name=name,
+        description=description,
+        build=functools.partial(build, *sizes),
+        batch=functools.partial(_gpt_batch, num_sequences, *sizes[3:]),
+    )
+
+
+def _hugging_face(name: str, description: str, architecture: str, batch: Any) -> Model:
+    """Return a model of the transformers package, of the size in `_SIZES`."""
+    build = functools.partial(_transformer, architecture, _SIZES[name])
+    return Model(name=name, description=description, build=build, batch=batch)
+
+
 _partial = functools.partial
 _ALL = (
-    Model(
-        name="gpt",
-        description="examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes",
-        build=_partial(_gpt, 8, 384, 6, 128),
-        batch=_partial(_gpt_batch, 2, 128),
+    _gpt_model(
+        "gpt", "examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes", (8, 384, 6, 128), 2
     ),
-    Model(
-        name="gpt70",
-        description="as gpt, with 4096 words and 2 x 256 of them: 70 MB",
-        build=_partial(_gpt_with_words, 8, 384, 6, 256, 4096),
-        batch=_partial(_gpt_batch, 2, 256, 4096),
+    _gpt_model(
+        "gpt70", "as gpt, with 4096 words and 2 x 256 of them: 70 MB", (8, 384, 6, 256, 4096), 2
     ),
     Model(
         name="convnet",
@@ -275,80 +287,63 @@ _ALL = (
         build=_partial(_mlp, 12, 1024),
         batch=_partial(_classify, 512, 1024),
     ),
-    Model(
-        name="bert",
-        description="BertForMaskedLM: 6 layers, width 384, 4 x 128 tokens of 8192",
-        build=_partial(_transformer, "BertForMaskedLM", "BertConfig", **_SIZES["bert"]),
-        batch=_partial(_tokens, 4, 128, 8192),
+    _hugging_face(
+        "bert",
+        "BertForMaskedLM: 6 layers, width 384, 4 x 128 tokens of 8192",
+        "BertForMaskedLM",
+        _partial(_tokens, 4, 128, 8192),
     ),
-    Model(
-        name="gpt2",
-        description="GPT2LMHeadModel: 6 layers, width 384, 4 x 128 tokens of 8192",
-        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2"]),
-        batch=_partial(_tokens, 4, 128, 8192),
+    _hugging_face(
+        "gpt2",
+        "GPT2LMHeadModel: 6 layers, width 384, 4 x 128 tokens of 8192",
+        "GPT2LMHeadModel",
+        _partial(_tokens, 4, 128, 8192),
     ),
-    Model(
-        name="t5",
-        description="T5ForConditionalGeneration: 4 + 4 layers, width 320, 4 x 96 tokens of 8192",
-        build=_partial(_transformer, "T5ForConditionalGeneration", "T5Config", **_SIZES["t5"]),
-        batch=_partial(_tokens, 4, 96, 8192),
+    _hugging_face(
+        "t5",
+        "T5ForConditionalGeneration: 4 + 4 layers, width 320, 4 x 96 tokens of 8192",
+        "T5ForConditionalGeneration",
+        _partial(_tokens, 4, 96, 8192),
     ),
-    Model(
-        name="resnet50",
-        description="ResNetForImageClassification: ResNet-50, 3/4 as wide, 4 images of 96 x 96",
-        build=_partial(
-            _transformer, "ResNetForImageClassification", "ResNetConfig", **_SIZES["resnet50"]
-        ),
-        batch=_partial(_images, 4, 96, 100),
+    _hugging_face(
+        "resnet50",
+        "ResNetForImageClassification: ResNet-50, 3/4 as wide, 4 images of 96 x 96",
+        "ResNetForImageClassification",
+        _partial(_images, 4, 96, 100),
     ),
-    Model(
-        name="vit",
-        description="ViTForImageClassification: 8 layers, width 384, 12 images of 96 x 96",
-        build=_partial(_transformer, "ViTForImageClassification", "ViTConfig", **_SIZES["vit"]),
-        batch=_partial(_images, 12, 96, 100),
+    _hugging_face(
+        "vit",
+        "ViTForImageClassification: 8 layers, width 384, 12 images of 96 x 96",
+        "ViTForImageClassification",
+        _partial(_images, 12, 96, 100),
     ),
-    Model(
-        name="gpt2-small",
-        description="GPT2LMHeadModel as published, 4 x 1024 tokens",
-        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-small"]),
-        batch=_partial(_tokens, 4, 1024, 50257),
+    _hugging_face(
+        "gpt2-small",
+        "GPT2LMHeadModel as published, 4 x 1024 tokens",
+        "GPT2LMHeadModel",
+        _partial(_tokens, 4, 1024, 50257),
     ),
-    Model(
-        name="gpt2-medium",
-        description="GPT2LMHeadModel as published, medium, 2 x 1024 tokens",
-        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-medium"]),
-        batch=_partial(_tokens, 2, 1024, 50257),
+    _hugging_face(
+        "gpt2-medium",
+        "GPT2LMHeadModel as published, medium, 2 x 1024 tokens",
+        "GPT2LMHeadModel",
+        _partial(_tokens, 2, 1024, 50257),
     ),
-    Model(
-        name="bert-base",
-        description="BertForMaskedLM as published, 16 x 512 tokens",
-        build=_partial(_transformer, "BertForMaskedLM", "BertConfig", **_SIZES["bert-base"]),
-        batch=_partial(_tokens, 16, 512, 30522),
+    _hugging_face(
+        "bert-base",
+        "BertForMaskedLM as published, 16 x 512 tokens",
+        "BertForMaskedLM",
+        _partial(_tokens, 16, 512, 30522),
     ),
-    Model(
-        name="resnet50-imagenet",
-        description="ResNetForImageClassification as published, 64 images of 224 x 224",
-        build=_partial(
-            _transformer,
-            "ResNetForImageClassification",
-            "ResNetConfig",
-            **_SIZES["resnet50-imagenet"],
-        ),
-        batch=_partial(_images, 64, 224, 1000),
+    _hugging_face(
+        "resnet50-imagenet",
+        "ResNetForImageClassification as published, 64 images of 224 x 224",
+        "ResNetForImageClassification",
+        _partial(_images, 64, 224, 1000),
     ),
-    Model(
-        name="tiny",
-        description="as gpt, with 3 layers of width 192, for --quick",
-        build=_partial(_gpt, 3, 192, 2, 32),
-        batch=_partial(_gpt_batch, 1, 32),
-    ),
-    Model(
-        name="small",
-        description="as gpt, with 2 layers of width 128; 8 x 64 bytes",
-        build=_partial(_gpt, 2, 128, 4, 64),
-        batch=_partial(_gpt_batch, 8, 64),
-    ),
-)  # fmt: skip
+    _gpt_model("tiny", "as gpt, with 3 layers of width 192, for --quick", (3, 192, 2, 32), 1),
+    _gpt_model("small", "as gpt, with 2 layers of width 128; 8 x 64 bytes", (2, 128, 4, 64), 8),
+)
 MODELS: Mapping[str, Model] = {model.name: model for model in _ALL}
 
 

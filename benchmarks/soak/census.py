@@ -30,14 +30,8 @@ _NOISE_OBJECTS = 10 * PERIODS_COMPARED  # one a step would be thousands
 Counts = Mapping[str, float]  # of a census, by measure
 
 _STATUS = Path("/proc/self/status")
-_SIZED = (
-    dict,
-    list,
-    set,
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-    weakref.WeakSet,
-)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_SIZED = (dict, list, set, *_WEAK)
 _LEAST = 8  # counts in a series
 MEASURES = ("rss_mib", "num_fds", "num_threads", "num_tensors", "num_objects", "num_sources")
 

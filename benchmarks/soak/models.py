@@ -148,7 +148,7 @@ def _train_attached(algorithm: Any, *, is_detached: bool) -> Callable[[Trial], N
     return use
 
 
-_FLAT = Decentralized(hierarchical=False)
+_FLAT, _CODED = Decentralized(hierarchical=False), ByteGrad(hierarchical=False)
 _ALL = (
     Life(name="eager", backend=None, use=_train),
     Life(name="aot_eager", backend="aot_eager", use=_train),
@@ -160,11 +160,7 @@ _ALL = (
     Life(name="tuned", options={"buckets": "auto"}, use=_train_tuned),
     Life(name="rebucketed", options={}, use=_train_rebucketed),
     Life(name="attached", options={}, use=_train_attached(_FLAT, is_detached=True)),
-    Life(
-        name="attached with a thread",
-        options={},
-        use=_train_attached(ByteGrad(hierarchical=False), is_detached=True),
-    ),
+    Life(name="attached with a thread", options={}, use=_train_attached(_CODED, is_detached=True)),
     Life(name="left attached", options={}, use=_train_attached(_FLAT, is_detached=False)),
 )
 LIVES = {life.name: life for life in _ALL}

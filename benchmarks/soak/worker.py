@@ -21,15 +21,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.protocol import Task
-from benchmarks.harness.worker import main, meet
-from benchmarks.soak.census import (
-    MEASURES,
-    Census,
-    grown_registries,
-    grown_types,
-    take_census,
-)
+from benchmarks.harness.teams import Task
+from benchmarks.harness.worker import join, main
+from benchmarks.soak.census import MEASURES, Census, grown_registries, grown_types, take_census
 from benchmarks.soak.models import LIVES, Layers
 
 _WIDTH, _DEPTH = 32, 3
@@ -88,9 +82,7 @@ class SoakWorker:
     """One rank; each public method is a request."""
 
     def __init__(self, task: Task) -> None:
-        if task.num_threads is not None:
-            torch.set_num_threads(task.num_threads)
-        dist.init_process_group("gloo", store=meet(task), rank=task.rank, world_size=task.num_ranks)
+        join(task)
         self._training = Training(task.peer, task.inner, task.rank)
         self._warm: Census | None = None
 
