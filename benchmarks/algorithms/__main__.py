@@ -32,12 +32,12 @@ _QUICK: dict[str, Any] = {
     "model": "small",
     "ranks": 2,
     "rates": ["1gbit"],
-    "straggler_rate": "1gbit",
     "rounds": 2,
     "budget_s": 2.0,
     "turn_s": 0.1,
     "inner": "aot_eager",
 }
+_STRAGGLER_RATE = "1gbit"
 _MIN_ROUNDS = 2
 _MAX_STEPS = 200
 _EXCHANGES_A_TURN = 4
@@ -66,7 +66,6 @@ class _Run:
                 session.say(f"{name}: ready")
 
     def measure_cell(self, rate: str) -> Cell:
-        """Measure all algorithms at one rate."""
         session = self.session
         shown_rate = session.set_rate(rate)
         num_steps, num_rounds = self._schedule(list(session.teams))
@@ -83,7 +82,7 @@ class _Run:
     def measure_stragglers(self) -> Iterator[Straggler]:
         """Measure turns without and with a slow rank, the last one, in turns."""
         session, slow_rank = self.session, self.session.cluster.num_ranks - 1
-        shown_rate = session.set_rate(session.args.straggler_rate)
+        shown_rate = session.set_rate(_STRAGGLER_RATE)
         chosen = [name for name in session.teams if name in session.args.straggling]
         num_steps, num_rounds = self._schedule(chosen)
 
@@ -100,7 +99,6 @@ class _Run:
             yield found
 
     def write(self) -> None:
-        """Write what there is so far."""
         session, picture = self.session, "algorithms.png"
         if not session.is_first:
             return
@@ -139,7 +137,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="small", help="see `python -m benchmarks.harness.models`")
     add("--algorithms", type=names, default=list(_ALGORITHMS), help="NAME or NAME:option=value")
     add("--straggling", type=names, default=list(_STRAGGLING), help="those that get a straggler")
-    add("--straggler-rate", default="1gbit")
     add("--turn-s", type=float, default=3.0, help="for the steps of a turn, one at least")
     args = parser.parse_args(arguments)
     if args.quick:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from benchmarks.harness.report import (
     ratios,
     save,
     spread,
-    table,
+    table_of,
 )
 
 _MB = 1e6
@@ -56,8 +56,6 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One rate."""
-
     rate: str
     num_rounds: int
     peers: dict[str, Measured]
@@ -79,7 +77,6 @@ class Straggler:
 
 
 def measured(turns: dict[str, list[Turn]], name: str, num_samples: int) -> Measured:
-    """Return what the turns of one algorithm mean."""
     own = turns[name]
     rates = [turn.samples_per_s(num_samples) for turn in own]
     of_eager = None
@@ -127,7 +124,6 @@ def straggler(
 def lines(
     model: str, cells: Sequence[Cell], stragglers: Sequence[Straggler], *, is_counted: bool
 ) -> Iterator[str]:
-    """Yield the lines under the heading."""
     yield f"Model: {model}."
     if is_counted:
         yield "Bytes were counted at each rank's interface, with all headers."
@@ -137,48 +133,32 @@ def lines(
     for name in dict.fromkeys(name for cell in cells for name in cell.peers):
         yield f"- {name}: {label(name, PEERS)}"
     for cell in cells:
-        yield from ("", f"## {cell.rate}", "", f"{cell.num_rounds} rounds.", "", *_cell_table(cell))
+        times = table_of("algorithm", cell.peers, _TIMES)
+        yield from ("", f"## {cell.rate}", "", f"{cell.num_rounds} rounds.", "", *times)
     if stragglers:
-        yield from ("", "## With a straggler", "", *_straggler_table(stragglers))
+        by_peer = {item.peer: item for item in stragglers}
+        yield from ("", "## With a straggler", "", *table_of("algorithm", by_peer, _STRAGGLERS))
 
 
-def _cell_table(cell: Cell) -> list[str]:
-    header = (
-        "algorithm", "samples/s", "of eager's", "step ms", "sent MB a step and rank",
-        "exchanges/s", "steps a turn",
-    )  # fmt: skip
-    rows = [
-        (
-            name,
-            peer.samples_per_s.shown(".0f" if peer.samples_per_s.median >= 100 else ".1f"),
-            "-" if peer.of_eager is None else f"{peer.of_eager.median:.2f}",
-            f"{peer.step_s.median * 1e3:.0f}",
-            "not counted" if peer.sent_bytes is None else f"{peer.sent_bytes / _MB:.3f}",
-            f"{peer.exchanges_per_s:.2g}" if peer.exchanges_per_s else "-",
-            str(peer.num_steps),
-        )
-        for name, peer in cell.peers.items()
-    ]
-    return table(header, rows)
-
-
-def _straggler_table(stragglers: Sequence[Straggler]) -> list[str]:
-    header = (
-        "algorithm", "rate", "samples/s, no straggler", "fast ranks' with one, of theirs without",
-        "straggler's", "rounds",
-    )  # fmt: skip
-    rows = [
-        (
-            item.peer,
-            item.rate,
-            f"{item.undisturbed_per_s:.0f}",
-            item.fast.shown(".3f"),
-            item.slow.shown(".3f"),
-            str(item.num_rounds),
-        )
-        for item in stragglers
-    ]
-    return table(header, rows)
+_TIMES: dict[str, Callable[[Measured], str]] = {
+    "samples/s": lambda peer: peer.samples_per_s.shown(
+        ".0f" if peer.samples_per_s.median >= 100 else ".1f"
+    ),
+    "of eager's": lambda peer: "-" if peer.of_eager is None else f"{peer.of_eager.median:.2f}",
+    "step ms": lambda peer: f"{peer.step_s.median * 1e3:.0f}",
+    "sent MB a step and rank": lambda peer: (
+        "not counted" if peer.sent_bytes is None else f"{peer.sent_bytes / _MB:.3f}"
+    ),
+    "exchanges/s": lambda peer: f"{peer.exchanges_per_s:.2g}" if peer.exchanges_per_s else "-",
+    "steps a turn": lambda peer: str(peer.num_steps),
+}
+_STRAGGLERS: dict[str, Callable[[Straggler], str]] = {
+    "rate": lambda item: item.rate,
+    "samples/s, no straggler": lambda item: f"{item.undisturbed_per_s:.0f}",
+    "fast ranks' with one, of theirs without": lambda item: item.fast.shown(".3f"),
+    "straggler's": lambda item: item.slow.shown(".3f"),
+    "rounds": lambda item: str(item.num_rounds),
+}
 
 
 def write_plot(cells: Sequence[Cell], path: Path) -> bool:

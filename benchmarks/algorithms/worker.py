@@ -103,7 +103,6 @@ class AlgorithmWorker(Rank):
         self._loss = loss.item()
 
     def _compute(self, seconds: float) -> None:
-        """Multiply matrices for this long a time of the processor."""
         end_s = time.thread_time() + seconds
         while time.thread_time() < end_s:
             torch.mm(self._waste, self._waste)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.models import find_model
@@ -37,15 +36,13 @@ _BASES = ("nosplit", "intree")  # what the others are divided by
 
 
 class Cost(NamedTuple):
-    """What the first step took in a process: CPU seconds, seconds, hits of AOTAutograd's cache."""
+    """What the first step took in a process."""
 
     cpu_s: float
     wall_s: float
-    hits: int
 
 
 def measure(model_name: str, peer_name: str, cap_mb: float, device: str) -> Cost:
-    """Take the first step in this process."""
     peer, options = find_peer(peer_name)
     model = find_model(model_name)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -56,11 +53,7 @@ def measure(model_name: str, peer_name: str, cap_mb: float, device: str) -> Cost
     wall_s, cpu_s = time.perf_counter(), _cpu_s()
     compiled = peer.compile(ddp, "inductor", options)  # which imports the compilers
     model.loss(compiled(**batch)).backward()
-    return Cost(
-        cpu_s=_cpu_s() - cpu_s,
-        wall_s=time.perf_counter() - wall_s,
-        hits=counters["aot_autograd"]["autograd_cache_hit"],
-    )
+    return Cost(cpu_s=_cpu_s() - cpu_s, wall_s=time.perf_counter() - wall_s)
 
 
 def _cpu_s() -> float:
@@ -106,7 +99,7 @@ def report(costs: Mapping[str, Mapping[str, Mapping[str, Sequence[Cost]]]]) -> l
         for peer, by_state in by_peer.items():
             row = [f"{model}, {peer}"]
             for state in by_state:
-                cpu_s, wall_s, _ = medians[peer, state]
+                cpu_s, wall_s = medians[peer, state]
                 bases = (medians.get((base, state)) for base in _BASES)
                 ratios = (f"{cpu_s / base[0]:.2f}" if base else "-" for base in bases)
                 row += [f"{cpu_s:.1f}", f"{wall_s:.1f}", *ratios]
@@ -115,7 +108,6 @@ def report(costs: Mapping[str, Mapping[str, Mapping[str, Sequence[Cost]]]]) -> l
 
 
 def main() -> None:
-    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt70", help="names in benchmarks.harness.models")
     parser.add_argument("--peers", default=",".join(_PEERS), help="names in harness.peers")

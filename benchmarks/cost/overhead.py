@@ -69,7 +69,6 @@ class Chain(nn.Module):
         self.period = period
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a number."""
         for index, factor in enumerate(self.factors, start=1):
             x = x * factor if index % self.period else (x.view(2, 2) @ factor.view(2, 2)).view(-1)
         return x.sum()
@@ -154,8 +153,7 @@ def measure_gates(num_parameters: int, rounds: int) -> Sequence[str]:
     gated = _empty_graph(num_parameters, num_gates=_GATES)
     times = _take_turns({"whole": whole, "gated": gated}, rounds)
     forward, backward, _ = _differences(times["gated"], times["whole"], _GATES)
-    call_us = _section_call_us(num_parameters, rounds)
-    return (str(num_parameters), forward.shown(".1f"), backward.shown(".1f"), f"{call_us:.1f}")
+    return (str(num_parameters), forward.shown(".1f"), backward.shown(".1f"))
 
 
 def _empty_graph(num_parameters: int, num_gates: int) -> Step:
@@ -202,18 +200,6 @@ def _forward(backward: Boxed, *arguments: torch.Tensor) -> Sequence[torch.Tensor
     return made
 
 
-def _section_call_us(num_parameters: int, rounds: int) -> float:
-    """Return how long `CompiledSection.run` takes by itself."""
-    section, run = _empty_section(range(num_parameters)), [None, None, None, ANY]
-    times = []
-    for _ in range(rounds * _STEPS_PER_TURN):
-        start = time.thread_time()
-        for _ in range(1000):
-            section.run(run)
-        times.append((time.thread_time() - start) * 1e3)
-    return statistics.median(times)
-
-
 # ---- measuring --------------------------------------------------------------------------------
 
 
@@ -254,7 +240,6 @@ def _differences(times: Sequence[Times], base: Sequence[Times], parts: int) -> l
 
 
 def main() -> None:
-    """Measure, and print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--parameters", type=int, default=2000)
@@ -267,10 +252,7 @@ def main() -> None:
     arms = compare_arms(given.inner, given.parameters, given.sections, given.rounds)
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
-    header = (
-        "parameters a section", "gate, forward us", "gate and section, backward us",
-        "section's call alone us",
-    )  # fmt: skip
+    header = ("parameters a section", "gate, forward us", "gate and section, backward us")
     print(f"\n{given.parameters} parameters, {given.inner}, torch {torch.__version__}\n")
     print("\n".join([*arms, "", *table(header, gates)]))
 

@@ -62,7 +62,6 @@ def measure(model: Model, split: str, inner: str, rounds: int, steps: int) -> Se
 
 
 def main() -> None:
-    """Measure on the process group that torchrun describes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt")
     parser.add_argument("--inner", default="inductor")

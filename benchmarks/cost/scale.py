@@ -49,8 +49,6 @@ _aten = torch.ops.aten
 
 
 class Row(NamedTuple):
-    """What a graph of some size took."""
-
     split: str
     num_calls: int
     num_sections: int
@@ -62,14 +60,11 @@ class _ReachedInnerError(Exception):
 
 
 class Layers(nn.Module):
-    """Holds a parameter a layer."""
-
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.ones(_WIDTH, _WIDTH) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x; the graph of a forward is made by `forward_graph`."""
         return x
 
 
@@ -100,13 +95,7 @@ def measure_forward(num_calls: int, num_sections: int) -> Row:
 
 def forward_graph(num_layers: int) -> fx.GraphModule:
     """Return a graph like Dynamo's."""
-    graph, fake_mode = fx.Graph(), FakeTensorMode()
-
-    def with_value(node: fx.Node) -> fx.Node:
-        with fake_mode:
-            node.meta["example_value"] = torch.empty(_WIDTH, _WIDTH, requires_grad=True)
-        return node
-
+    graph, with_value = _new_graph("example_value", requires_grad=True)
     weights = [with_value(graph.placeholder(f"weight_{i}")) for i in range(num_layers)]
     x = with_value(graph.placeholder("x"))
     for weight in weights:
@@ -149,12 +138,7 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
 
 def backward_graph(num_layers: int) -> fx.GraphModule:
     """Return a graph like AOTAutograd's: saved values and a tangent to gradients."""
-    graph, fake_mode = fx.Graph(), FakeTensorMode()
-
-    def with_value(node: fx.Node) -> fx.Node:
-        with fake_mode:
-            node.meta["val"] = torch.empty(_WIDTH, _WIDTH)
-        return node
+    graph, with_value = _new_graph("val", requires_grad=False)
 
     def call(target: Any, *arguments: Any) -> fx.Node:
         return with_value(graph.call_function(target, arguments))
@@ -174,6 +158,18 @@ def backward_graph(num_layers: int) -> fx.GraphModule:
     output = graph.output(tuple(reversed(of_weights)))
     output.meta["desc"] = [GradAOTOutput(PlainAOTInput(i)) for i in range(num_layers)]
     return fx.GraphModule(nn.Module(), graph)
+
+
+def _new_graph(key: str, *, requires_grad: bool) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:
+    """Return a graph, and what gives a node the fake tensor that compilers find under `key`."""
+    fake_mode = FakeTensorMode()
+
+    def with_value(node: fx.Node) -> fx.Node:
+        with fake_mode:
+            node.meta[key] = torch.empty(_WIDTH, _WIDTH, requires_grad=requires_grad)
+        return node
+
+    return fx.Graph(), with_value
 
 
 def _cap_bytes(num_calls: int, num_sections: int) -> int:
@@ -215,7 +211,6 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, and print the table and the exponents."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--calls", type=_numbers, default=[100, 1000, 3000, 10000, 25000, 50000])
     parser.add_argument("--sections", type=_numbers, default=[10, 30, 100, 300, 1000])

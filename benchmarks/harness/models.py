@@ -42,7 +42,6 @@ class Model:
     batch: Callable[[], dict[str, Tensor]]
 
     def loss(self, output: Any) -> Tensor:
-        """Return the loss, given what forward returned."""
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
         return loss
 
@@ -71,29 +70,23 @@ def find_model(name: str) -> Model:
 
 
 class Chain(nn.Module):
-    """Runs layers one after the other, and returns the cross entropy with the targets."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss."""
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(x, targets)
 
 
 class ConvLayer(nn.Module):
-    """Convolution, batch norm, ReLU."""
-
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(num_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return an image of each channel."""
         return F.relu(self.norm(self.convolution(x)))
 
 
@@ -110,7 +103,6 @@ class FusedLayer(nn.Module):
         self.shifts = nn.ParameterList(torch.zeros(length, width) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         y = self.linear(x)
         for scale, shift in zip(self.scales, self.shifts, strict=True):
             y = torch.sin(y * scale + shift) + 0.5 * y
@@ -137,13 +129,11 @@ def load_example() -> Any:
 
 
 def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
-    """Return the GPT of the example."""
     gpt: nn.Module = load_example().GPT(layers, width, heads, context)
     return gpt
 
 
 def _gpt_with_words(layers: int, width: int, heads: int, context: int, words: int) -> nn.Module:
-    """Return the GPT of the example with a larger vocabulary than bytes."""
     gpt: Any = _gpt(layers, width, heads, context)
     gpt.byte, gpt.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
     model: nn.Module = gpt
@@ -212,38 +202,6 @@ def _images(num_images: int, size: int, num_classes: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(num_images, 3, size, size), "labels": labels}
 
 
-_GPT2 = {
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
-}  # fmt: skip
-_SIZES: Mapping[str, dict[str, Any]] = {
-    "bert": {
-        "vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
-        "intermediate_size": 1536, "max_position_embeddings": 128,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
-    "gpt2": {
-        "vocab_size": 8192, "n_positions": 128, "n_embd": 384, "n_layer": 6, "n_head": 6,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
-        "bos_token_id": 0, "eos_token_id": 0,
-    },
-    "t5": {
-        "vocab_size": 8192, "d_model": 320, "d_kv": 64, "d_ff": 1280, "num_layers": 4,
-        "num_heads": 5, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
-    },
-    "resnet50": {"hidden_sizes": [192, 384, 768, 1536], "num_labels": 100},
-    "vit": {
-        "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
-        "intermediate_size": 1536, "image_size": 96, "patch_size": 16, "num_labels": 100,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
-    # As they were published; a step of one of these takes a GPU.
-    "gpt2-small": {**_GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12},
-    "gpt2-medium": {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "bert-base": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "resnet50-imagenet": {"num_labels": 1000},
-}  # fmt: skip
-
-
 def _gpt_model(name: str, description: str, sizes: tuple[int, ...], num_sequences: int) -> Model:
     """Return the example's GPT: `sizes` are layers, width, heads, context, and words if not 256."""
     build = _gpt_with_words if len(sizes) > 4 else _gpt
@@ -255,12 +213,48 @@ def _gpt_model(name: str, description: str, sizes: tuple[int, ...], num_sequence
     )
 
 
-def _hugging_face(name: str, description: str, architecture: str, batch: Any) -> Model:
-    """Return a model of the transformers package, of the size in `_SIZES`."""
-    build = functools.partial(_transformer, architecture, _SIZES[name])
-    return Model(name=name, description=description, build=build, batch=batch)
+def _hugging_face(name: str, batch: Any, what: str) -> Model:
+    """Return a model of the transformers package, whose class and sizes are in `_SIZES`."""
+    architecture, sizes = _SIZES[name]
+    return Model(
+        name=name,
+        description=f"{architecture}{what}",
+        build=functools.partial(_transformer, architecture, sizes),
+        batch=batch,
+    )
 
 
+_GPT2 = {
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
+}  # fmt: skip
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SIZES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", {
+        "vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
+        "intermediate_size": 1536, "max_position_embeddings": 128, **_NO_DROPOUT,
+    }),
+    "gpt2": ("GPT2LMHeadModel", {
+        "vocab_size": 8192, "n_positions": 128, "n_embd": 384, "n_layer": 6, "n_head": 6,
+        "bos_token_id": 0, "eos_token_id": 0, **_GPT2,
+    }),
+    "t5": ("T5ForConditionalGeneration", {
+        "vocab_size": 8192, "d_model": 320, "d_kv": 64, "d_ff": 1280, "num_layers": 4,
+        "num_heads": 5, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
+    }),
+    "resnet50": ("ResNetForImageClassification", {
+        "hidden_sizes": [192, 384, 768, 1536], "num_labels": 100,
+    }),
+    "vit": ("ViTForImageClassification", {
+        "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
+        "intermediate_size": 1536, "image_size": 96, "patch_size": 16, "num_labels": 100,
+        **_NO_DROPOUT,
+    }),
+    # As they were published; a step of one of these takes a GPU.
+    "gpt2-small": ("GPT2LMHeadModel", {**_GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12}),
+    "gpt2-medium": ("GPT2LMHeadModel", {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "bert-base": ("BertForMaskedLM", _NO_DROPOUT),
+    "resnet50-imagenet": ("ResNetForImageClassification", {"num_labels": 1000}),
+}  # fmt: skip
 _partial = functools.partial
 _ALL = (
     _gpt_model(
@@ -288,58 +282,31 @@ _ALL = (
         batch=_partial(_classify, 512, 1024),
     ),
     _hugging_face(
-        "bert",
-        "BertForMaskedLM: 6 layers, width 384, 4 x 128 tokens of 8192",
-        "BertForMaskedLM",
-        _partial(_tokens, 4, 128, 8192),
+        "bert", _partial(_tokens, 4, 128, 8192), ": 6 layers, width 384, 4 x 128 tokens of 8192"
     ),
     _hugging_face(
-        "gpt2",
-        "GPT2LMHeadModel: 6 layers, width 384, 4 x 128 tokens of 8192",
-        "GPT2LMHeadModel",
-        _partial(_tokens, 4, 128, 8192),
+        "gpt2", _partial(_tokens, 4, 128, 8192), ": 6 layers, width 384, 4 x 128 tokens of 8192"
     ),
     _hugging_face(
-        "t5",
-        "T5ForConditionalGeneration: 4 + 4 layers, width 320, 4 x 96 tokens of 8192",
-        "T5ForConditionalGeneration",
-        _partial(_tokens, 4, 96, 8192),
+        "t5", _partial(_tokens, 4, 96, 8192), ": 4 + 4 layers, width 320, 4 x 96 tokens of 8192"
     ),
     _hugging_face(
-        "resnet50",
-        "ResNetForImageClassification: ResNet-50, 3/4 as wide, 4 images of 96 x 96",
-        "ResNetForImageClassification",
-        _partial(_images, 4, 96, 100),
+        "resnet50", _partial(_images, 4, 96, 100), ": 3/4 as wide as ResNet-50, 4 images of 96 x 96"
     ),
     _hugging_face(
-        "vit",
-        "ViTForImageClassification: 8 layers, width 384, 12 images of 96 x 96",
-        "ViTForImageClassification",
-        _partial(_images, 12, 96, 100),
+        "vit", _partial(_images, 12, 96, 100), ": 8 layers, width 384, 12 images of 96 x 96"
     ),
     _hugging_face(
-        "gpt2-small",
-        "GPT2LMHeadModel as published, 4 x 1024 tokens",
-        "GPT2LMHeadModel",
-        _partial(_tokens, 4, 1024, 50257),
+        "gpt2-small", _partial(_tokens, 4, 1024, 50257), " as published, 4 x 1024 tokens"
     ),
     _hugging_face(
-        "gpt2-medium",
-        "GPT2LMHeadModel as published, medium, 2 x 1024 tokens",
-        "GPT2LMHeadModel",
-        _partial(_tokens, 2, 1024, 50257),
+        "gpt2-medium", _partial(_tokens, 2, 1024, 50257), " as published, medium, 2 x 1024 tokens"
     ),
-    _hugging_face(
-        "bert-base",
-        "BertForMaskedLM as published, 16 x 512 tokens",
-        "BertForMaskedLM",
-        _partial(_tokens, 16, 512, 30522),
-    ),
+    _hugging_face("bert-base", _partial(_tokens, 16, 512, 30522), " as published, 16 x 512 tokens"),
     _hugging_face(
         "resnet50-imagenet",
-        "ResNetForImageClassification as published, 64 images of 224 x 224",
-        "ResNetForImageClassification",
         _partial(_images, 64, 224, 1000),
+        " as published, 64 images of 224 x 224",
     ),
     _gpt_model("tiny", "as gpt, with 3 layers of width 192, for --quick", (3, 192, 2, 32), 1),
     _gpt_model("small", "as gpt, with 2 layers of width 128; 8 x 64 bytes", (2, 128, 4, 64), 8),
@@ -348,7 +315,6 @@ MODELS: Mapping[str, Model] = {model.name: model for model in _ALL}
 
 
 def main() -> None:
-    """Print the table of sizes."""
     print("| model | parameters, M | gradients, MB | what it is |\n|---|--:|--:|---|")
     for model in MODELS.values():
         print(_row(model))

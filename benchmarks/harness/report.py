@@ -7,7 +7,7 @@ import importlib.util
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,10 @@ class Spread(NamedTuple):
         return f"{median} ({low} to {high})"
 
     def times(self, factor: float) -> Spread:
-        """Return it in another unit."""
         return Spread(*(factor * number for number in self))
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of some values."""
     if len(values) < 2:
         return Spread(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -43,7 +41,6 @@ def ratios(own: Iterable[float], base: Iterable[float]) -> Spread:
 
 
 def write_json(found: object, path: Path) -> None:
-    """Write everything that a run found out."""
     path.write_text(json.dumps(as_data(found), indent=1) + "\n")
 
 
@@ -67,6 +64,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
 
+def table_of(
+    first: str, found: Mapping[str, Any], columns: Mapping[str, Callable[[Any], str]]
+) -> list[str]:
+    """Return a table with a row for each peer; a column is shown by its function."""
+    rows = [(name, *(show(own) for show in columns.values())) for name, own in found.items()]
+    return table((first, *columns), rows)
+
+
 # ---- plots ------------------------------------------------------------------------------------
 
 
@@ -79,7 +84,6 @@ def label_of_rate(rate: str) -> str:
 
 
 def pyplot() -> Any:
-    """Return matplotlib's interface, None where it is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     import matplotlib  # noqa: PLC0415  # optional

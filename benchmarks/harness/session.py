@@ -27,8 +27,6 @@ _GBIT = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 
 
 class Failure(NamedTuple):
-    """What could not be measured (any further)."""
-
     what: str
     error: str
 
@@ -81,11 +79,9 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank's machine, which prints and writes."""
         return 0 in self.cluster.local_ranks
 
     def say(self, text: str) -> None:
-        """Print, on one machine."""
         if self.is_first:
             print(text, flush=True)
 
@@ -234,12 +230,10 @@ def gbit_of(rate: str) -> float | None:
 
 
 def today() -> str:
-    """Return the date, as results have it."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
 
 
 def versions() -> str:
-    """Return what the results depend on."""
     return f"torch {torch.__version__}, Python {platform.python_version()}"
 
 

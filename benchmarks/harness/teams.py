@@ -107,7 +107,6 @@ class Team:
         self._processes = processes
 
     def wait_until_ready(self) -> None:
-        """Wait until the model is built."""
         self._answers()
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -118,7 +117,6 @@ class Team:
         return self._answers()[0]
 
     def stop(self) -> None:
-        """Kill all ranks."""
         for process in self._processes.values():
             process.popen.kill()
         for process in self._processes.values():

@@ -117,7 +117,6 @@ class Worker(Rank):
         return FirstSteps(compile_s=max(0.0, first_s - later_s), loss=loss)
 
     def steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
-        """Train."""
         moments: list[Moments] = []
         for _ in range(num_untimed + num_timed):
             is_queued = self._network is not None and moments
@@ -126,7 +125,6 @@ class Worker(Rank):
         return self._slowest_steps([self._times(m) for m in moments[num_untimed:]])
 
     def lone_steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
-        """Train without any communication."""
         with self._alone():
             return self.steps(num_untimed, num_timed)
 
@@ -198,7 +196,6 @@ class Worker(Rank):
     # ---- what else there is to know -----------------------------------------------------------
 
     def facts(self) -> Facts:
-        """Count; runs two steps under profilers."""
         frames = {
             str(m.compile_id)
             for m in get_compilation_metrics()
@@ -244,7 +241,7 @@ class Worker(Rank):
         with tempfile.TemporaryDirectory() as folder:
             place = path or f"{folder}/trace.json"
             profiler.export_chrome_trace(place)
-            return trace.summarise(trace.Trace.load(Path(place)), intervals)
+            return trace.summarise(Path(place), intervals)
 
     def timeline(self) -> RecordedStep | None:
         """Record a step, with times after the end of its forward; every later step is slower."""
@@ -273,7 +270,6 @@ class Worker(Rank):
         return Moments(start, forward, backward, now())
 
     def _autocast(self) -> torch.autocast:
-        """What models are trained with on a GPU."""
         return torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda")
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
@@ -354,7 +350,6 @@ class _Network:
         self.network.rate = None if gbit is None else Rate(gbit=gbit, num_ranks=self._num_ranks)
 
     def seconds(self, num_bytes: int) -> float:
-        """Return how long an allreduce takes."""
         return 0.0 if self.network.rate is None else self.network.rate.cost.seconds(num_bytes)
 
     def tune(self) -> str:
@@ -429,7 +424,6 @@ _KERNEL = re.compile(r"^\w+ = async_compile\.(cpp_pybinding|triton)\(", re.MULTI
 
 
 def _num_kernels() -> int:
-    """Return how many kernels the code defines that Inductor wrote to the cache."""
     sources = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("*/*.py")
     return sum(len(_KERNEL.findall(source.read_text())) for source in sources)
 

@@ -52,7 +52,6 @@ class _Run:
     costs: dict[str, dict[str, Cost]] = dataclasses.field(default_factory=dict)
 
     def measure_model(self, model: str, cap: str) -> None:
-        """Measure all peers at all rates."""
         session = self.session
         session.where = f"{model}, cap {cap}"
         with contextlib.ExitStack() as stack:
@@ -80,7 +79,6 @@ class _Run:
         self.cells.extend(cells)
 
     def write(self) -> None:
-        """Write what there is so far."""
         if not self.session.is_first:
             return
         output, pictures = self.session.args.output, []

@@ -23,7 +23,6 @@ _BARS = "Bars: medians over rounds. Lines on top of them: quartiles. Shorter is 
 
 
 def label_of_cap(cap: str) -> str:
-    """Return what a plot calls a cap."""
     return "DDP's default buckets" if cap == "default" else f"buckets of {cap} MiB"
 
 
@@ -137,7 +136,6 @@ def _is_wide(cells: Sequence[Cell]) -> bool:
 
 
 def _plot_cells(panel: Any, cells: Sequence[Cell]) -> None:
-    """Draw bars with quartiles for each peer, and the bound, for each rate."""
     peers = dict.fromkeys(name for cell in cells for name in cell.peers)
     groups = [
         {name: peer.times["iteration_s"].times(1e3) for name, peer in cell.peers.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.report import Spread, table
+from benchmarks.harness.report import Spread, table_of
 from benchmarks.harness.teams import Facts
-from benchmarks.overlap.rounds import Cell
+from benchmarks.overlap.rounds import Cell, Measured
 
 _MB = 1e6
 
@@ -47,7 +47,6 @@ def lines(
     costs: Mapping[str, Mapping[str, Cost]],
     pictures: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines under the heading; costs are by model and cap, and by peer."""
     yield ""
     for name in dict.fromkeys(compilation.peer for compilation in compilations):
         yield f"- {name}: {find_peer(name)[0].description}"
@@ -57,86 +56,76 @@ def lines(
         for cell in (cell for cell in cells if (cell.model, cell.cap) == (model, cap)):
             yield from ("", f"### {title}, {cell.rate}", "", *_cell_table(cell))
         if title in costs:
-            yield from ("", f"### {title}, costs", "", *_cost_table(costs[title]))
+            yield from ("", f"### {title}, costs", "", *table_of("peer", costs[title], _COSTS))
     if pictures:
         yield ""
         yield from (f"![{path.removesuffix('.png')}]({path})" for path in pictures)
 
 
 def _compilation_table(compilations: Sequence[Compilation]) -> list[str]:
-    if any(c.facts is None for c in compilations):
-        header = ("peer", "buckets", "first step s, beside the others'", "first loss")
-        rows = [(c.peer, str(c.num_buckets), f"{c.cold_s:.1f}", f"{c.loss:.5f}")
-                for c in compilations]  # fmt: skip
-        return table(header, rows)
-    header = (
-        "peer", "graphs", "sections", "kernels", "kernel calls", "buckets", "recompiles",
-        "compile s, cold", "warm", "peak memory MB", "first loss",
-    )  # fmt: skip
-    return table(header, [_row(c, c.facts) for c in compilations if c.facts is not None])
-
-
-def _row(own: Compilation, facts: Facts) -> Sequence[str]:
-    return (
-        own.peer,
-        str(facts.num_graphs),
-        str(facts.num_sections or "-"),
-        str(facts.num_kernels),
-        str(facts.num_kernel_calls),
-        str(own.num_buckets or "-"),
-        str(facts.num_recompiles),
-        f"{own.cold_s:.1f}",
-        "-" if own.warm_s is None else f"{own.warm_s:.1f}",
-        f"{own.peak_mb:.0f}",
-        f"{own.loss:.5f}",
-    )
+    columns = _AT_ONCE if any(c.facts is None for c in compilations) else _COLD_AND_WARM
+    return table_of("peer", {c.peer: c for c in compilations}, columns)
 
 
 def _cell_table(cell: Cell) -> list[str]:
     bounds = cell.bounds
-    header = (
-        "peer", "iteration ms", "forward", "backward", "optimizer",
-        "throughput of eager's", "of in-tree's", "backward of in-tree's",
-        "alone ms", "exposed ms", "over bound",
-    )  # fmt: skip
-    rows = [
-        (
-            name,
-            _milliseconds(peer.times["iteration_s"], with_spread=True),
-            _milliseconds(peer.times["forward_s"]),
-            _milliseconds(peer.times["backward_s"], with_spread=True),
-            _milliseconds(peer.times["optimizer_s"]),
-            _ratio(peer.throughput_of_eager),
-            _ratio(peer.throughput_of_intree),
-            _ratio(peer.backward_of_intree),
-            _milliseconds(peer.times["alone_s"]),
-            _milliseconds(peer.times["exposed_s"]),
-            f"{peer.over_bound:+.0%}",
-        )
-        for name, peer in cell.peers.items()
-    ]
     return [
         f"Compute alone {bounds.compute_s * 1e3:.0f} ms ({bounds.compute_peer}), communication "
         f"alone {bounds.communication_s * 1e3:.0f} ms ({bounds.num_buckets} buckets of "
         f"{bounds.num_bytes / _MB:.1f} MB in all, {bounds.megabits_per_s:.0f} Mbit/s), bound "
         f"{bounds.bound_s * 1e3:.0f} ms. {cell.num_rounds} rounds of {cell.num_steps} steps.",
         "",
-        *table(header, rows),
+        *table_of("peer", cell.peers, _TIMES),
     ]
 
 
-def _cost_table(costs: Mapping[str, Cost]) -> list[str]:
-    header = ("peer", "CPU ms a step", "gaps ms", "communication ms", "hidden ms", "peak MB")
-    rows = [[name, *(f"{value:.1f}" for value in cost)] for name, cost in costs.items()]
-    return table(header, rows)
+def _milliseconds(column: str, *, with_spread: bool = False) -> Callable[[Measured], str]:
+    def show(peer: Measured) -> str:
+        median, low, high = peer.times[column].times(1e3)
+        digits = 0 if median >= 20 else 1
+        text = f"{median:.{digits}f}"
+        return f"{text} ({low:.{digits}f}-{high:.{digits}f})" if with_spread else text
 
-
-def _milliseconds(value: Spread, *, with_spread: bool = False) -> str:
-    median, low, high = value.times(1e3)
-    digits = 0 if median >= 20 else 1
-    text = f"{median:.{digits}f}"
-    return f"{text} ({low:.{digits}f}-{high:.{digits}f})" if with_spread else text
+    return show
 
 
 def _ratio(value: Spread | None) -> str:
     return "-" if value is None else f"{value.median:.3f}"
+
+
+_AT_ONCE: dict[str, Callable[[Compilation], str]] = {
+    "buckets": lambda own: str(own.num_buckets),
+    "first step s, beside the others'": lambda own: f"{own.cold_s:.1f}",
+    "first loss": lambda own: f"{own.loss:.5f}",
+}
+_COLD_AND_WARM: dict[str, Callable[[Any], str]] = {
+    "graphs": lambda own: str(own.facts.num_graphs),
+    "sections": lambda own: str(own.facts.num_sections or "-"),
+    "kernels": lambda own: str(own.facts.num_kernels),
+    "kernel calls": lambda own: str(own.facts.num_kernel_calls),
+    "buckets": lambda own: str(own.num_buckets or "-"),
+    "recompiles": lambda own: str(own.facts.num_recompiles),
+    "compile s, cold": lambda own: f"{own.cold_s:.1f}",
+    "warm": lambda own: "-" if own.warm_s is None else f"{own.warm_s:.1f}",
+    "peak memory MB": lambda own: f"{own.peak_mb:.0f}",
+    "first loss": lambda own: f"{own.loss:.5f}",
+}
+_TIMES: dict[str, Callable[[Measured], str]] = {
+    "iteration ms": _milliseconds("iteration_s", with_spread=True),
+    "forward": _milliseconds("forward_s"),
+    "backward": _milliseconds("backward_s", with_spread=True),
+    "optimizer": _milliseconds("optimizer_s"),
+    "throughput of eager's": lambda peer: _ratio(peer.throughput_of_eager),
+    "of in-tree's": lambda peer: _ratio(peer.throughput_of_intree),
+    "backward of in-tree's": lambda peer: _ratio(peer.backward_of_intree),
+    "alone ms": _milliseconds("alone_s"),
+    "exposed ms": _milliseconds("exposed_s"),
+    "over bound": lambda peer: f"{peer.over_bound:+.0%}",
+}
+_COSTS: dict[str, Callable[[Cost], str]] = {
+    "CPU ms a step": lambda cost: f"{cost.cpu_ms:.1f}",
+    "gaps ms": lambda cost: f"{cost.gaps_ms:.1f}",
+    "communication ms": lambda cost: f"{cost.communication_ms:.1f}",
+    "hidden ms": lambda cost: f"{cost.hidden_ms:.1f}",
+    "peak MB": lambda cost: f"{cost.peak_mb:.0f}",
+}

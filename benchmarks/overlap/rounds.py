@@ -67,7 +67,6 @@ class Bounds:
 
     @property
     def bound_s(self) -> float:
-        """Perfect overlap."""
         return max(self.compute_s, self.communication_s)
 
 

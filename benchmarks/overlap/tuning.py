@@ -44,7 +44,6 @@ class Row:
 
     @property
     def backward_s(self) -> float:
-        """Median over all rounds."""
         return statistics.median(self.backwards_s)
 
     def backward_in(self, half: int) -> float:
@@ -53,8 +52,6 @@ class Row:
 
 
 class Cell(NamedTuple):
-    """All choices for one model at one rate."""
-
     model: str
     rate: str
     num_ranks: int
@@ -87,7 +84,6 @@ def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
 
 
 def report(cells: Sequence[Cell]) -> str:
-    """Return all cells as Markdown."""
     header = (
         "model", "ranks", "rate", "auto, backward ms", "best cap", "default", "auto / best cap",
         "auto / default", "predicted / measured backward: auto", "all, worst", "decision",
@@ -133,7 +129,6 @@ def _to_best(auto: Row, caps: Sequence[Row]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; return 1 if something could not be."""
     defaults = {"rates": ["1gbit", FREE], "ranks": 2, "rounds": 3}
     parser = make_parser("benchmarks.overlap.tuning", __doc__, **defaults)
     parser.add_argument("--models", type=names, default=["gpt"])
@@ -143,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells: list[Cell] = []
     with open_session("overlap.tuning", args, arguments) as session:
         for model in args.models:
+            session.where = model
             session.set_rate(FREE)
             caches = session.setting.folder / model
             with session.failing(_AUTO), session.open(_AUTO, model, None, caches) as team:

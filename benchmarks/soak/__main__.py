@@ -34,7 +34,6 @@ from benchmarks.soak.models import LIVES
 _PEERS = ["eager", "nosplit", "forward", "backward"]
 _OWN_NAME, _UNSPLIT = "ddpopt", "nosplit"
 _NUM_COUNTS, _NUM_PERIODS = 32, 8  # so that each quarter has the same places in a period
-_ROWS_SHOWN = 11
 
 
 class Run(NamedTuple):
@@ -61,18 +60,13 @@ def _team(peer: str) -> Iterator[Team]:
 
 
 def soak(peer: str, num_steps: int) -> Run:
-    """Train."""
     each = max(1, num_steps // _NUM_COUNTS)
     period = each * _NUM_COUNTS // _NUM_PERIODS
     taken: list[list[Counts]] = []
     with _team(peer) as team:
-        for number in range(1, _NUM_COUNTS + 1):
+        for _ in range(_NUM_COUNTS):
             taken.append(team.ask("run", each, period))
-            if number == _NUM_COUNTS // 4:
-                team.ask("begin")
             _tell(f"{peer}: {taken[-1][0]}")
-        for grown in team.ask("grown")[:_ROWS_SHOWN]:
-            _tell(f"{peer}, rank 0, more than after a quarter: {grown}")
     return Run(peer, tuple(tuple(counts) for counts in zip(*taken, strict=True)))
 
 
@@ -106,8 +100,7 @@ def _tell(text: str) -> None:
 
 
 def report(runs: Sequence[Run]) -> str:
-    """Return the tables and the verdict, in Markdown."""
-    return "\n".join([*_growth_table(runs), "", *_verdicts(runs), "", *_series_table(runs)])
+    return "\n".join([*_growth_table(runs), "", *_verdicts(runs)])
 
 
 def _growth_table(runs: Sequence[Run]) -> list[str]:
@@ -139,23 +132,7 @@ def _verdicts(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _series_table(runs: Sequence[Run]) -> list[str]:
-    header = (
-        "peer (rank 0)", "step", "RSS MiB", "fds", "threads", "tensors", "objects", "FX sources",
-    )  # fmt: skip
-    rows = []
-    for run in runs:
-        series = run.series[0]
-        distance = max(1, (len(series) - 1) // (_ROWS_SHOWN - 1))
-        rows += [
-            (run.peer, *(f"{counts[name]:,.0f}" for name in ("step", *MEASURES)))
-            for counts in series[::-distance][::-1]
-        ]
-    return table(header, rows)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, print, and return 1 if ddpopt grew."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__.partition("\n")[0]
     )

@@ -36,7 +36,6 @@ class Layers(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the shape of `x`: [..., width]."""
         for linear, norm in zip(self.layers, self.norms, strict=True):
             x = norm(linear(self.dropout(x))).relu()
         return x
@@ -53,7 +52,6 @@ class Trial:
     more: dict[str, Any]
 
     def step(self) -> None:
-        """Train."""
         self.optimizer.zero_grad()
         self.model(self.batch).pow(2).mean().backward()
         self.optimizer.step()
@@ -85,7 +83,6 @@ class Life:
     use: Callable[[Trial], None]
 
     def live(self) -> Refs:
-        """Make a model, train it, drop it; return weak references to what it was."""
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Layers(), bucket_cap_mb=_CAP_MB)
         options = None if self.options is None else {"inner": "aot_eager", **self.options}
