@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tests.gpu.test_times import MODELS
 from tests.support.device import DEVICE
 from tests.system.scenarios.rows import names_of
 
 _RIGHT, _TOOLS, _OVERLAP, _COST = "Right", "Tools", "Overlap", "Cost"
 _HERE = "tests/gpu"
 _ROWS = "tests/system/test_training.py::test_training_equals_eager_ddp"
-_MODELS = ("gpt2-small", "gpt2-medium", "bert-base", "resnet50-imagenet")
 _SHARDS = {"aot_eager": 3, "inductor": 2}  # which run beside each other
 
 
@@ -69,8 +69,8 @@ def _right() -> Iterator[Line]:
         yield _here(
             "training",
             group,
-            "Autocast, GradScaler, channels_last, fused optimizers, an optimizer in backward, "
-            "offloaded tensors, buckets that pass late",
+            "GradScaler and float16, fused optimizers, an optimizer in backward, offloaded "
+            "tensors, buckets that pass late",
         )
         yield _here(
             "attention",
@@ -93,8 +93,6 @@ def _tools() -> Iterator[Line]:
 
 
 def _times() -> Iterator[Line]:
-    models = _MODELS if DEVICE.type == "cuda" else ("tiny",)
-
     def alone(name: str, part: str, shows: str, test: str, model: str = "") -> Line:
         return Line(
             name=f"{name}, {model}" if model else name,
@@ -120,7 +118,7 @@ def _times() -> Iterator[Line]:
             "test_peers_take_turns",
             model,
         )
-        for model in models
+        for model in MODELS
     )
     yield first
     yield alone(
@@ -128,7 +126,7 @@ def _times() -> Iterator[Line]:
         _COST,
         "The first step with an empty cache and with a filled one",
         "test_compile_time",
-        models[0],
+        MODELS[0],
     )
     yield from others
 

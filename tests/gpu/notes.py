@@ -35,6 +35,11 @@ def read(path: Path) -> list[Note]:
     return list({note.name: note for note in notes}.values())
 
 
+def folder_for(name: str, otherwise: Path) -> Path:
+    """Return where a line leaves its figures: beside its notes, if somebody takes any."""
+    return Path(os.environ[PATH]).parent / name if PATH in os.environ else otherwise
+
+
 def shorten(text: str) -> str:
     """Return a text in a line of a table; of a rank's traceback, its last line."""
     if "Traceback" in text:

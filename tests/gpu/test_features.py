@@ -1,4 +1,7 @@
-"""What people do with a GPU: each trains compiled beside eager, and both are equal."""
+"""What people do with a GPU: each trains compiled beside eager, and both are equal.
+
+Models, autocast and loops are rows of `tests/system/scenarios`, which run on the device too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from benchmarks.harness.network import Rate, connect, open_network
 from ddpopt import algorithms
 from tests.gpu.conftest import Run
 from tests.support.models import WIDTH
-from tests.system.scenarios.architectures import Block, ConvNet, FlexTransformer, Transformer
+from tests.system.scenarios.architectures import Block, FlexTransformer, Transformer
 from tests.system.scenarios.scenario import momentum_sgd
 
 _CAP_MB = 0.03  # of a model of 64 columns: some buckets
@@ -73,7 +76,6 @@ class Training:
     optimizer: Callable[[Any], torch.optim.Optimizer | None] = momentum_sgd
     scaler: torch.amp.GradScaler | None = None
     prepare: Callable[[DistributedDataParallel], None] = lambda _: None
-    cap_mb: float = _CAP_MB
 
 
 def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str:
@@ -119,7 +121,7 @@ def _train(
     torch._dynamo.reset()
     torch.manual_seed(trial.rank)
     optimizer = training.optimizer(model.parameters())
-    ddp = DistributedDataParallel(model, bucket_cap_mb=training.cap_mb)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=_CAP_MB)
     training.prepare(ddp)
     forward = compile_(ddp)
     scaler = copy.deepcopy(training.scaler)
@@ -147,21 +149,11 @@ def _autocast(trial: Trial, dtype: torch.dtype) -> Callable[[], torch.autocast]:
     return functools.partial(torch.autocast, trial.device, dtype)
 
 
-def _bfloat16(trial: Trial) -> str:
-    training = Training(model=Transformer, around_forward=_autocast(trial, torch.bfloat16))
-    return compare(trial, training, tolerance=0.03)
-
-
 def _float16(trial: Trial) -> str:
     scaler = torch.amp.GradScaler(trial.device, init_scale=1024.0)
     around = _autocast(trial, torch.float16)
     training = Training(model=Transformer, around_forward=around, scaler=scaler)
     return compare(trial, training, tolerance=0.03)
-
-
-def _channels_last(trial: Trial) -> str:
-    training = Training(model=lambda: ConvNet(torch.channels_last), cap_mb=0.001)
-    return compare(trial, training, tolerance=1e-3)
 
 
 def _optimizers(trial: Trial) -> str:
@@ -283,9 +275,7 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
 }
 _TRAINING: dict[str, Callable[[Trial], str]] = {
     "buckets that pass late": _late_buckets,
-    "autocast bfloat16": _bfloat16,
     "autocast float16, GradScaler": _float16,
-    "channels_last": _channels_last,
     "fused and foreach optimizers": _optimizers,
     "optimizer in backward": _optimizer_in_backward,
     "saved tensors offloaded": _offload,
