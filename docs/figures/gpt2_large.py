@@ -1,4 +1,4 @@
-"""Computes how a GPT-2-large-sized model scales to 1,024 ranks, for docs/simulation.md.
+"""Computes how a GPT-2-large-sized model scales to 1,024 ranks, for docs/planning.md.
 
 Run `python docs/figures/gpt2_large.py` in the repository: it prints the table and writes
 docs/images/scaling-gpt2-large.png, which needs matplotlib. Nothing here is measured; the constants
@@ -140,7 +140,7 @@ def markdown(shown: list[Curve]) -> list[str]:
     ]
     for each in shown:
         for i, world_size in enumerate(WORLD_SIZES):
-            if world_size in (8, 16, 64, 256, 1024):
+            if world_size == 1024:
                 lines.append(
                     f"| {each.gbit_per_s} | {each.algorithm} | {world_size} "
                     f"| {each.planned[i]:.1%} | {each.num_buckets[i]} "

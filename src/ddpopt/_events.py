@@ -141,6 +141,10 @@ class Listener(Protocol):
     def watch(self, label: Label, outputs: Any) -> None:
         """Find the autograd node that made a section's outputs, which will run its backward."""
 
+
+class Recording(Listener, Protocol):
+    """Is notified of exchanges too."""
+
     def follow(
         self,
         ddp: DistributedDataParallel | None,
@@ -152,7 +156,7 @@ class Listener(Protocol):
         """Return works to wait for in place of those of an exchange that is beginning."""
 
 
-current: Listener | None = None
+current: Recording | None = None
 _ranges = Ranges()
 
 
@@ -190,7 +194,7 @@ def follow(
 
 
 @contextlib.contextmanager
-def listen(listener: Listener) -> Any:
+def listen(listener: Recording) -> Any:
     """Notify `listener` in this block; RuntimeError if there is a listener already."""
     global current  # noqa: PLW0603  # a section can afford one look at a global
     if current is not None:

@@ -25,19 +25,12 @@ class Ranges:
 
     @contextlib.contextmanager
     def section(self, label: tuple[str, int], kind: str) -> Any:
-        """Show this block as a range."""
         with record_function(range_name(label, kind)):
             yield
 
     def watch(self, label: tuple[str, int], outputs: Any) -> None:
         """Show the backward of these outputs, where AOTAutograd's node runs it."""
         watch_backward(outputs, lambda: self.section(label, "backward"))
-
-    def follow(
-        self, _ddp: object, _what: str, _bucket: int, _num_bytes: int, works: list[Any]
-    ) -> list[Any]:
-        """Leave exchanges as they are: the profiler has the process group's own ranges."""
-        return works
 
 
 def range_name(label: tuple[str, int], kind: str) -> str:

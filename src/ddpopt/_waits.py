@@ -50,12 +50,10 @@ def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting, is_behind_forw
 
 
 def end_sharded(ddp: DistributedDataParallel) -> None:
-    """Note that a module's updates are no longer sharded."""
     _sharded.pop(ddp, None)
 
 
 def is_sharded(ddp: DistributedDataParallel) -> bool:
-    """Whether a module's updates are sharded."""
     return ddp in _sharded and _sharded[ddp][0]() is not None
 
 
@@ -91,7 +89,6 @@ def wait_for(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def wait_for_all() -> None:
-    """Return when all that was announced may be read."""
     for arrival in list(_arrivals.values()):
         arrival.wait()
 

@@ -67,7 +67,6 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the bucket's gradients in bytes."""
         return sum(parameter.num_bytes for parameter in self.parameters)
 
 

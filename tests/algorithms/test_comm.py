@@ -282,7 +282,7 @@ def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
         optimizer.step()
     found = ddpopt.metrics(ddp)
     assert found.keys() >= {"ddpopt.step.ms", "ddpopt.buckets", *handle.metrics()}
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "reading-the-logs.md").read_text()
     assert [name for name in found if f"`{name}`" not in text] == []
     handle.detach()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -395,6 +396,7 @@ def _read(rank: int) -> Any:
         error_of(lambda: training.optimizer.load_state_dict({"state": {}, "param_groups": []})),
     ]
     full = training.handle.full_gradients()
+    said.append(error_of(lambda: training.handle.set_gradients({"layers.0.weight": x})))
     expected = {name: p.grad for name, p in plain.ddp.module.named_parameters()}
     norms = training.clip(0.1), plain.clip(0.1)
     clipped = training.handle.full_gradients()
@@ -418,12 +420,13 @@ def _read(rank: int) -> Any:
 def test_gradients_that_are_nowhere_as_a_whole_cannot_be_used(ranks: Ranks) -> None:
     """Reading, clipping or saving them raises, and names what to call in place of that."""
     for said, found, (norm, expected), sizes, (restored, same) in ranks.run(_read):
-        for text in said[:-2]:
+        for text in said[:-3]:
             assert text.startswith("AbsentGradientError")
             assert "handle.clip_grad_norm_" in text
             assert "handle.full_gradients()" in text
-        assert "OptionError: state_dict of this optimizer" in said[-2]
-        assert "handle.load_state_dict" in said[-1]
+        assert "OptionError: state_dict of this optimizer" in said[-3]
+        assert "handle.load_state_dict" in said[-2]
+        assert f"OptionError: layers.0.weight with a gradient of [8, {WIDTH}]" in said[-1]
         assert all(found)
         assert all(restored)
         assert all(same)
@@ -457,6 +460,8 @@ def _refuse(rank: int) -> list[str]:
     gaps.layers[0].weight = nn.Parameter(torch.zeros(4, 8)[:, :3])  # type: ignore[assignment]
     shared = MLP(2, bias=False)
     shared.layers[1].weight = nn.Parameter(shared.layers[0].weight.detach()[1:])  # type: ignore[assignment]
+    tied = MLP(1, bias=False)
+    tied.register_buffer("copied", tied.layers[0].weight.detach()[1:])
     handle = attach(ddp, adam, ShardedUpdate())
     said = [error_of(lambda: attach(ddp, adam, Decentralized(hierarchical=False)))]
     said.append(error_of(lambda: handle.load_state_dict({"optimizers": []})))
@@ -464,9 +469,12 @@ def _refuse(rank: int) -> list[str]:
         error_of(lambda: handle.load_state_dict(torch.optim.SGD(gaps.parameters()).state_dict()))
     )
     said.append(error_of(lambda: handle.clip_grad_norm_(1.0, -1.0)))
+    ddp(torch.ones(2, WIDTH)).sum().backward()
+    adam.step()
+    said += [error_of(lambda: copy.deepcopy(adam)), error_of(lambda: pickle.dumps(adam))]
     handle.detach()
     said.append(error_of(handle.wait))
-    for model in (ddp, DistributedDataParallel(gaps), DistributedDataParallel(shared)):
+    for model in (ddp, *map(DistributedDataParallel, (gaps, shared, tied))):
         optimizer = adafactor if model is ddp else torch.optim.SGD(model.parameters())
         said.append(error_of(lambda m=model, o=optimizer: attach(m, o, ShardedUpdate())))
     said.append(error_of(lambda: attach(ddp, Descent(ddp.parameters()), ShardedUpdate())))
@@ -483,10 +491,12 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_do(ranks: Ranks) -> None
                 "OptionError: on rank 0: the state is not of 1 optimizers",
                 "OptionError: on rank 0: the state of optimizer 0 is of groups of [1] parameters",
                 "OptionError: norm_type is -1.0",
+                *["OptionError: this optimizer's states are in shards"] * 2,
                 "AttachError: this ShardedUpdate was detached",
                 "OptionError: on rank 0: ShardedUpdate cannot work with Adafactor",
                 "OptionError: on rank 0: layers.0.weight has gaps or overlaps in memory",
                 "OptionError: on rank 0: layers.0.weight and layers.1.weight share memory",
+                "OptionError: on rank 0: layers.0.weight and copied share memory",
                 "OptionError: on rank 0: ShardedUpdate cannot work with Descent",
                 "TypeError: elementwise is",
             ],
@@ -599,7 +609,10 @@ def _fail(rank: int) -> Any:
     training.optimizer = Descent(training.ddp.parameters(), fails=True)
     training.attach(ShardedUpdate(elementwise=(Descent,)))
     inputs = batches(rank, [(8, WIDTH)] * 5)
-    said = [error_of(lambda x=x: training.step(x)) for x in inputs]
+    said = [error_of(lambda x=x: training.step(x)) for x in inputs[:3]]
+    said.append(error_of(training.optimizer.zero_grad))
+    said += [str([p.grad for p in training.ddp.parameters() if p.grad is not None])]
+    said += [error_of(lambda x=x: training.step(x)) for x in inputs[3:]]
     return said, training.end()
 
 
@@ -608,7 +621,7 @@ def test_an_update_that_fails_on_a_rank_ends_in_an_error_on_all(ranks: Ranks) ->
     (said, weights), (other, others_weights) = ranks.run(_fail)
     assert other[2] == "ArithmeticError: in the update"
     assert said[2].startswith("PeerError: the optimizer's update raised on rank 1 in step 3")
-    assert said[3] == other[3] == "nothing"
+    assert said[3:] == other[3:] == ["nothing", "[]", "nothing", "nothing"]
     assert torch.equal(weights, others_weights)
 
 
@@ -986,11 +999,11 @@ def _watch_each_send(rank: int, name: str) -> Any:
     found = []
     send = Shard.send
 
-    def see(shard: Shard, what: str) -> None:
+    def see(shard: Shard, what: str, *given: Any) -> None:
         now = [torch.cat([*s.pieces]) for s in shards]
         changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
         found.append((shard.index, changed))
-        send(shard, what)
+        send(shard, what, *given)
 
     with mock.patch.object(Shard, "send", see):
         for x in rest:
@@ -1015,7 +1028,7 @@ def test_a_bucket_is_sent_when_it_is_updated_and_before_the_next_one_is(
 
 
 def _hook(rank: int, when: str) -> Any:
-    """Halve gradients in a hook of the optimizer's, from before `attach` or after it."""
+    """Change an option in hooks of the optimizer's, from before `attach` or after it."""
     found = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
@@ -1025,9 +1038,7 @@ def _hook(rank: int, when: str) -> Any:
         def before(optimizer: Any, *_: Any, counts: list[int] = counts) -> None:
             counts[0] += 1
             for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if when == "after":  # of one from before it only plain DDP has the gradients
-                        p.grad.mul_(0.5)
+                group["lr"] *= 0.9
 
         def after(*_: Any, counts: list[int] = counts) -> None:
             counts[1] += 1
@@ -1041,12 +1052,26 @@ def _hook(rank: int, when: str) -> Any:
             training.attach()
         for x in batches(rank, [(8, WIDTH)] * 4):
             training.step(x)
-        found.append((training.end(), counts))
+        parameters, weights = list(training.ddp.parameters()), _flat(training.ddp).clone()
+        seen = list(counts)
+
+        def clip(*_: Any, parameters: Any = parameters) -> None:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+
+        training.optimizer.register_step_pre_hook(clip)
+        said = error_of(lambda x=x, training=training: training.step(x))
+        rate = training.optimizer.param_groups[0]["lr"]
+        same = [*map(id, parameters)] == [*map(id, training.optimizer.param_groups[0]["params"])]
+        training.end()
+        found.append((weights, seen, rate, same, said))
     return found
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_optimizers_run_once_a_step_and_see_all_gradients(ranks: Ranks, when: str) -> None:
-    for (plain, counts), (sharded, others_counts) in ranks.run(_hook, when):
-        assert torch.equal(plain, sharded)
-        assert counts == others_counts == [4, 4]
+def test_hooks_of_optimizers_see_parameters_and_run_once_a_step(ranks: Ranks, when: str) -> None:
+    """What they do to options counts; gradients that no rank has cannot be clipped in them."""
+    for plain, sharded in ranks.run(_hook, when):
+        assert torch.equal(plain[0], sharded[0])
+        assert plain[1:4] == sharded[1:4] == ([4, 4], plain[2], True)
+        assert plain[4] == "nothing"
+        assert sharded[4].startswith("AbsentGradientError")

@@ -31,7 +31,7 @@ def _divide(rank: int, num_ranks: int) -> Any:
     ]
     for piece in shard.pieces:
         piece.detach().add_(1)
-    shard.send("sending")
+    shard.send("sending", shard.members)
     shard.wait()
     sent = [torch.equal(a, b + 1) for a, b in zip(parameters, copies, strict=True)]
     states = [shard.cut_state({"step": torch.tensor(3.0), "m": c}, k) for k, c in enumerate(copies)]

@@ -111,6 +111,7 @@ def test_the_plans_own_ring_is_extended_to_more_ranks() -> None:
     cost = simulate(_plan(), world_size=4).cost
     assert cost.startup_s == pytest.approx(6 * 0.25)
     assert cost.s_per_byte == pytest.approx(6 / 4 / 10)
+    assert simulate(_plan(), world_size=1).cost == AllreduceCost(startup_s=0, s_per_byte=0)
 
 
 def test_a_given_cost_is_used_as_it_is() -> None:
@@ -295,11 +296,11 @@ def test_a_bad_mean_delay_is_refused(mean: float) -> None:
         Stragglers(mean_delay=mean)
 
 
-def test_a_plan_without_a_rate_implies_no_network() -> None:
+def test_a_plan_for_one_rank_implies_no_cost_for_more() -> None:
     """On its own number of ranks it can be simulated all the same."""
-    plan = _plan(cost=FREE)
-    assert simulate(plan, world_size=2).timeline.exposed_s == 0
-    with pytest.raises(PlanError, match="bandwidth"):
+    plan = dataclasses.replace(_plan(), world_size=1)
+    assert simulate(plan, world_size=1).timeline.exposed_s > 0
+    with pytest.raises(PlanError, match="the plan is for 1 rank"):
         simulate(plan, world_size=4)
 
 
@@ -502,10 +503,10 @@ def test_the_model_of_the_figure_is_gpt2_large(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_documented_curve_is_what_the_script_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its table is in docs/simulation.md; tests of the site find the picture."""
+    """Its table is in docs/planning.md; tests of the site find the picture."""
     figure = _figure(monkeypatch)
     curves = figure.curves()
-    assert "\n".join(figure.markdown(curves)) in (DOCS / "simulation.md").read_text()
+    assert "\n".join(figure.markdown(curves)) in (DOCS / "planning.md").read_text()
 
 
 def _figure(monkeypatch: pytest.MonkeyPatch) -> Any:

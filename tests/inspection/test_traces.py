@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -234,7 +233,7 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
             r"allreduces\[0\] is a list of 3 items",
         ),
         (lambda trace: _told(trace, allreduces=[[0, 0, 1.0, 1e300]]), r"allreduces\[0\]\[3\] is"),
-        (lambda trace: _told(trace, allreduces=[[0, 0, math.nan, 1]]), "a number that is NaN"),
+        (lambda trace: _told(trace, allreduces=[[0, 0, math.nan, 1]]), r"\[0\]\[2\] is NaN"),
     ],
 )
 def test_a_file_that_is_no_trace_is_named(
@@ -254,15 +253,11 @@ def _told(trace: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**trace, "otherData": {**trace["otherData"], **changes}}
 
 
-def test_a_file_that_is_too_large_or_has_no_end_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     """The limit of a rank's trace is 256 MiB."""
     with (tmp_path / "rank0.json").open("wb") as file:
         file.truncate(2**28 + 1)
     with pytest.raises(ddpopt.TraceError, match="over the limit of 268435456"):
-        ddpopt.merge_traces([tmp_path])
-    (tmp_path / "rank0.json").unlink()
-    os.mkfifo(tmp_path / "rank0.json")
-    with pytest.raises(ddpopt.TraceError, match="not a regular file"):
         ddpopt.merge_traces([tmp_path])
 
 
@@ -271,15 +266,6 @@ def test_a_name_that_no_terminal_should_see_is_shown_as_text(tmp_path: Path) -> 
     (tmp_path / "rank\x1b[2J.json").write_text("{}")
     with pytest.raises(ddpopt.TraceError, match=r"rank\\x1b\[2J\.json is no trace"):
         ddpopt.merge_traces([tmp_path])
-
-
-def test_a_link_is_not_followed_where_a_recording_is_saved(tmp_path: Path) -> None:
-    """`rank0.json` is a name that anybody can foresee."""
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "rank0.json").symlink_to(tmp_path / "precious")
-    with pytest.raises(FileExistsError, match="links are not followed"):
-        _recording(0, "a").save(tmp_path / "rank0.json")
-    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_recording_replaces_an_earlier_one(tmp_path: Path) -> None:

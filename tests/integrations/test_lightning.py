@@ -144,6 +144,13 @@ def test_fit_and_resumed_fit_split_log_and_explain(
     assert float(rows[-1]["ddpopt.step.ms"]) > 0
 
 
+def test_what_fails_before_fit_has_nothing_to_restore() -> None:
+    """As validation alone may."""
+    module = _module(PACKAGES[0])
+    DDPOptCallback(EAGER).on_exception(None, module, ValueError())
+    assert "training_step" not in vars(module)
+
+
 def test_without_ddp_the_model_is_compiled_whole_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,6 +126,13 @@ def test_training_and_resumed_training_split_log_and_explain(
     assert all("ddpopt.sections" not in row for row in second["rows"])
 
 
+def test_what_is_logged_before_any_training_is_left_alone() -> None:
+    """As `evaluate` logs."""
+    logs = {"loss": 1.0}
+    DDPOptCallback(EAGER).on_log(None, None, None, logs=logs)
+    assert logs == {"loss": 1.0}
+
+
 def test_one_rank_is_compiled_whole_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

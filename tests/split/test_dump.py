@@ -133,24 +133,6 @@ def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind
     assert list(other.glob("*/plan.json"))
 
 
-def test_a_folder_that_was_replaced_by_a_link_is_not_written_to(
-    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the owner of the folder above, between two compiles; training goes on."""
-    dump_dir, precious = tmp_path / "dumps", tmp_path / "precious"
-    precious.mkdir()
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    with config.patch(dump_dir=str(dump_dir)):
-        train(ddp, batches(0, [(2, 64)]), compiled)
-        (process,) = dump_dir.iterdir()
-        process.rename(tmp_path / "away")
-        process.symlink_to(precious)
-        train(ddp, batches(0, [(5, 64)]), compiled)
-    assert not list(precious.iterdir())
-    assert "no longer dumped" in caplog.text
-
-
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../b", "x\0y", "n" * 5000, ".."])
 def test_no_name_of_a_graph_leads_out_of_the_folder(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

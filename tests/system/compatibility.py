@@ -1,11 +1,15 @@
-"""Write what works into two pages: every row's outcome, ddpopt's beside the in-tree optimizer's.
+"""Write what works into a page: every row's outcome, ddpopt's beside the in-tree optimizer's.
 
 python -m tests.system.compatibility
+
+Only the two tables of docs/compatibility.md are written, of models and of what training does. Rows
+whose cells are equal share a line.
 """
-# test: skip, it writes the pages; tests/system/test_compatibility.py runs the rows
+# test: skip, it writes the page; tests/system/test_compatibility.py runs the rows
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,49 +19,19 @@ from tests.support.ranks import RankError, Ranks
 from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
 from tests.system.scenarios.running import Outcome, run_row
 
-_DOCS = Path(__file__).parents[2] / "docs"
-MODELS, TRAINING = _DOCS / "compatibility.md", _DOCS / "compatibility-training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _FIRST_OF_TRAINING = "static_graph"  # this row and those after it are about DDP and training
 
 COLUMNS = ("forward", "backward", "in-tree")
 
 _EAGER = "eager raises "  # of a cell, until its row is written
-
-_INTRODUCTION = """\
-# What works
-
-Each row trains a small model on two gloo processes, with different data on each, for at least three
-steps, and compares losses, gradients, parameters and buffers with eager DDP. Gradients are clipped
-in every row without sparse ones. The inner compiler is `aot_eager`, or Inductor where a row says
-so. `python -m tests.system.compatibility` writes this page, here with torch {torch};
-`tests/system/test_training.py` checks ddpopt's columns: *forward* and *backward* are its two
-splits. The rows here cover models; [What works in training](compatibility-training.md) covers DDP's
-options, hooks and the loop, [Architectures](architectures.md) tiny models from transformers and
-timm. [Releases of torch](releases.md) says what was run on which.
-
-- *3/4*: equal to eager DDP, with the graph in three sections, for the Reducer's four buckets. With
-  graph breaks and recompiles, there is one number of sections per graph: *2+2/8*. *whole* is equal
-  too, but was not split; `explain` and the log say why.
-- The in-tree optimizer is PyTorch's own, with `backend="aot_eager"` or `"inductor"`. It refuses
-  caps below its first bucket's, 1 MiB; for these models that is lowered to the row's cap. Its
-  buckets may differ from ddpopt's: they follow the order in which gradients first arrive, which is
-  arbitrary within one of its sections, so it can have more of them.
-- *eager raises*: eager DDP raises the error in the note; so does the compiled model.
-
-"""
-
-_INTRODUCTION_OF_TRAINING = """\
-# What works in training
-
-DDP's options, hooks, training loops, and rows on Inductor. [What works](compatibility.md) says what
-is compared and what the cells mean: *3/4* is equal to eager DDP, three sections for four buckets.
-
-"""
+_BETWEEN = "; "  # rows of a line; a title has none
 
 _HEADER = """\
 | row | forward | backward | in-tree | note |
 |---|---|---|---|---|
 """
+_TABLE = re.compile(re.escape(_HEADER) + r"((?:\|.*\n)*)")
 
 
 def all_rows() -> list[tuple[str, str, str]]:
@@ -67,38 +41,41 @@ def all_rows() -> list[tuple[str, str, str]]:
 
 
 def documented_rows() -> list[str]:
-    """Return the titles in the pages."""
-    tables = [path.read_text().partition(_HEADER)[2] for path in (MODELS, TRAINING)]
-    return [line.split("|")[1].strip() for table in tables for line in table.splitlines()]
+    """Return the titles in the page."""
+    lines = [line for table in _TABLE.findall(PAGE.read_text()) for line in table.splitlines()]
+    return [title for line in lines for title in line.split("|")[1].strip().split(_BETWEEN)]
 
 
-def write_pages(lines: list[str]) -> None:
-    """Write the rows, in the order of `all_rows`, into the two pages."""
+def write_tables(rows: list[tuple[str, str]]) -> None:
+    """Write titles with their cells, in the order of `all_rows`, into the two tables."""
     first = [title for title, _, _ in all_rows()].index(_FIRST_OF_TRAINING)
-    pages = {
-        MODELS: (_INTRODUCTION.format(torch=torch.__version__), lines[:first]),
-        TRAINING: (_INTRODUCTION_OF_TRAINING, lines[first:]),
-    }
-    for path, (introduction, rows) in pages.items():
-        path.write_text("\n".join([introduction + _HEADER + rows[0], *rows[1:], ""]))
+    tables = iter([rows[:first], rows[first:]])
+    PAGE.write_text(_TABLE.sub(lambda _: _HEADER + _lines_of(next(tables)), PAGE.read_text()))
 
 
-def _lines() -> Iterator[str]:
+def _lines_of(rows: list[tuple[str, str]]) -> str:
+    titles: dict[str, list[str]] = {}
+    for title, cells in rows:
+        titles.setdefault(cells, []).append(title)
+    return "".join(f"| {_BETWEEN.join(of)} | {cells} |\n" for cells, of in titles.items())
+
+
+def _rows() -> Iterator[tuple[str, str]]:
     ranks = Ranks()
     try:
         for title, name, inner in all_rows():
             cells = [_run(ranks, name, optimizer, inner) for optimizer in COLUMNS]
-            yield row(title, cells, SCENARIOS[name]().note)
+            yield title, cells_of(cells, SCENARIOS[name]().note)
     finally:
         ranks.stop()
 
 
-def row(title: str, cells: list[str], note: str) -> str:
-    """Return a line of the table; what eager DDP raises is said once, in the note."""
+def cells_of(cells: list[str], note: str) -> str:
+    """Return a row less its title; what eager DDP raises is said once, in the note."""
     raised = dict.fromkeys(cell.removeprefix(_EAGER) for cell in cells if cell.startswith(_EAGER))
     notes = [*filter(None, [note]), *map(_short, raised)]
     shown = ["eager raises" if cell.startswith(_EAGER) else cell for cell in cells]
-    return f"| {' | '.join([title, *shown, '; '.join(notes)])} |"
+    return " | ".join([*shown, "; ".join(notes)])
 
 
 def _run(ranks: Ranks, name: str, optimizer: str, inner: str) -> str:
@@ -127,11 +104,11 @@ def _splits(outcome: Outcome) -> str:
     return f"{'+'.join(map(str, outcome.pieces))}/{outcome.num_buckets}"
 
 
-def _short(text: str, length: int = 100) -> str:
+def _short(text: str, length: int = 50) -> str:
     text = text.replace("|", "/")
     return text if len(text) <= length else f"{text[:length].rsplit(' ', 1)[0]} ..."
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write_pages(list(_lines()))
+    write_tables(list(_rows()))

@@ -10,8 +10,9 @@ import pytest
 from tests.support.ranks import Ranks
 from tests.system.architectures import document
 from tests.system.architectures.catalogue import ARCHITECTURES
-from tests.system.architectures.running import Way, run_way
-from tests.system.fuzzing.checking import EQUAL, EQUAL_TO_UNSPLIT
+from tests.system.architectures.log import Log
+from tests.system.architectures.running import Result, Way, run_way
+from tests.system.fuzzing.checking import EQUAL, EQUAL_TO_UNSPLIT, RAISES
 
 HANDFUL = {
     "gpt2": Way(optimizer="backward"),
@@ -35,18 +36,19 @@ def test_an_architecture_trains_as_with_eager_ddp(ranks: Ranks, name: str) -> No
     assert max(result.sections) > 1
 
 
-def test_the_rows_take_as_many_pages_as_they_need(
+def test_the_page_of_a_sweep_has_a_row_for_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None has more words than the site allows or is left of a longer sweep; all are linked."""
-    monkeypatch.setattr(document, "DOCS", tmp_path)
-    monkeypatch.setattr(document, "DOCUMENT", tmp_path / "architectures.md")
-    line = "| model | whole, checkpointed | rounded 5+1/5 | as unsplit 5/5 | error: it raised |\n"
-    for number in (200, 100):
-        rows = {f"model{k}": 4 * line for k in range(number)}
-        document.write_pages("# Architectures\n", rows, {"model0": line, "model1": ""})
-        pages = sorted(tmp_path.glob("architectures-*.md"))
-        text = (tmp_path / "architectures.md").read_text()
-        assert text.count("](architectures-") == len(pages) > 4
-        assert sum(page.read_text().count(line) for page in pages) == 4 * number + 1
-        assert all(len(page.read_text().split()) <= 1500 for page in pages)
+    """And counts outcomes; what has not been run is empty."""
+    monkeypatch.setattr(document.metadata, "version", lambda name: f"of {name}")
+    monkeypatch.setattr(document, "DOCUMENT", tmp_path / "build" / "architectures.md")
+    log = Log(tmp_path / "log.jsonl")
+    equal = Result(outcome=EQUAL, sections=(5, 1), num_buckets=5)
+    log.add("gpt2", Way(optimizer="backward"), equal)
+    log.add("gpt2", Way(optimizer="forward"), Result(outcome=RAISES, detail="ValueError: a | b"))
+    log.add("bert", Way(optimizer="default", inner="inductor"), equal)
+    document.write_document(log)
+    text = document.DOCUMENT.read_text()
+    assert "| gpt2 | whole | error: ValueError: a / b | 5+1/5 |  |\n" in text
+    assert "| bert | 5+1/5 |  |\n" in text
+    assert f"| {EQUAL} | 0 | 1 | 0 |\n" in text

@@ -9,7 +9,9 @@ those, and in files of other pages, does `aot_eager` "compile" sections, which t
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -53,12 +55,9 @@ import error_tables
 
 # What a page says that its commands write.
 WRITTEN = {
+    "docs/getting-started.md": ("explanation.html", "trace.json"),
     "docs/reading-the-logs.md": ("dumps",),
-    "docs/ten-minutes.md": ("explanation.html", "trace.json"),
-    "docs/traces.md": ("profiles",),
 }
-# What else a page's commands need: `make test-all` installs it, by the extra `examples`.
-NEEDED = {"docs/ten-minutes.md": "tensorboard"}
 ON_TWO_NODES = "run on two emulated nodes"
 FILES_FROM = "docs/getting-started.md"  # for pages that run a train.py without showing it
 
@@ -81,7 +80,7 @@ ELSEWHERE = {
 RECORDS = {"CHANGELOG.md", "benchmarks/RESULTS.md"}
 # Pages whose Python blocks are only compiled.
 COMPILE_ONLY = {
-    "README.md": "Getting started has the same lines, and those are run",
+    "README.md": "the landing page has the same lines, and those are run",
     "benchmarks/README.md": "MyModule is the reader's",
 }
 
@@ -200,8 +199,6 @@ def _run(command: str, folder: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if _commands(page)])
 def test_commands_run(tmp_path: Path, page: str) -> None:
     """One after another, in a folder with the files that the page shows; each exits with 0."""
-    if page in NEEDED:
-        pytest.importorskip(NEEDED[page], reason="pip install 'ddpopt[examples]'")
     _prepare(page, tmp_path)
     has_snippets = any(not block.title and not block.how for block in _python(page))
     for command in _commands(page):
@@ -256,11 +253,18 @@ def test_all_pages_are_looked_at() -> None:
     assert found == {*PAGES, *RECORDS}
 
 
-def test_no_page_is_too_long_to_read() -> None:
-    """As `wc -w` counts, code and tables too: a README of one screen, and pages of ten minutes."""
-    limits = dict.fromkeys(DOCS.glob("*.md"), 1500) | {ROOT / "README.md": 600}
-    num_words = {path: len(path.read_text().split()) for path in limits}
-    assert {p.name: num_words[p] for p in limits if num_words[p] > limits[p]} == {}
+def _num_words(*paths: Path) -> int:
+    """As `wc -w` counts, code and tables too."""
+    return sum(len(path.read_text().split()) for path in paths)
+
+
+def test_the_documents_are_not_too_long_to_read() -> None:
+    """All pages together, a README of one screen, and results without their history."""
+    pages = sorted(DOCS.glob("*.md"))
+    assert len(pages) <= 24
+    assert _num_words(*pages) <= 22_000
+    assert _num_words(ROOT / "README.md") <= 600
+    assert _num_words(ROOT / "benchmarks" / "RESULTS.md") <= 6_000
 
 
 def test_what_is_left_out_has_a_reason() -> None:
@@ -281,6 +285,25 @@ def test_the_reference_has_every_public_name() -> None:
     names |= {f"algorithms.{name}" for name in ddpopt.algorithms.__all__}
     assert names <= set(shown)
     assert len(shown) == len(set(shown))
+
+
+def test_all_that_is_public_is_described() -> None:
+    """Each function and class that the reference shows, and their methods and properties.
+
+    Those of algorithms may say by their names what they are.
+    """
+    modules = (ddpopt, ddpopt.algorithms)
+    public = {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}
+    for kind in [getattr(ddpopt, name) for name in ddpopt.__all__]:
+        for method, member in vars(kind).items() if isinstance(kind, type) else ():
+            if _is_code(member) and not method.startswith("_"):
+                public[f"{kind.__name__}.{method}"] = getattr(kind, method)
+    assert [name for name, value in public.items() if not inspect.getdoc(value)] == []
+
+
+def _is_code(member: object) -> bool:
+    kinds = property | functools.cached_property | classmethod | staticmethod
+    return callable(member) or isinstance(member, kinds)
 
 
 def test_the_command_line_page_has_every_command() -> None:

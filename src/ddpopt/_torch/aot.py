@@ -333,7 +333,6 @@ def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
 
 
 def inductor_options() -> list[str]:
-    """Return the names of Inductor's options."""
     return names.INDUCTOR_OPTIONS.get()()
 
 

@@ -22,7 +22,6 @@ from ddpopt.reducer import Parameter
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """Return the DDP module whose forward is running."""
     return names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
 
 
@@ -215,7 +214,6 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
 
 
 def is_in_join(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP's join() context is open."""
     return bool(names.JOIN_CONFIG.of(ddp).enable)
 
 

@@ -71,7 +71,6 @@ def optimize_ddp_mode() -> str:
 
 
 def is_compiled_autograd_on() -> bool:
-    """Whether compiled autograd will take over backward."""
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 

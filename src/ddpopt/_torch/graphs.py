@@ -164,7 +164,6 @@ def own_memory(fake: torch.Tensor) -> torch.Tensor:
 
 
 def free_symbols(value: object) -> frozenset[Any]:
-    """Return the symbols of a symbolic shape or number."""
     if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return frozenset(names.FREE_SYMBOLS.get()(value))
     return frozenset()

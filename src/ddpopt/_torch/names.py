@@ -102,7 +102,6 @@ class PrivateName:
             return default
 
     def is_in(self, owner: Any) -> bool:
-        """Whether `owner` has the name."""
         return self.find(owner, _read) is not _read
 
     def set(self, owner: Any, value: Any) -> None:

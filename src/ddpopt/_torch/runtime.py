@@ -17,7 +17,6 @@ from ddpopt.errors import TorchDriftError
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
     return running_backward() != -1
 
 
@@ -28,7 +27,6 @@ def running_backward() -> int:
 
 
 def autograd_node() -> Any:
-    """Return the autograd node that runs in this thread."""
     return names.AUTOGRAD_NODE.get()()
 
 
@@ -77,8 +75,8 @@ def queue_callback() -> Callable[[Callable[[], None]], None]:
 
 def step_without_hooks(
     optimizer: torch.optim.Optimizer, hook: RemovableHandle
-) -> Callable[[], object] | None:
-    """Return an optimizer's update without its hooks, to be called in this pre-hook of it.
+) -> Callable[..., object] | None:
+    """Return a function that updates an optimizer without its hooks, for this pre-hook of it.
 
     None if later hooks would find the update done already, or if torch does it in another way.
     """
@@ -86,7 +84,8 @@ def step_without_hooks(
     hooks = names.STEP_PRE_HOOKS.find(optimizer, {})
     if not names.HOOKED.find(step) or next(reversed(hooks), None) != hook.id:
         return None
-    return functools.partial(step.__wrapped__, optimizer)
+    update: Callable[..., object] = step.__wrapped__
+    return update
 
 
 def run_first(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
@@ -100,17 +99,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_autocast_on() -> bool:
-    """Whether autocast is on for any device."""
     return names.IS_AUTOCAST_ON.get()()
 
 
 def no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which autocast is off for all devices."""
     return names.DISABLE_AUTOCAST.get()()
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is on."""
     return names.PROFILER_ENABLED.get()()
 
 

@@ -1,9 +1,5 @@
 """`AsyncModelAverage`: a thread averages weights, while each rank trains at its own speed.
 
-[Note: rounds] In each round the ranks first agree whether to stop, which they do when all of them
-want to. Otherwise their weights are averaged as `AsyncModelAverage` says: each rank adds only a
-difference, so that what training changed meanwhile is kept.
-
 [Note: the lock on weights] Training has it from the first forward with gradients to the end of the
 update, so that no weight changes between a forward and its backward, and no update is lost to an
 average that is added at the same time. Averaging has it while it copies weights and while it adds
@@ -17,11 +13,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
-import math
 import threading
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +36,12 @@ _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adding t
 class FairLock:
     """A lock that goes to whoever has waited longest, as training wants it back right away.
 
-    On an accelerator, where it was never run, the stream of who acquires it waits for what was
-    queued before its release.
+    On an accelerator, never tried, the stream of who acquires it waits for what was queued before.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._changed = threading.Condition()
-        self._line: deque[object] = deque()  # the first has the lock
+        self._line: list[object] = []  # the first has the lock
         self._is_closed = False
         self._queued = None if device.type == "cpu" else torch.Event(device)
 
@@ -68,14 +61,13 @@ class FairLock:
         return is_mine
 
     def release(self) -> None:
-        """Give the lock to the next in line."""
         if self._queued is not None:
             self._queued.record()
         with self._changed:
             self._leave(self._line[0])
 
     def close(self) -> None:
-        """Send all away who wait; called when training no longer needs the lock."""
+        """Send all away who wait, or come later; who has the lock keeps it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -90,10 +82,12 @@ class _OverError(Exception):
 
 
 class AveragingLoop:
-    """A thread that makes rounds with the other ranks; see [Note: rounds]. Collective to make.
+    """A thread that makes rounds with the other ranks. Collective to make.
 
-    It ends by `stop` or `close`, with the process, when a round fails, or when `owner` is
-    collected: it refers to `owner` only while it copies or changes the weights.
+    In each round ranks first agree whether to stop, which they do when all of them want to.
+    Otherwise they average weights as `AsyncModelAverage` says. The thread ends by `stop` or
+    `close`, with the process, when a round fails, or when `owner` is collected: it refers to
+    `owner` only while it copies or changes the weights.
     """
 
     def __init__(self, owner: handle.Handle, interval_s: float) -> None:
@@ -112,7 +106,6 @@ class AveragingLoop:
         _loops.add(self)
 
     def check(self) -> None:
-        """Raise what ended the thread, if something did."""
         if self._error is not None:  # the original would collect frames that keep the owner alive
             raise copy.copy(self._error) from self._error
 
@@ -134,9 +127,8 @@ class AveragingLoop:
         thread.join(self._timeout_s)
         if thread.is_alive():
             self._error = PeerError(
-                "another rank hangs, or did not stop averaging within the process group's "
-                f"timeout of {self._timeout_s:g} s; call abort, resume, paused and average "
-                "on all ranks"
+                "another rank hangs, or did not stop averaging within the process group's timeout "
+                f"of {self._timeout_s:g} s; call abort, resume, paused and average on all ranks"
             )
             self.end()
         self.check()
@@ -157,12 +149,10 @@ class AveragingLoop:
 
     def _run(self) -> None:
         try:
-            with own_stream(self._data.device), torch.no_grad():
+            with own_stream(self._data.device), torch.no_grad(), contextlib.suppress(_OverError):
                 while not self._all_stop():
                     self._make_round()
                     self._wants_stop.wait(self._interval_s)
-        except _OverError:
-            pass
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would keep the owner alive
             self._error = error
@@ -183,14 +173,10 @@ class AveragingLoop:
         with self._locked_owner() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
-            del owner
 
     def _reduce(self, values: torch.Tensor, ranks: Communicator, op: Any) -> None:
-        """Reduce in place, and be ready to end meanwhile.
-
-        A thread that waits inside torch cannot be told to end, and aborts the interpreter when
-        the process exits. So this thread polls.
-        """
+        # It polls: a thread that waits inside torch cannot be told to end, and aborts the
+        # interpreter when the process exits.
         if self._is_over.is_set():
             raise _OverError
         work = ranks.all_reduce(values, op)
@@ -203,7 +189,6 @@ class AveragingLoop:
 
     @contextlib.contextmanager
     def _locked_owner(self) -> Iterator[handle.Handle]:
-        """Hold the owner, and the lock on its weights, in this block."""
         if not self.weights_lock.acquire():
             raise _OverError
         try:
@@ -321,7 +306,8 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     In each round the thread copies its rank's weights x_i to t_i, sums the copies of all n ranks,
-    and adds the difference: x_i <- x_i + sum_j(t_j) / n - t_i. No rank waits for another's step.
+    and adds the difference, x_i <- x_i + sum_j(t_j) / n - t_i, which keeps what training changed
+    meanwhile. No rank waits for another's step.
 
     Attributes:
         sync_interval_ms: Milliseconds from the end of a round to the start of the next.
@@ -339,7 +325,7 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
                 f"sync_interval_ms is {value!r}, a {type(value).__name__}; give a number of "
                 "milliseconds"
             )
-        if not 0 < value < math.inf:
+        if not 0 < value < float("inf"):
             raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")
         handle.check_count("warmup_steps", self.warmup_steps, 0)
 

@@ -5,9 +5,8 @@
 [Note: codes] MinMaxUInt8. Each chunk has its own range (min, max) and scale = 255 / (max - min +
 1e-7). A value x has the level rint(x * scale), and its code is that level minus the lowest one,
 clamped to [0, 255]: 0 stays 0, and x changes by at most half a level, beside float32 rounding. Both
-sides compute the scale from the range that is sent, in float32. A chunk with values that are NaN,
-infinite or too large has a range that shows it (`are_finite`), and the sender has to make sure that
-all ranks raise.
+sides compute the scale from the range that is sent, in float32. The range shows values that are
+NaN, infinite or too large (`are_finite`); the sender has to make sure that all ranks raise.
 
 Source: ByteGrad and MinMaxUInt8 as in Bagua (Gan et al., arXiv 2107.01499), with a clamp, without
 which codes of symmetric ranges could wrap around.
@@ -54,9 +53,8 @@ def decompress(message: torch.Tensor) -> torch.Tensor:
 def are_finite(message: torch.Tensor) -> torch.Tensor:
     """Return whether all chunks can be decompressed, as one bool on their device."""
     ranges = read_ranges(message)
-    width = ranges[:, 1] - ranges[:, 0]
-    lowest = _levels(ranges)[1]
-    return (width.isfinite() & lowest.squeeze(1).isfinite()).all()
+    _, lowest = _levels(ranges)
+    return (ranges.diff(dim=1).isfinite() & lowest.isfinite()).all()
 
 
 def read_ranges(message: torch.Tensor) -> torch.Tensor:
@@ -75,10 +73,9 @@ def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 class ByteGradHandle(BackgroundHandle):
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        def average(values: torch.Tensor) -> None:
-            average_in_8_bits(values, self.groups, self.num_steps)
-
-        return self.run_behind_backward(bucket, average)
+        return self.run_behind_backward(
+            bucket, lambda values: average_in_8_bits(values, self.groups, self.num_steps)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +108,7 @@ def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
 def _average(ranks: Communicator, values: torch.Tensor) -> None:
     """Replace `values` by their mean, of which each rank computes a chunk; by NaN if one is bad.
 
-    NaN and values that are too large survive decompression, mean and compression: all ranks see
-    them in the ranges of the mean.
+    What is NaN or too large is so after decompression, mean and compression too: all ranks see it.
     """
     num_chunks, num_values = ranks.num_ranks, values.numel()
     if num_chunks == 1:

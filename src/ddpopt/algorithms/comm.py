@@ -6,10 +6,6 @@ assumed to be a ring.
 [Note: hierarchical] With `hierarchical=True` the ranks of a node first average among themselves,
 then the node's first rank, its leader, communicates for it, and sends the others the result.
 Nodes have equal numbers of ranks, and a node's ranks are consecutive, as with torchrun.
-
-[Note: pairwise] gloo's own reduce-scatter sends as much as its allreduce, and its all-gather
-copies. So ranks on the CPU send each other the parts themselves: with n ranks each sends
-(n - 1) / n of the values, which is the minimum. Other backends have collectives that do the same.
 """
 
 from __future__ import annotations
@@ -30,14 +26,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ddpopt import _torch
 
+Work = Any  # torch.distributed.Work
+Works = list[Work]
+# torch < 2.13: only the old name exists
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
     """Return how many bytes each rank sends in an allreduce of `num_bytes`."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
-
-
-Work = Any  # torch.distributed.Work
-Works = list[Work]
 
 
 class Communicator:
@@ -124,10 +121,6 @@ class Communicator:
         dist.destroy_process_group(self.group)
 
 
-# torch < 2.13: only the old name exists
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
@@ -174,19 +167,18 @@ class Groups:
     @property
     def sent_bytes(self) -> float:
         """What this rank has sent so far, except within its node."""
-        return sum(c.sent_bytes for c in {self.ddp, self.everyone, self.leaders} if c is not None)
+        return sum(c.sent_bytes for c in filter(None, {self.ddp, self.everyone, self.leaders}))
 
     def end(self) -> None:
         """Destroy the groups, except DDP's, as `Communicator.end` does."""
-        for communicator in {self.everyone, self.leaders, self.node}:
-            if communicator is not None:
-                communicator.end()
+        for communicator in filter(None, {self.everyone, self.leaders, self.node}):
+            communicator.end()
 
 
 def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> Communicator:
     """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
-    ddp, ranks = Communicator(parent, device), dist.get_process_group_ranks(parent)
-    return _make_group(ddp, _new_name(ddp), ranks, "gloo")
+    ddp = Communicator(parent, device)
+    return _make_group(ddp, _new_name(ddp), dist.get_process_group_ranks(parent), "gloo")
 
 
 def _new_name(parent: Communicator) -> str:
@@ -210,10 +202,9 @@ def _make_group(
     return Communicator(group, torch.device("cpu") if backend == "gloo" else parent.device)
 
 
-_CACHED = 2**16  # elements of a few tensors that fit into a core's cache
-
 Complete = Callable[[], object]
 Follow = Callable[[str, int, int, Works], Works]  # what, of which bucket, of how many bytes
+_CACHED = 2**16  # elements of a few tensors that fit into a core's cache
 
 
 class Exchange:
@@ -222,6 +213,9 @@ class Exchange:
     Each method returns works; waiting for all of them ends the exchange, and until then no given
     tensor may change. `follow` gets the works of an exchange and returns those to wait for.
     `waited_s` is how long `wait` took, in all.
+
+    gloo's own reduce-scatter sends as much as its allreduce, and its all-gather copies. So ranks on
+    the CPU send each other the parts, (n - 1) / n of the values, as other backends' collectives do.
     """
 
     def __init__(
@@ -233,7 +227,6 @@ class Exchange:
         self._is_pairwise = communicator.is_gloo and communicator.device.type == "cpu"
 
     def wait(self, works: Works) -> None:
-        """Return when these works have ended."""
         began_s = time.perf_counter()
         try:
             for work in works:
@@ -244,9 +237,8 @@ class Exchange:
     def mean_scatter(self, values: torch.Tensor, part: torch.Tensor) -> tuple[Works, Complete]:
         """Start computing this rank's part of the mean of all ranks' `values` into `part`.
 
-        `values` has shape [num_values] and may be overwritten. Parts are consecutive, each as long
-        as `part`, those at the end shorter or empty. The function that is returned with the works
-        completes the mean when they have ended.
+        `values`, of shape [num_values], may be overwritten. Parts are consecutive, each as long as
+        `part`, the last ones shorter or empty. Call the function when the works have ended.
         """
         size, divisor = part.numel(), self.num_ranks
         if values.dtype is torch.float16:  # a sum of which may be too large
@@ -339,8 +331,8 @@ class Worker:
     """Runs tasks in the order of submission, which has to be the same on all ranks.
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
-    submitted; waiting for a result makes the waiting thread's stream wait too. `close` ends the
-    thread after the queued tasks, and so does the end of `owner`, to which tasks may refer.
+    submitted; who waits for a result has its own stream wait too. `close` ends the thread after the
+    queued tasks, and so does the end of `owner`, to which tasks may refer.
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:
@@ -383,8 +375,7 @@ def own_stream(device: torch.device) -> Iterator[Any]:
     """Make this thread queue on a stream of its own in this block; None on the CPU."""
     if device.type == "cpu":
         yield None
-        return
-    torch.accelerator.set_device_index(device)
-    stream = torch.Stream(device)
-    with stream:
-        yield stream
+    else:
+        torch.accelerator.set_device_index(device)
+        with (stream := torch.Stream(device)):
+            yield stream

@@ -20,6 +20,8 @@ from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agreement import Fact, communicating
 
+BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
+
 
 class DecentralizedHandle(BackgroundHandle):
     algorithm: Decentralized
@@ -32,8 +34,8 @@ class DecentralizedHandle(BackgroundHandle):
             self.num_communications += 1
 
     def before_update(self) -> None:
-        if self._averaged is not None:
-            averaged, self._averaged = self._averaged, None
+        averaged, self._averaged = self._averaged, None
+        if averaged is not None:
             with communicating(f"averaging weights in step {self.num_steps}"):
                 flat = averaged.wait()
             self.weights.assign(flat)
@@ -44,9 +46,9 @@ class DecentralizedHandle(BackgroundHandle):
             (other,) = ranks.swap(values, [peer])
             values.add_(other).div_(2)
 
-        is_for_all = self.algorithm.peer_selection == "all"
+        by_leaders = Communicator.mean if self.algorithm.peer_selection == "all" else with_peer
         for values in flat:
-            self.groups.reduce(values, Communicator.mean if is_for_all else with_peer)
+            self.groups.reduce(values, by_leaders)
         return flat
 
 
@@ -95,9 +97,6 @@ def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     if rank < half:
         return (num_exchanges + rank) % half + half
     return (rank - half - num_exchanges) % half
-
-
-BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 
 
 class Replicas(NamedTuple):
@@ -201,11 +200,10 @@ class LowPrecisionDecentralizedHandle(Handle):
         """Return the arguments of `_raise_problem`, valid once the returned work is done."""
         training = self.training
         is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
-        is_finite = torch.tensor(True, device=training.device)
+        are_fine = torch.tensor([True, is_known], device=training.device)
         for message in codes:
-            is_finite &= are_finite(message.view(1, -1))
-        known = torch.stack([is_finite, torch.tensor(is_known, device=training.device)])
-        ranks = torch.where(known, 0, dist.get_rank(training.group) + 1)
+            are_fine[0] &= are_finite(message.view(1, -1))
+        ranks = torch.where(are_fine, 0, dist.get_rank(training.group) + 1)
         return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
 
     def _raise_problem(self, non_finite: int, changed: int) -> None:
@@ -254,7 +252,6 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
                 )
 
 
-@torch.no_grad()
 def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
     """Return the codes of z for each bucket, flat; see LowPrecisionDecentralized."""
     codes = []

@@ -24,6 +24,7 @@ from ddpopt.ranks.agreement import communicating
 
 _ZERO = ("zero_", "_foreach_zero_")
 _IGNORED = ("detach_", "requires_grad_")  # what zero_grad calls first
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of `grad.data.zero_()`
 # What Dynamo asks of a parameter's gradient when it compiles code with the parameter; "__get__" is
 # for properties, such as shape.
 _KNOWN = (
@@ -60,9 +61,8 @@ class AbsentGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what zero_grad, GradScaler and Dynamo ask; raise for all else."""
         name = getattr(function, "__name__", "")
-        if name in _IGNORED:
+        if name in _IGNORED or function == _DATA:
             return args[0]
         if name in _KNOWN:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -97,8 +97,9 @@ def _text(what: str) -> str:
     return (
         f"{what} was called on the gradient of a parameter, of which with ShardedUpdate each rank "
         "has only its part; to clip call handle.clip_grad_norm_(max_norm), to read gradients "
-        "handle.full_gradients(), with the handle that attach returned; and step() after no_sync() "
-        "needs a backward outside of it"
+        "handle.full_gradients(), with the handle that attach returned; step() after no_sync() "
+        "needs a backward outside of it, and an optimizer made after attach has to be attached: "
+        "detach, and attach all of them again"
     )
 
 
@@ -121,15 +122,25 @@ class ShardedGradients:
         self._hidden: list[int] = []  # gradients that are removed for a forward
         self._lifted: set[int] | None = None  # gradients that were there when a backward began
         self._local: dict[int, torch.Tensor] = {}  # this rank's own, to be added to those in shards
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                shard, k = shards.home(index)
-                shards.gradient(index).copy_(shard.cut(parameter.grad, k))
-                self._has_gradient[index] = True
-                parameter.grad = self._absent[index]
+        self._lent: list[int] = []  # gradients that the running update has
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Average the gradients that are there: a backward under no_sync may have made them."""
+        has = [float(parameter.grad is not None) for parameter in self._parameters]
+        num_having = self._parameters[0].new_tensor(has, dtype=torch.float32)
+        with communicating("asking which gradients ranks have"):
+            self._exchange.communicator.all_reduce(num_having).wait()
+        having = {index for index, number in enumerate(num_having.tolist()) if number}
+        for shard in self._shards:
+            if not having.isdisjoint(shard.members):
+                self.begin_sum(shard.index, shard.join_gradients(), shard.members)
+        self.finish()
+        for index in having:
+            self._has_gradient[index] = True
+            self._parameters[index].grad = self._absent[index]
 
     def release(self) -> None:
-        """Remove all gradients that raise."""
         for parameter, absent in zip(self._parameters, self._absent, strict=True):
             if parameter.grad is absent:
                 parameter.grad = None
@@ -144,7 +155,6 @@ class ShardedGradients:
                 self._hidden.append(index)
 
     def show(self) -> None:
-        """Put the placeholders back."""
         for index in self._hidden:
             self._parameters[index].grad = self._absent[index]
         self._hidden.clear()
@@ -238,7 +248,6 @@ class ShardedGradients:
         return works, cut
 
     def finish(self) -> None:
-        """Complete this rank's gradients."""
         reductions, self._reductions = self._reductions, []
         with communicating(f"reducing gradients in step {self.step}"):
             for complete in reductions:
@@ -263,13 +272,27 @@ class ShardedGradients:
 
         return min(filter(is_local, indices), default=None)
 
-    def gather(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield index and whole gradient (a copy) of each parameter that has one. Collective."""
+    def assign(self, index: int, whole: torch.Tensor) -> None:
+        """Replace a gradient by this value, which is the same on all ranks."""
+        self.end_lift(has_raised=True)
+        self.finish()
+        self._local.pop(index, None)
+        shard, k = self._shards.home(index)
+        self._shards.gradient(index).copy_(shard.cut(whole, k))
+        self._has_gradient[index] = True
+        self._parameters[index].grad = self._absent[index]
+
+    def gather(self, with_local: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield index and whole gradient (a copy) of each parameter that has one. Collective.
+
+        With what this rank has to add to it, if asked for, as plain DDP has it.
+        """
         having = {index for index, _ in self.own()}
         for shard in self._shards:
             for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
                 if index in having:
-                    yield index, whole
+                    local = self._local.get(index) if with_local else None
+                    yield index, whole if local is None else whole + local
 
     def clip_norm_(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -297,14 +320,18 @@ class ShardedGradients:
         """Give all pieces their gradients for an update, until `take_back`."""
         for index, gradient in self.own():
             self._shards.piece(index).grad = gradient
+            self._lent.append(index)
 
     def take_back(self) -> None:
-        """Remove what `lend` gave."""
-        for piece in self._shards.pieces():
+        """Remove what `lend` gave; where the update has done so, by zero_grad, zero the whole."""
+        for index in self._lent:
+            piece = self._shards.piece(index)
+            if piece.grad is None:
+                self._parameters[index].grad = None
             piece.grad = None
+        self._lent.clear()
 
     def zero(self, index: int) -> None:
-        """Zero a gradient, and what this rank has accumulated of it."""
         self.finish()
         self._shards.gradient(index).zero_()
         self._local.pop(index, None)

@@ -45,7 +45,8 @@ Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
 _COUNTERS = ("num_steps", "num_communications")
-_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")  # see docs/metrics.md
+# See docs/reading-the-logs.md.
+_METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")
 
 
 class _Reduction:
@@ -136,7 +137,6 @@ class Algorithm(Generic[HandleT]):
 
     @property
     def name(self) -> str:
-        """The class's name, as in logs and states."""
         return type(self).__name__
 
     def ranks_per_node(self, num_ranks: int) -> int:
@@ -244,9 +244,9 @@ class Handle:
         self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
-        hook = ModuleHook(_torch.uncompiled(weakly(self._before_forward)))
+        hook = ModuleHook(_torch.uncompiled(self._before_forward))  # the model keeps this alive
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        hooks = (weakly(self.on_update), weakly(self.on_updated))
+        hooks = (weakly(self._before_update), weakly(self._after_update))
         before, after = map(_torch.uncompiled, hooks)
         self._update_hooks = {
             optimizer: optimizer.register_step_pre_hook(
@@ -255,7 +255,10 @@ class Handle:
             for optimizer in training.optimizers
         }
         self._removable += self._update_hooks.values()
-        self._removable += [o.register_step_post_hook(after) for o in training.optimizers]
+        for optimizer in training.optimizers:
+            ended = optimizer.register_step_post_hook(after)
+            _torch.run_first(optimizer, ended)
+            self._removable.append(ended)
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -310,7 +313,7 @@ class Handle:
     # ---- what users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Return what docs/metrics.md lists, counted since `attach`; also in `ddpopt.metrics`."""
+        """Return what docs/reading-the-logs.md lists; `ddpopt.metrics` has it too."""
         found = {**self._metrics, "communications": self.num_communications}
         found["sent_bytes"] = sent = self.groups.sent_bytes
         num_bytes = self._metrics["steps"] * sum(p.nbytes for p in self.training.parameters)
@@ -394,7 +397,6 @@ class Handle:
     # ---- how a step goes ---------------------------------------------------------------------
 
     def check_attached(self) -> None:
-        """Raise AttachError after `detach`."""
         if not self._is_attached:
             name = self.algorithm.name
             raise AttachError(f"this {name} was detached from its model; attach it again")
@@ -459,10 +461,21 @@ class Handle:
             self._is_reducing = False
             self.end_backward()
 
+    def _before_update(self, optimizer: torch.optim.Optimizer, *given: Any) -> Any:
+        # A class's step may call super().step(), with hooks too, on a stand-in of `ShardedUpdate`.
+        return self.on_update(optimizer, *given) if optimizer in self._update_hooks else None
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        if optimizer in self._update_hooks:
+            self.on_updated(optimizer)
+
     def on_update(
         self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool
-    ) -> None:
-        """Prepare for an optimizer's update, compiled or not; `args` begins with the optimizer."""
+    ) -> Any:
+        """Prepare for an optimizer's update, compiled or not, of `step(*args, **kwargs)`.
+
+        What is returned are other arguments, of which the first is the optimizer, or None.
+        """
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
@@ -470,7 +483,7 @@ class Handle:
             )
         self.before_update()
 
-    def on_updated(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step with its last optimizer's update."""
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):
@@ -489,14 +502,13 @@ class Handle:
             self._metrics["stale_steps"] = (self._metrics["stale_steps"] + 1) * is_stale
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that calls a method while its object lives, which the hook keeps not alive."""
     weak = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         live = weak()
-        if live is not None:
-            live(*arguments)
+        return None if live is None else live(*arguments)
 
     return call
 
@@ -627,7 +639,6 @@ def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield the tensors that an optimizer keeps for its parameters, in their order, with names."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -637,7 +648,6 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, 
 
 @torch.no_grad()
 def _start_equal(training: Training) -> None:
-    """Give all ranks rank 0's weights and optimizer states. Collective."""
     tensors = [*training.parameters]
     for optimizer in training.optimizers:
         tensors += [tensor for tensor, _ in _state_of(optimizer)]

@@ -62,7 +62,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum = set()
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Whether a parameter's warm-up is over, so that its variance is fixed."""
         state: dict[str, Any] = self.state.get(parameter, {})
         return bool(state) and bool(state["step"].item() >= group["warmup_steps"])
 
@@ -106,17 +105,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
         return loss
 
-    def _next_momentum(
-        self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor:
+    def _next_momentum(self, gradient: torch.Tensor, parameter: Any, group: dict[str, Any]) -> Any:
         decayed = gradient.add(parameter, alpha=group["weight_decay"])
-        momentum: torch.Tensor = self.state[parameter]["exp_avg"]
-        return momentum.lerp(decayed, 1 - group["betas"][0])
+        return self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0])
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Any, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
-        assert momentum is not None
         if parameter not in self._with_momentum:
             momentum = self._next_momentum(momentum, parameter, group)
         state["exp_avg"].copy_(momentum)
@@ -129,8 +124,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         update = (momentum / denominator).div_(correction1).clamp_(-bound, bound)
         parameter.sub_(update, alpha=group["lr"])
 
-    def _update_by_adam(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    def _update_by_adam(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        gradients = [parameter.grad for parameter in parameters]
         if any(gradient.is_sparse for gradient in gradients):
             raise NotImplementedError(
                 "QAdam takes no sparse gradients; make the embedding with sparse=False"
@@ -139,14 +134,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {"step": torch.tensor(0.0)}
                 self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        if parameters:
-            states = [self.state[p] for p in parameters]
-            names = ("exp_avg", "exp_avg_sq", "step")
-            averages, squares, steps = ([state[name] for state in states] for name in names)
-            beta1, beta2 = group["betas"]
-            options = {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-            options |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            adam(parameters, gradients, averages, squares, [], steps, **options)
+        states, names = [self.state[p] for p in parameters], ("exp_avg", "exp_avg_sq", "step")
+        averages, squares, steps = ([state[name] for state in states] for name in names)
+        beta1, beta2 = group["betas"]
+        options = {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+        options |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        adam(parameters, gradients, averages, squares, [], steps, **options)
 
 
 class QAdamHandle(handle.BackgroundHandle):

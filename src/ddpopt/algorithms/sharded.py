@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,20 +45,57 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = tuple(getattr(optim, n) for n i
 LEAST_BYTES = 2**18  # of pieces, that are updated at once: each update has a cost of its own
 
 
+Members = list[list[torch.Tensor]]  # of an optimizer's groups
+
+
+class _StandIn:
+    """An optimizer that has all in common with the user's, except for the members of its groups.
+
+    It is what updates: the user's groups hold their parameters at all times, whatever raises.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.members: Members = []
+        self._theirs = optimizer
+        self._groups: list[dict[str, Any]] | None = None
+        kind: Any = type(optimizer)
+        own = {"param_groups": property(lambda _: self.groups()), "stand_in": self}
+        made: Any = type(kind.__name__, (kind,), own)
+        self.optimizer: Any = object.__new__(made)
+        self.optimizer.__dict__ = optimizer.__dict__
+
+    def hold(self, members: Members) -> Any:
+        """Return the optimizer, whose groups have these members from now on."""
+        self.members, self._groups = members, None
+        return self.optimizer
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups, with the options that the user's have at the first call."""
+        if self._groups is None:
+            pairs = zip(self._theirs.param_groups, self.members, strict=True)
+            self._groups = [{**group, "params": own} for group, own in pairs]
+        return self._groups
+
+    def end(self) -> None:
+        """Give the user's groups what the update changed in their options."""
+        for theirs, own in zip(self._theirs.param_groups, self._groups or (), strict=False):
+            theirs.update((name, own[name]) for name in own.keys() - {"params"})
+        self.members, self._groups = [], None
+
+
 class _Layout(NamedTuple):
-    """The parameters of an optimizer's groups: the user's own, and what an update has instead.
+    """What an update has in place of the parameters of the user's groups.
 
     `foreign` are those that DDP does not reduce. Each of `turns` has the shards that are updated at
     once, and their pieces by group: a bucket, or several small ones, in the order in which forward
     reads.
     """
 
-    groups: list[list[torch.Tensor]]
-    kept: list[list[torch.Tensor]]  # so that `ids` stay theirs
+    kept: Members  # so that `ids` stay theirs
     ids: list[list[int]]
-    pieces: list[list[torch.Tensor]]
-    foreign: list[list[torch.Tensor]]
-    turns: list[tuple[list[Shard], list[list[torch.Tensor]]]]
+    pieces: Members
+    foreign: Members
+    turns: list[tuple[list[Shard], Members]]
     members: frozenset[int]
     digest: int
 
@@ -66,11 +103,12 @@ class _Layout(NamedTuple):
 # What forbids an update, of which all ranks are told before it.
 _LOCAL, _MOVED, _DISTURBED = 1, 2, 3
 _TEXTS = {
-    _LOCAL: "has a gradient of one rank alone: its last backward ran under no_sync, or DDP still "
-    "waits for parameters that had none in it; run one outside of no_sync before the update, and "
-    "give find_unused_parameters=True where parameters are frozen after DDP was made",
-    _MOVED: "was given memory of another shape, dtype or device, or with other strides; detach the "
-    "algorithm before, and attach it again",
+    _LOCAL: "has a gradient that is not the average of all ranks: its last backward ran under "
+    "no_sync (run one outside of it first), DDP still waits for parameters that had none in it "
+    "(give find_unused_parameters=True where parameters are frozen after DDP was made), or your "
+    "code assigned it (call handle.set_gradients)",
+    _MOVED: "was given memory of another shape, dtype or device, with other strides, or another "
+    "parameter's; detach the algorithm before, and attach it again",
     _DISTURBED: "was written or moved after an update, while other ranks' parts of it were still "
     "arriving, as overlap_forward=True allows; call handle.wait() before, or leave "
     "overlap_forward out",
@@ -85,7 +123,6 @@ class _Told(NamedTuple):
     step: int
 
     def read(self) -> list[list[int]]:
-        """Return the rows of all ranks, by rank."""
         with communicating(f"asking all ranks about step {self.step}"):
             self.work.wait()
         rows: list[list[int]] = self.rows.tolist()
@@ -120,12 +157,13 @@ class ShardedUpdateHandle(Handle):
         self._gradients = ShardedGradients(self.shards)
         self._states = ShardedStates(self.shards, training.optimizers)
         self._layouts: dict[optim.Optimizer, _Layout] = {}
+        self._stand_ins = {optimizer: _StandIn(optimizer) for optimizer in training.optimizers}
         self._failure: Exception | None = None
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
         self._earlier_buckets: list[tuple[int, ...]] = []  # of that before the last update
         self._buckets_so_far: list[tuple[int, ...]] = []  # of the running one
-        self._updating: optim.Optimizer | None = None  # its groups hold pieces, or nothing of DDP's
         self._unsent: list[Shard] | None = None  # of the running update
+        self._updated_members: Collection[int] = ()  # of that
         self._has_failed = False  # an update raised on this rank, and no forward has run since
         self._sent: _Told | None = None
         self._will_reduce = False  # the next backward, after a forward of DDP's
@@ -156,19 +194,41 @@ class ShardedUpdateHandle(Handle):
             The norm of all gradients before clipping, equal on all ranks.
 
         Raises:
-            OptionError: `norm_type` is not above 0.
+            OptionError: `norm_type` is not above 0, or a gradient is of one rank alone.
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         """
         if not norm_type > 0:
             raise OptionError(f"norm_type is {norm_type}; give a number above 0")
+        self._check_gradients()
         return self._gradients.clip_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Return the averaged gradients of whole parameters, by name in DDP's module. Collective.
 
         The gradients are copies. Parameters without a gradient are left out.
+
+        Raises:
+            OptionError: a gradient is of one rank alone.
         """
+        self._check_gradients()
         return {self._names[index]: whole for index, whole in self._gradients.gather()}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Replace gradients, by name as in `full_gradients`, by tensors that all ranks have alike.
+
+        Raises:
+            OptionError: a name is unknown, or a gradient has another shape than its parameter.
+        """
+        index_of = {name: index for index, name in enumerate(self._names)}
+        for name, value in gradients.items():
+            index = index_of.get(name)
+            if index is None or value.shape != self._parameters[index].shape:
+                raise OptionError(
+                    f"{name} with a gradient of {list(value.shape)} is no parameter of this model; "
+                    "give names and shapes as full_gradients returns them"
+                )
+        for name, value in gradients.items():
+            self._gradients.assign(index_of[name], value)
 
     def average(self) -> None:
         """As `wait`; raise on all ranks if a parameter was disturbed on its way. Collective."""
@@ -191,9 +251,10 @@ class ShardedUpdateHandle(Handle):
         try:
             if average:
                 self.average()
-                gradients, wholes = self.full_gradients(), self._states.gather()
+                wholes = self._states.gather()
+                found = self._gradients.gather(with_local=True)
+                gradients = {self._names[index]: whole for index, whole in found}
         finally:
-            self._restore_groups()
             self._states.end(wholes)
             self._gradients.release()
             for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -308,8 +369,8 @@ class ShardedUpdateHandle(Handle):
 
     def on_update(
         self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any], is_compiled: bool
-    ) -> None:
-        """As `Handle.on_update`; give the optimizer pieces, and gradients of them.
+    ) -> tuple[Any, dict[str, Any]]:
+        """As `Handle.on_update`; let a stand-in with pieces, and gradients of them, update.
 
         Updates of torch's own run bucket by bucket, and for parameters that are not DDP's at last.
         A compiled update would not stay so; and users' own optimizers may count their updates.
@@ -321,48 +382,48 @@ class ShardedUpdateHandle(Handle):
                 "be repeated: some buckets were updated; start again from a checkpoint"
             )
         self._receive()
-        layout = self._lay_out(optimizer)
+        other: _StandIn | None = getattr(args[0], "stand_in", None)  # two handles', one optimizer
+        theirs = [group["params"] for group in optimizer.param_groups]
+        layout = self._lay_out(optimizer, theirs if other is None else other.members)
         told = self._ask(layout.members, layout.digest)  # while gradients arrive
         super().on_update(optimizer, args, kwargs, is_compiled)
         self._check(told)
-        self._updating, self._unsent = optimizer, [s for shards, _ in layout.turns for s in shards]
+        self._unsent = [shard for shards, _ in layout.turns for shard in shards]
+        self._updated_members = layout.members
+        self._states.take_in(optimizer)
         self._gradients.lend()
+        stand_in, members = self._stand_ins[optimizer], layout.pieces
         step = None
         if not is_compiled and type(optimizer) in ELEMENTWISE:
             # Users' hooks after this one would find the update done already.
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
-        if step is None:
-            _set_groups(optimizer.param_groups, layout.pieces)
-            return
-        groups = optimizer.param_groups
-        try:
-            for shards, members in layout.turns:
-                _set_groups(groups, members)
-                optimizer.param_groups = [group for group in groups if group["params"]]
-                step()
-                for _ in shards:
-                    self._send_next()
-        except BaseException:
-            optimizer.param_groups = groups
-            self._end_failed()
-            raise
-        optimizer.param_groups = groups
-        self._end_update()
-        _set_groups(groups, layout.foreign)
+        if step is not None:
+            try:
+                for shards, pieces in layout.turns:
+                    step(stand_in.hold(pieces))
+                    for _ in shards:
+                        self._send_next()
+            except BaseException:
+                self._end_failed()
+                raise
+            self._end_update()
+            members = layout.foreign
+        return (stand_in.hold(members), *args[1:]), kwargs
 
-    def on_stepped(self, *_ignored: object) -> None:
-        """Send what was not sent, and give the groups their parameters, before others see them.
+    def on_updated(self, optimizer: optim.Optimizer) -> None:
+        """Send what was not sent, before others see parameters; then as `Handle.on_updated`.
 
         If DDP has other buckets now, divide them anew. All ranks have seen the same backwards, and
         are in this update, while forwards may differ (under no_sync), and so do skipped updates'
         ends. DDP rebuilds its buckets after the first backward.
         """
+        self._stand_ins[optimizer].end()
         self._end_update()
-        self._restore_groups()
         buckets, earlier = self._buckets, self._earlier_buckets
         self._earlier_buckets = buckets
         if buckets == earlier and not self.shards.by_members.keys() >= set(buckets):
             self._divide_anew(buckets)
+        super().on_updated(optimizer)
 
     def _end_update(self, has_failed: bool = False) -> None:
         """Send what an update has not sent; unless forward may hide it, wait for all of it."""
@@ -380,20 +441,16 @@ class ShardedUpdateHandle(Handle):
         if self._unsent is not None:
             self._has_failed = True
             self._end_update(has_failed=True)
-        self._restore_groups()
 
-    def _lay_out(self, optimizer: Any) -> _Layout:
-        """Return the layout of an optimizer's groups, which users may have changed."""
-        groups = [group["params"] for group in optimizer.param_groups]
+    def _lay_out(self, optimizer: optim.Optimizer, groups: Members) -> _Layout:
         ids = [[*map(id, group)] for group in groups]
         found = self._layouts.get(optimizer)
         if found is not None and found.ids == ids:
-            found = self._layouts[optimizer] = found._replace(groups=groups)
             return found
         indices = [[self._index.get(p) for p in group] for group in groups]
         pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
         group_of = {k: number for number, own in enumerate(indices) for k in own if k is not None}
-        turns: list[tuple[list[Shard], list[list[torch.Tensor]]]] = []
+        turns: list[tuple[list[Shard], Members]] = []
         open_bytes = LEAST_BYTES
         for shard in reversed(self.shards):
             if group_of.keys().isdisjoint(shard.members):
@@ -408,7 +465,6 @@ class ShardedUpdateHandle(Handle):
                     members[group_of[index]].append(piece)
                     open_bytes += piece.nbytes
         layout = self._layouts[optimizer] = _Layout(
-            groups=groups,
             kept=[list(group) for group in groups],
             ids=ids,
             pieces=[[p if k is None else self.shards.piece(k) for p, k in g] for g in pairs],
@@ -419,30 +475,30 @@ class ShardedUpdateHandle(Handle):
         )
         return layout
 
-    def _restore_groups(self) -> None:
-        """Give the groups of the optimizer that updates their parameters."""
-        if self._updating is not None:
-            _set_groups(self._updating.param_groups, self._layouts[self._updating].groups)
-            self._updating = None
-
     # ---- what ranks tell each other ----------------------------------------------------------
 
     def _tell(self, *numbers: int) -> _Told:
-        """Start telling all ranks a few numbers of this rank's."""
         rows = torch.zeros(self._flags.num_ranks, len(numbers), dtype=torch.int64)
         rows[self._flags.rank] = torch.tensor(numbers)
         with communicating(f"asking all ranks about step {self.num_steps}"):
             return _Told(rows, self._flags.all_reduce(rows), self.num_steps)
+
+    def _check_gradients(self) -> None:
+        index = self._gradients.find_local(self._index.values())
+        told = self._tell(0 if index is None else _LOCAL, index or 0, 0)
+        self._gradients.finish()  # meanwhile
+        self._check(told)
 
     def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
         """Take in parameters that were moved, and start telling what forbids an update of these."""
         self._gradients.end_lift(has_raised=True)  # of a backward that raised
         index = self._gradients.find_local(members)
         problem = 0 if index is None else _LOCAL
+        misfit = self.shards.take_in()
+        if misfit is not None:
+            problem, index = _MOVED, misfit
         for shard in self.shards:
-            misfit, disturbed, shard.disturbed = shard.take_in(), shard.disturbed, None
-            if misfit is not None:
-                problem, index = _MOVED, shard.members[misfit]
+            disturbed, shard.disturbed = shard.disturbed, None
             if disturbed is not None:
                 problem, index = _DISTURBED, shard.members[disturbed]
         self.shards.announce()  # where they are now
@@ -463,13 +519,12 @@ class ShardedUpdateHandle(Handle):
     # ---- parameters --------------------------------------------------------------------------
 
     def _send_next(self) -> None:
-        """Start sending one bucket to all ranks."""
         assert self._unsent is not None
         with communicating(f"sending parameters in step {self.num_steps}"):
-            self._unsent.pop(0).send(f"receiving parameters of step {self.num_steps}")
+            what = f"receiving parameters of step {self.num_steps}"
+            self._unsent.pop(0).send(what, self._updated_members)
 
     def _receive(self) -> None:
-        """Wait for all parameters; raise if an update failed."""
         for shard in reversed(self.shards):
             shard.wait()
         sent, self._sent = self._sent, None
@@ -496,8 +551,7 @@ class ShardedUpdateHandle(Handle):
         """Divide these buckets in place of the previous ones. Collective."""
         self._receive()
         self._gradients.finish()
-        for shard in self.shards:
-            shard.take_in()
+        self.shards.take_in()
         missing = {*self._index.values()}.difference(*buckets)
         self._states.divide([*filter(None, buckets), *([index] for index in sorted(missing))])
         self._layouts.clear()
@@ -505,22 +559,15 @@ class ShardedUpdateHandle(Handle):
     # ---- hooks -------------------------------------------------------------------------------
 
     def _hooks(self) -> Iterator[Any]:
-        """Register all hooks that `Handle` does not have."""
         end = _torch.uncompiled(weakly(self.on_forward_end))
         yield self.training.ddp.register_forward_hook(ModuleHook(end), always_call=True)
         self._nodes = [_torch.accumulate_node(parameter) for parameter in self._parameters]
         for node in self._nodes:
             yield node.register_prehook(weakly(self.on_gradient))
-        for optimizer in self.training.optimizers:
-            stepped = _torch.uncompiled(weakly(self.on_stepped))
-            hook = optimizer.register_step_post_hook(stepped)
-            _torch.run_first(optimizer, hook)
-            yield hook
         if self.algorithm.overlap_forward:
             yield from self._guards()
 
     def _guards(self) -> Iterator[Any]:
-        """Make all readers wait that torch can tell of."""
         _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
         whole = ModuleHook(_torch.uncompiled(weakly(self.on_state)))
         for module in self.training.ddp.modules():
@@ -531,11 +578,6 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
-
-
-def _set_groups(groups: list[dict[str, Any]], members: Sequence[list[torch.Tensor]]) -> None:
-    for group, own in zip(groups, members, strict=True):
-        group["params"] = own
 
 
 def _forget_local_gradients(bucket: Bucket) -> None:
@@ -567,8 +609,6 @@ def _wait_for_all() -> None:
 
 
 def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
-    """Return a hook that runs before the forward of a module with these parameters."""
-
     def wait(*_: object) -> None:
         if torch.compiler.is_compiling():
             _wait_for_all()  # now: other backends than ours compile code without waits
@@ -623,4 +663,7 @@ class ShardedUpdate(Algorithm[ShardedUpdateHandle]):
                     f"DDP does not reduce {described.name}, which was frozen when DDP was made; "
                     "make DDP anew"
                 )
-        check_memory({parameter: described.name for parameter, described in reduced.items()})
+        held = {parameter: described.name for parameter, described in reduced.items()}
+        module = training.ddp.module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        check_memory(held, {t: name for name, t in named if t not in held})

@@ -11,11 +11,11 @@ order and their hyperparameters stay the same. A parameter's state is cut like t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn, optim
@@ -54,14 +54,13 @@ class Shard:
         exchange: Exchange,
         is_guarded: bool = False,
     ) -> None:
-        """Move `parameters`, those of `members`, into the shard's storage.
+        """Move those of `parameters` that are `members` into the shard's storage.
 
         With `is_guarded` what happens to them between `send` and `wait` is looked at.
         """
-        self.index = index
-        self.members = tuple(members)
-        self.parameters = tuple(parameters)
-        self._exchange = exchange
+        self.index, self.members = index, tuple(members)
+        self._exchange, self._is_guarded = exchange, is_guarded
+        self.parameters = parameters = tuple(parameters[k] for k in members)
         ends = list(itertools.accumulate(p.numel() for p in parameters))
         self._starts = [end - p.numel() for end, p in zip(ends, parameters, strict=True)]
         self.num_values = ends[-1]
@@ -71,18 +70,17 @@ class Shard:
         self._flat = parameters[0].detach().new_zeros(self._size * exchange.num_ranks)
         self._layouts = [(p.shape, p.stride()) for p in parameters]
         self._places = self.split(self._flat)
-        for parameter, place in zip(parameters, self._places, strict=True):
-            place.copy_(parameter.detach())
-            if parameter.numel() and _is_aligned(place):
-                # A storage of its own: views would drag the bucket along when they are saved.
-                parameter.data = torch.from_dlpack(place)  # type: ignore[attr-defined]
+        for k, (parameter, place) in enumerate(zip(parameters, self._places, strict=True)):
+            if parameter.numel() and _may_move(parameter, place):
+                self.bring_home(k, parameter.detach())
+            else:
+                place.copy_(parameter.detach())
         own = self.own_part(self._flat)
         self.gradient = torch.zeros_like(own)
-        self.pieces = [nn.Parameter(own[self.place_of(k)]) for k in range(len(parameters))]
+        self.pieces = [_make_piece(own[self.place_of(k)]) for k in range(len(parameters))]
         self.awaited: set[int] = set()
         self.is_awaited = False
         self.disturbed: int | None = None
-        self._is_guarded = is_guarded
         self._sent: list[tuple[int, int]] = []
         self._arriving: list[Any] = []
         self._what = ""
@@ -132,28 +130,39 @@ class Shard:
         return [k for k, (p, place) in pairs if p.data_ptr() != place.data_ptr() and p.numel()]
 
     def addresses(self) -> set[int]:
-        """Return where the parameters are."""
         return {parameter.data_ptr() for parameter in self.parameters if parameter.numel()}
 
-    def take_in(self) -> int | None:
-        """Copy this rank's pieces of strays to the buffer; return a member that does not fit."""
-        for k, (parameter, layout) in enumerate(zip(self.parameters, self._layouts, strict=True)):
-            if (parameter.shape, parameter.stride()) != layout:
+    def find_misfit(self) -> int | None:
+        """Return a member that cannot be in the buffer any more."""
+        rows = zip(self.parameters, self._places, self._layouts, strict=True)
+        for k, (p, place, layout) in enumerate(rows):
+            kind = (p.dtype, p.device)
+            if (p.shape, p.stride()) != layout or kind != (place.dtype, place.device):
                 return k
-        for k in self.strays():
-            value, place = self.parameters[k].detach(), self._places[k]
-            if (value.dtype, value.device) != (place.dtype, place.device):
-                return k
-            self.pieces[k].data.copy_(self.cut(value, k))
         return None
 
-    def send(self, what: str) -> None:
+    def take_in(self, member: int) -> None:
+        self.pieces[member].data.copy_(self.cut(self.parameters[member].detach(), member))
+
+    def bring_home(self, member: int, value: torch.Tensor) -> None:
+        """Move a parameter to its place in the buffer, with this value."""
+        place = self._places[member].copy_(value)
+        # A storage of its own: views would drag the bucket along when they are saved.
+        self.parameters[member].data = torch.from_dlpack(place)  # type: ignore[attr-defined]
+
+    def holds(self, address: int) -> bool:
+        return 0 <= address - self._flat.data_ptr() < self._flat.nbytes
+
+    def send(self, what: str, updated: Collection[int]) -> None:
         """Start sending each rank's part of the current parameters to all ranks.
 
-        Errors begin with `what`.
+        `updated` are the indices of those that this update may have changed. Errors begin with
+        `what`.
         """
         self._what = what
-        torch.autograd.graph.increment_version(self.parameters)  # as in-place updates do
+        changed = zip(self.members, self.parameters, strict=True)
+        # As in-place updates do.
+        torch.autograd.graph.increment_version([p for k, p in changed if k in updated])
         if self._is_guarded:
             self._sent = self._marks()
         works = self._exchange.all_gather(self._flat)
@@ -172,7 +181,6 @@ class Shard:
                 self.parameters[k].data.copy_(self._places[k])
 
     def _marks(self) -> list[tuple[int, int]]:
-        """Return what changes if a parameter is written, or its `.data` assigned."""
         return [(p.data_ptr(), _torch.version_of(p)) for p in self.parameters]
 
     def reach(self, address: int) -> None:
@@ -181,7 +189,6 @@ class Shard:
         self.awaited.add(address)
 
     def release(self) -> None:
-        """Give the parameters back storages of their own."""
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()  # which keeps strides
 
@@ -222,6 +229,14 @@ class Shard:
                 whole[k][name] = values[k]
         return whole
 
+    def join_gradients(self) -> torch.Tensor:
+        """Return the gradients of this rank, zero where there are none, in the buffer's order."""
+        flat = torch.zeros_like(self._flat)
+        for parameter, place in zip(self.parameters, self.split(flat), strict=True):
+            if parameter.grad is not None:
+                place.copy_(parameter.grad)
+        return flat
+
     def gather_gradients(self) -> list[torch.Tensor]:
         """Return the averaged gradients of all members. Collective."""
         flat = torch.zeros_like(self._flat)
@@ -259,19 +274,39 @@ class Shards:
 
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
         """Divide these buckets in place of the previous ones, of which nothing is kept."""
-        self.all = [
-            Shard(
-                index,
-                members,
-                [self.parameters[k] for k in members],
-                self.exchange,
-                self._is_guarded,
-            )
-            for index, members in enumerate(buckets)
-        ]
+        own = (self.parameters, self.exchange, self._is_guarded)
+        self.all = [Shard(index, members, *own) for index, members in enumerate(buckets)]
         self.by_members: dict[tuple[int, ...], Shard] = {s.members: s for s in self.all}
         self._home = {index: (s, k) for s in self.all for k, index in enumerate(s.members)}
         self.announce()
+
+    def take_in(self) -> int | None:
+        """Copy this rank's pieces of strays to the buffers; return a parameter that does not fit.
+
+        Strays may be in each other's places, as after `a.data, b.data = b.data, a.data`: these are
+        all read before any is written, and go home.
+        """
+        strays = []
+        for shard in self.all:
+            misfit = shard.find_misfit()
+            if misfit is not None:
+                return shard.members[misfit]
+            strays += [(shard, k) for k in shard.strays()]
+        if not strays:
+            return None
+        places = Counter(p.data_ptr() for p in self.parameters if p.numel())
+        moved = []
+        for shard, k in strays:
+            value = shard.parameters[k].detach()
+            if places[value.data_ptr()] > 1:
+                return shard.members[k]
+            if any(other.holds(value.data_ptr()) for other in self.all):
+                moved.append((shard, k, value.clone()))
+        for shard, k, value in moved:
+            shard.bring_home(k, value)
+        for shard, k in strays:
+            shard.take_in(k)
+        return None
 
     def announce(self) -> None:
         """Make readers wait for parameters, which may have moved since this was last called."""
@@ -285,20 +320,16 @@ class Shards:
         return iter(self.all)
 
     def __reversed__(self) -> Iterator[Shard]:
-        """Yield shards in the order in which forward reads them."""
         return reversed(self.all)
 
     def home(self, index: int) -> tuple[Shard, int]:
-        """Return the shard of a parameter, and its place in it."""
         return self._home[index]
 
     def piece(self, index: int) -> nn.Parameter:
-        """Return this rank's piece of a parameter."""
         shard, k = self._home[index]
         return shard.pieces[k]
 
     def pieces(self) -> list[nn.Parameter]:
-        """Return this rank's pieces of all parameters, by index."""
         return [self.piece(index) for index in range(len(self.parameters))]
 
     def gradient(self, index: int) -> torch.Tensor:
@@ -307,7 +338,6 @@ class Shards:
         return shard.gradient[shard.place_of(k)]
 
     def release(self) -> None:
-        """Give parameters storages of their own; nobody waits for them any more."""
         _waits.withdraw(self._addresses)
         for shard in self.all:
             shard.release()
@@ -323,24 +353,48 @@ def is_dense(parameter: torch.Tensor) -> bool:
     return parameter.stride() == torch.empty_like(parameter).stride()
 
 
-def _is_aligned(values: torch.Tensor) -> bool:
-    """Whether compiled code may take these for a parameter: on a GPU it relies on 16 bytes."""
-    return values.device.type == "cpu" or values.data_ptr() % 16 == 0
+def _may_move(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether a parameter may be here: not if processes share it, nor, on a GPU, unaligned.
+
+    Compiled code relies on 16 bytes there.
+    """
+    if place.device.type == "cpu":
+        return not parameter.untyped_storage().is_shared()
+    return place.data_ptr() % 16 == 0
 
 
-def check_memory(named: Mapping[torch.Tensor, str]) -> None:
-    """Raise OptionError for parameters that have gaps in memory or share it."""
-    for parameter, name in named.items():
+def _make_piece(values: torch.Tensor) -> nn.Parameter:
+    piece: Any = nn.Parameter(values)
+    # Not a subclass's methods: torch's optimizers are faster with parameters of no other type.
+    piece.__deepcopy__ = piece.__reduce_ex__ = _refuse_copy
+    return piece  # type: ignore[no-any-return]
+
+
+def _refuse_copy(*_: object) -> NoReturn:
+    raise OptionError(
+        "this optimizer's states are in shards, of which a copy would have this rank's only; save "
+        "handle.state_dict() of the handle that attach returned, or copy after handle.detach()"
+    )
+
+
+def check_memory(held: Mapping[torch.Tensor, str], others: Mapping[torch.Tensor, str]) -> None:
+    """Raise OptionError for parameters that have gaps in memory, or share it, also with `others`.
+
+    Both are by name.
+    """
+    for parameter, name in held.items():
         if not is_dense(parameter):
             raise OptionError(
                 f"{name} has gaps or overlaps in memory (strides {parameter.stride()}); make it "
                 "contiguous before DDP is made"
             )
     spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.nbytes, name) for p, name in named.items() if p.numel()
+        (t.data_ptr(), t.data_ptr() + t.nbytes, t in held, name)
+        for t, name in [*held.items(), *others.items()]
+        if t.numel() and t.layout is torch.strided
     )
-    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
+    for (_, end, is_held, name), (start, _, is_other_held, other) in itertools.pairwise(spans):
+        if start < end and (is_held or is_other_held):
             raise OptionError(
                 f"{name} and {other} share memory without being the same parameter; register one "
                 "parameter twice instead"
@@ -361,7 +415,6 @@ class ShardedStates:
         self._shards = shards
         self._parameters = shards.parameters
         self._optimizers = tuple(optimizers)
-        self._is_whole = False  # optimizers temporarily have their whole states
         for optimizer in optimizers:
             self._cut(optimizer)
 
@@ -386,16 +439,14 @@ class ShardedStates:
         for optimizer in self._optimizers:
             self._forget(optimizer)
         for optimizer, states in zip(self._optimizers, wholes, strict=False):
-            self._give(optimizer, states)
+            optimizer.state.update(self._named(states))
 
     def gather(self) -> list[list[State]]:
-        """Return each optimizer's states of whole parameters, by index. Collective."""
         return [self._gather(optimizer) for optimizer in self._optimizers]
 
     # ---- saving and loading ------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """Return what each optimizer's `state_dict` would be with plain DDP. Collective."""
         return [self._whole_state_dict(optimizer) for optimizer in self._optimizers]
 
     def check(self, given: Any) -> list[Fact]:
@@ -414,12 +465,18 @@ class ShardedStates:
         return facts
 
     def load(self, given: dict[str, Any]) -> None:
-        """Load a state that passes `check`."""
         for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
             self._forget(optimizer)
-            with self._being_whole():
-                optimizer.load_state_dict(saved)
+            double = _double(optimizer, optimizer.state)
+            double.load_state_dict(saved)
+            vars(optimizer).update(vars(double))
             self._cut(optimizer)
+
+    def take_in(self, optimizer: optim.Optimizer) -> None:
+        """Cut states that the user has given an optimizer for whole parameters."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter in optimizer.state:
+                self._put(optimizer, index, optimizer.state.pop(parameter))
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks that make optimizers refuse to save or load by themselves."""
@@ -427,17 +484,16 @@ class ShardedStates:
         for optimizer in self._optimizers:
             for what in ("state_dict", "load_state_dict"):
                 register = getattr(optimizer, f"register_{what}_pre_hook")
-                yield register(lambda *_, what=what: refuse(what))
+                yield register(lambda of, *_, what=what: refuse(of, what))
 
-    def _refuse(self, what: str) -> None:
-        if not self._is_whole:
+    def _refuse(self, optimizer: optim.Optimizer, what: str) -> None:
+        if optimizer in self._optimizers:  # and not a double
             raise OptionError(
                 f"{what} of this optimizer concerns only this rank's part of its state; call "
                 f"handle.{what}, on all ranks, with the handle that attach returned"
             )
 
     def _states_in(self, given: Any) -> list[Any]:
-        """Return the state of each optimizer."""
         if not isinstance(given, dict):
             raise TypeError(f"a state is a dict, as state_dict returns it; this is {type(given)}")
         loaded = [given] if "param_groups" in given else given.get("optimizers")
@@ -450,29 +506,13 @@ class ShardedStates:
         return loaded
 
     def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        whole = self._gather(optimizer)
-        cut = self._forget(optimizer)
-        self._give(optimizer, whole)
-        try:
-            with self._being_whole():
-                return optimizer.state_dict()
-        finally:
-            for parameter in self._parameters:
-                optimizer.state.pop(parameter, None)
-            optimizer.state.update(cut)
-
-    @contextlib.contextmanager
-    def _being_whole(self) -> Iterator[None]:
-        self._is_whole = True
-        try:
-            yield
-        finally:
-            self._is_whole = False
+        pieces = set(self._shards.pieces())
+        states = {t: state for t, state in optimizer.state.items() if t not in pieces}
+        return _double(optimizer, states | self._named(self._gather(optimizer))).state_dict()
 
     # ---- pieces ------------------------------------------------------------------------------
 
     def _cut(self, optimizer: optim.Optimizer) -> None:
-        """Let an optimizer keep this rank's part of its states."""
         for index, parameter in enumerate(self._parameters):
             self._put(optimizer, index, optimizer.state.pop(parameter, {}))
 
@@ -481,14 +521,12 @@ class ShardedStates:
         if whole:
             optimizer.state[shard.pieces[k]] = shard.cut_state(whole, k)
 
-    def _forget(self, optimizer: optim.Optimizer) -> dict[torch.Tensor, State]:
-        """Return what an optimizer has of pieces' states, and remove it."""
-        pieces = self._shards.pieces()
-        return {p: optimizer.state.pop(p) for p in pieces if p in optimizer.state}
+    def _forget(self, optimizer: optim.Optimizer) -> None:
+        for piece in self._shards.pieces():
+            optimizer.state.pop(piece, None)
 
-    def _give(self, optimizer: optim.Optimizer, states: Sequence[State]) -> None:
-        named = zip(self._parameters, states, strict=True)
-        optimizer.state.update({parameter: state for parameter, state in named if state})
+    def _named(self, states: Sequence[State]) -> dict[torch.Tensor, State]:
+        return {p: state for p, state in zip(self._parameters, states, strict=True) if state}
 
     def _gather(self, optimizer: optim.Optimizer) -> list[State]:
         found: dict[int, State] = {}
@@ -496,3 +534,9 @@ class ShardedStates:
             states = [optimizer.state.get(piece, {}) for piece in shard.pieces]
             found.update(zip(shard.members, shard.gather_states(states), strict=True))
         return [found[index] for index in range(len(self._parameters))]
+
+
+def _double(optimizer: optim.Optimizer, states: dict[torch.Tensor, State]) -> optim.Optimizer:
+    double = object.__new__(type(optimizer))
+    double.__dict__ = {**vars(optimizer), "state": states}
+    return double

@@ -190,30 +190,10 @@ class Network:
         if self.algorithm not in ALGORITHMS:
             raise PlanError(f"algorithm is {self.algorithm!r}; valid are {list(ALGORITHMS)}")
 
-    @classmethod
-    def of_ring(cls, cost: AllreduceCost, world_size: int) -> Network:
-        """Return the network on which a ring of `world_size` ranks, one per node, has this cost.
-
-        Raises:
-            PlanError: there are fewer than 2 ranks, or the cost has no rate.
-        """
-        if world_size < 2:
-            raise PlanError(f"world_size is {world_size}; a ring needs 2 ranks or more")
-        if not cost.s_per_byte > 0:
-            raise PlanError("s_per_byte is 0, from which no bandwidth follows")
-        steps = _steps_of_ring(world_size)
-        return cls(
-            latency_s=cost.startup_s / steps,
-            bytes_per_s=steps / world_size / cost.s_per_byte,
-            interference=cost.interference,
-            contention=cost.contention,
-            launch_s=cost.launch_s,
-        )
-
     def allreduce(self, world_size: int) -> AllreduceCost:
         """Return what an allreduce over `world_size` ranks costs.
 
-        Formulas and their sources are in docs/simulation.md: a ring (Patarasuk and Yuan, 2009), a
+        Formulas and their sources are in docs/planning.md: a ring (Patarasuk and Yuan, 2009), a
         pipelined pair of trees (Sanders, Speck and Traff, 2009), or a ring around the nodes between
         a scatter and a gather within them.
 

@@ -30,7 +30,6 @@ class Decision(NamedTuple):
 
     @property
     def is_better(self) -> bool:
-        """Whether the plan is worth the change."""
         return self.gain >= _LEAST_GAIN
 
 

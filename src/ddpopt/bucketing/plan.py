@@ -1,7 +1,7 @@
 """BucketPlan: which gradients share a bucket, and what that was planned from. Plain data.
 
 It is made before DDP exists or for a running DDP module, saved as JSON, and applied through DDP's
-own arguments or by `rebucket`. Its file may come from anywhere: see `_files.py`.
+own arguments or by `rebucket`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,6 @@ class BucketPlan:
         """Return the predicted times of an iteration with this plan."""
         return predict(self.profile, self.sizes, self.cost, self.communication)
 
-    def timeline_of_caps(self, caps_bytes: Sequence[int] = DDP_DEFAULT_CAPS) -> Timeline:
-        """Return the predicted times with the buckets that DDP forms with these caps in bytes."""
-        sizes = buckets_of_caps(self.profile, caps_bytes)
-        return predict(self.profile, sizes, self.cost, self.communication)
-
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return arguments for DistributedDataParallel with which it forms these buckets.
 
@@ -131,10 +125,10 @@ class BucketPlan:
         return cls._read(text, "the text")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file as JSON; replace one of yours, but follow no symbolic link.
+        """Write the plan to a file as JSON; an existing file or link of that name is replaced.
 
         Raises:
-            OSError: the file cannot be written, or something else has that name.
+            OSError: the file cannot be written, or a folder or a device has that name.
         """
         _files.write_text(path, self.to_json())
 
@@ -143,7 +137,7 @@ class BucketPlan:
         """Read a saved plan. The file may come from anybody: it is only data, and is checked.
 
         Raises:
-            PlanError: the file holds no plan (see `from_json`), or is not a regular file.
+            PlanError: the file holds no plan (see `from_json`).
             OSError: the file cannot be read.
         """
         return cls._read(Path(path), printable(str(path)))
@@ -151,8 +145,7 @@ class BucketPlan:
     @classmethod
     def _read(cls, source: str | Path, name: str) -> BucketPlan:
         try:
-            text = _files.read_text(source, _MOST_BYTES) if isinstance(source, Path) else source
-            content = _files.parse(text, _MOST_BYTES)
+            content = _files.parse(source, _MOST_BYTES)
             header: _Header = _files.build(_Header, content, is_open=True)
             if header.version != _VERSION:
                 raise PlanError(
@@ -171,8 +164,15 @@ class BucketPlan:
         return plan
 
     def __str__(self) -> str:
-        timeline, default = self.timeline(), self.timeline_of_caps()
+        default_sizes = tuple(buckets_of_caps(self.profile, DDP_DEFAULT_CAPS))
+        default = dataclasses.replace(self, sizes=default_sizes).timeline()
+        timeline = self.timeline()
         names = (shorten(bucket.parameters) for bucket in self.buckets)
+        forward = (
+            f"sharded: sums run behind backward, gathers behind the next forward, "
+            f"{format_ms(timeline.forward_s)} ms with {format_ms(self.profile.forward_s)} of "
+            f"computation; with DDP's default buckets {format_ms(default.forward_s)}"
+        )
         return "\n".join(
             [
                 f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
@@ -180,20 +180,11 @@ class BucketPlan:
                 f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
-                *self._forward_lines(timeline, default),
+                *([forward] if timeline.gathers else []),
                 "",
                 *timeline.bucket_table("parameters", names),
             ]
         )
-
-    def _forward_lines(self, timeline: Timeline, default: Timeline) -> list[str]:
-        if not timeline.gathers:
-            return []
-        return [
-            f"sharded: sums run behind backward, gathers behind the next forward, "
-            f"{format_ms(timeline.forward_s)} ms with {format_ms(self.profile.forward_s)} of "
-            f"computation; with DDP's default buckets {format_ms(default.forward_s)}"
-        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Stragglers:
     """Ranks that compute more slowly than the profile says, at random.
 
     Each rank takes 1 + X times as long for an iteration's computation, where X is independent and
-    exponential with mean `mean_delay`; docs/simulation.md has the reasons and the sources.
+    exponential with mean `mean_delay`; docs/planning.md has the reasons and the sources.
 
     Raises:
         PlanError: `mean_delay` is negative or not finite.
@@ -172,8 +172,17 @@ def _cost(
         return network.allreduce(world_size), f"{network.algorithm}, computed from given links"
     if world_size == plan.world_size:
         return plan.cost, "the plan's"
-    implied = Network.of_ring(plan.cost, plan.world_size)
-    return implied.allreduce(world_size), f"ring, extrapolated from {plan.world_size} ranks"
+    if plan.world_size < 2:
+        raise PlanError("the plan is for 1 rank, so that no cost for more follows; give a network")
+    # A ring of n ranks, one per node, sends 2 (n - 1) messages of 1 / n of the bytes.
+    messages = (world_size - 1) / (plan.world_size - 1)
+    cost = dataclasses.replace(
+        plan.cost,
+        startup_s=plan.cost.startup_s * messages,
+        s_per_byte=plan.cost.s_per_byte * messages * plan.world_size / world_size,
+        launch_s=plan.cost.launch_s if world_size > 1 else 0.0,
+    )
+    return cost, f"ring, extrapolated from {plan.world_size} ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +236,6 @@ def sweep(
 
 
 def render(cells: Sequence[Cell]) -> str:
-    """Return the cells as a table."""
     header = ("ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best")
     rows = [
         (

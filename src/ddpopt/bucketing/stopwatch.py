@@ -113,7 +113,6 @@ class Stopwatch:
             self._steps[-1].forward_ended = self._now()
 
     def remove(self) -> None:
-        """Stop measuring."""
         for _, hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -171,7 +171,6 @@ class _Tuner(Observer):
 
     @property
     def is_done(self) -> bool:
-        """Whether the buckets are final."""
         return self._stage is None
 
     @property
@@ -191,12 +190,10 @@ class _Tuner(Observer):
             state.of(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
     def stop(self) -> None:
-        """Stop measuring."""
         if self._stopwatch is not None:
             self._stopwatch.remove()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Count, measure, or decide."""
         if self._stage is None:
             ignore(ddp, Turn.TUNER)
             return
@@ -222,7 +219,6 @@ class _Tuner(Observer):
             self._meet(ddp, self._stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Note the time."""
         if self._stage is not None:
             # This tuner may have been made in the forward that ends here.
             (self._stopwatch or self._begin_step(ddp, self._stage)).end_forward()

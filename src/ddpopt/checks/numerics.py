@@ -33,7 +33,6 @@ class Errors(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The largest of all."""
         return max([*self.gradients.values(), *self.buffers.values(), self.loss])
 
 

@@ -63,7 +63,6 @@ def choices_table(taken_s: float | None) -> Table:
 
 
 def choices_data(taken_s: float | None) -> list[dict[str, Any]]:
-    """Return the rows as data for programs."""
     rows = []
     for choice in CHOICES:
         least_ms = None if taken_s is None else choice.least * taken_s * 1e3

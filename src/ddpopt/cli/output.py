@@ -52,7 +52,6 @@ class Screen:
         )
 
     def show(self, report: Report) -> None:
-        """Print a report."""
         if self._as_json:
             print(json.dumps(report.data, indent=1, allow_nan=False))
             return

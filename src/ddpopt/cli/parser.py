@@ -98,10 +98,7 @@ def _add_cluster(command: _Parser) -> None:
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
     latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
     add("--latency-us", type=float, help=latency)
-    add("--ranks-per-node", type=int, help="default: 1")
-    add("--node-latency-us", type=float, help="of a message inside a node (default 0)")
-    between = "between the ranks of a node (default: no limit)"
-    add("--node-bandwidth", type=_bandwidth, help=between)
+    add("--ranks-per-node", type=int, help="between which bytes cost nothing (default: 1)")
     add = command.add_argument_group("stragglers").add_argument
     mean = "mean delay of a rank as a part of its computation, such as 0.02"
     add("--stragglers", type=float, default=0.0, metavar="MEAN", help=mean)

@@ -99,11 +99,6 @@ class DataParallel(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
 
-    def extra_repr(self) -> str:
-        """Show in the module's repr where replicas run."""
-        names = [str(device) for device in self.devices]
-        return f"devices={names}, output_device='{self.output_device}', dim={self.dim}"
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on the batch, divided along `dim`, and join what the replicas return.
@@ -206,7 +201,6 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_placement(module: nn.Module, device: torch.device) -> None:
-    """Refuse a module that is not on the first device."""
     parameters = [("parameter", *found) for found in module.named_parameters()]
     buffers = [("buffer", *found) for found in module.named_buffers()]
     for kind, name, tensor in (*parameters, *buffers):

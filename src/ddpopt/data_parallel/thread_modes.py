@@ -33,7 +33,6 @@ class Modes(NamedTuple):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Set these modes in this block."""
         with contextlib.ExitStack() as stack:
             if self.is_inference:
                 stack.enter_context(torch.inference_mode())

@@ -87,7 +87,6 @@ class _Waiter:
         self._failure: Exception | None = None
 
     def run(self) -> None:
-        """Return when all works have ended."""
         try:
             for work in self._works:
                 if self._is_on_cpu:

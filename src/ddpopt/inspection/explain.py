@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,11 @@ from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedBucket, RecordedGather, RecordedStep
 from ddpopt.split import state
-from ddpopt.split.plan import NodeText, Section, SplitPlan
+from ddpopt.split.crossings import plan_graph
+from ddpopt.split.plan import NodeText, SplitPlan
+
+if TYPE_CHECKING:
+    import networkx
 
 _NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 _NOTHING_PREDICTED = "predicted: nothing; give explain a plan of ddpopt.plan"
@@ -119,6 +123,27 @@ class Explanation:
             },
         }
 
+    def to_networkx(self) -> networkx.DiGraph:
+        """Return sections and buckets as the nodes of a `networkx.DiGraph`.
+
+        Nodes are `4/0 section 2`, `bucket 0` and so on, and have the attributes `kind`, `bytes` (of
+        gradients) and `parameters`; sections also `index` and `calls`, and buckets, if known,
+        `ready_s`, `launched_s` and `finished_s`, of which `times` says whether they are measured or
+        predicted. An edge of the kind "gradients" leads from a section to a bucket, one of the kind
+        "values" to a section that reads what another made. Its `values` are a JSON object of names
+        and their sizes, its `bytes` the sum. `networkx.write_graphml` can write the graph.
+        """
+        buckets: list[tuple[Sequence[str], dict[str, Any]]] = []
+        for bucket in self.buckets:
+            attributes: dict[str, Any] = {"bytes": bucket.num_bytes}
+            times = bucket.measured or bucket.predicted
+            if times:
+                known = {name: getattr(times, name) for name in _TIMES}
+                attributes |= {name: time for name, time in known.items() if time is not None}
+                attributes["times"] = "measured" if bucket.measured else "predicted"
+            buckets.append((bucket.actual or bucket.planned, attributes))
+        return plan_graph(self.plans, buckets)
+
     def to_json(self) -> str:
         """Return `to_dict()` as text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
@@ -126,12 +151,11 @@ class Explanation:
     def save(self, path: str | Path) -> None:
         """Write a page for a browser (`.html`), JSON (`.json`) or the printed text (`.txt`).
 
-        The page is one self-contained file. An existing file of yours is replaced; symbolic links
-        are not followed.
+        The page is one self-contained file. An existing file or link of that name is replaced.
 
         Raises:
             OptionError: the name has another ending.
-            OSError: the file cannot be written, or something else has that name.
+            OSError: the file cannot be written, or a folder or a device has that name.
         """
         suffix = Path(path).suffix
         if suffix not in (".html", ".json", ".txt"):
@@ -245,15 +269,8 @@ def _hidden(kind: str, gathered_s: float, waited_s: float, forward_s: float) -> 
 
 
 def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
-    whole = Section(
-        index=0,
-        start=0,
-        stop=plan.num_nodes,
-        first_node=nodes[0][0].name if nodes and nodes[0] else "",
-        parameters=tuple(parameter.name for parameter in plan.arrival),
-        completes=(),
-    )
-    sections = plan.sections or [whole]
+    first_node = nodes[0][0].name if nodes and nodes[0] else ""
+    sections = plan.sections or [plan.as_one_section(first_node)]
     names = ("index", "num_nodes", "first_node", "parameters", "completes")
     return {
         "name": plan.graph,
@@ -358,8 +375,8 @@ def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> l
 def _completing_section(plan: SplitPlan, members: set[str]) -> str:
     """Return the last section to run that has one of the members."""
     ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
-    holding = (section.index for section in ran_last_first if members & set(section.parameters))
-    return next((f"{plan.graph} section {index}" for index in holding), plan.graph)
+    holding = (section for section in ran_last_first if members & set(section.parameters))
+    return next(map(plan.name_of, holding), plan.graph)
 
 
 def _relate(
@@ -384,18 +401,16 @@ def _relate(
             launched_after=measured.num_started(times.launched_s) if measured and times else None,
             predicted=expectation,
             measured=times,
-            predicted_gather=gather and _moved(gather, -forward_s),
+            predicted_gather=gather
+            and dataclasses.replace(
+                gather, **{name: getattr(gather, name) - forward_s for name in _TIMES}
+            ),
             measured_gather=gathered.get(bucket.index),
         )
         for bucket, others, expectation, times, gather in zip(
             buckets, sharing, expected, recorded, gathers, strict=True
         )
     )
-
-
-def _moved(times: BucketTimes, by_s: float) -> BucketTimes:
-    moved = {name: getattr(times, name) + by_s for name in _TIMES}
-    return dataclasses.replace(times, **moved)
 
 
 def _predict(

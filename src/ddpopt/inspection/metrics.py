@@ -58,7 +58,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)
-    source = _sources.get(ddp, _no_source)()
+    source = _sources.get(ddp, lambda: None)()
     if step.number:
         found["ddpopt.sampled_step"] = step.number
         found["ddpopt.forward.ms"] = step.forward_s * 1e3
@@ -74,7 +74,6 @@ def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) 
 
 
 def remove_source(ddp: DistributedDataParallel) -> None:
-    """Stop adding to a module's metrics."""
     _sources.pop(ddp, None)
 
 
@@ -88,10 +87,6 @@ def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, floa
         moved = 2 * (num_ranks - 1) / num_ranks * step.num_bytes * 8
         found["ddpopt.communication.bus_gbit_per_s"] = moved / step.communication_s / 1e9
     return found
-
-
-def _no_source() -> None:
-    """Stand in for a source where there is none."""
 
 
 _clocks = state.new_table()

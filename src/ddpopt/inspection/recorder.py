@@ -90,7 +90,7 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         model: A DistributedDataParallel module, or what `torch.compile` returned for one, with any
             backend or none; sections are those of ddpopt.
         folder: Where to write this rank's trace, as `rank0.json`; it is created if missing. An
-            existing file of yours is replaced; a symbolic link is not followed.
+            existing file or link of that name is replaced.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
@@ -151,7 +151,6 @@ class _Clock:
         self._first_s = self.now_s()
 
     def wall_s(self) -> float:
-        """Return the current time."""
         return (time.time_ns() - self._origin_ns) / 1e9
 
     def now_s(self) -> float:
@@ -269,13 +268,11 @@ class _Recorder(Observer):
             self.steps.append(self._step)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Note when forward ended."""
         if self._step is not None:
             self._step.forward_stop_s = self._now_s()
 
     @contextlib.contextmanager
     def section(self, label: Label, kind: str) -> Iterator[None]:
-        """Note a section that runs in this block."""
         step = self._step
         if step is None:
             yield

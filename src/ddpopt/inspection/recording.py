@@ -189,11 +189,11 @@ class Recording:
     def save(self, path: str | Path) -> None:
         """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
-        `ddpopt.merge_traces` merges the traces of several ranks. An existing file of yours is
-        replaced; a symbolic link is not followed.
+        `ddpopt.merge_traces` merges the traces of several ranks. An existing file or
+        link of that name is replaced.
 
         Raises:
-            OSError: the file cannot be written, or something else has that name.
+            OSError: the file cannot be written, or a folder or a device has that name.
         """
         write_text(path, json.dumps(self.trace()))
 

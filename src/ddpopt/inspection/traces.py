@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpopt._files import MalformedError, build, parse, read_text, show
+from ddpopt._files import MalformedError, build, parse, show
 from ddpopt._text import printable
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
@@ -103,7 +103,14 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
     ]
     events = []
     for trace, own_ns in zip(traces, began_ns, strict=True):
-        events += [_shift(event, own_ns - min(began_ns)) for event in trace.events]
+        by_ns = own_ns - min(began_ns)
+        events += [
+            # What describes a process or a thread has no time.
+            event
+            if event["ph"] == "M"
+            else {**event, "ts": (round(event["ts"] * 1e3) + by_ns) / 1e3}
+            for event in trace.events
+        ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -113,12 +120,6 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             "clock_offsets_s": {str(rank): offset for rank, offset in offsets.items()},
         },
     }
-
-
-def _shift(event: dict[str, Any], by_ns: int) -> dict[str, Any]:
-    if event["ph"] == "M":
-        return event
-    return {**event, "ts": (round(event["ts"] * 1e3) + by_ns) / 1e3}
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -132,7 +133,7 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 def _read(path: Path) -> _Trace:
     name = printable(str(path))
     try:
-        content = parse(read_text(path, _MOST_BYTES), _MOST_BYTES)
+        content = parse(path, _MOST_BYTES)
         file: _File = build(_File, content, is_open=True)
     except MalformedError as error:
         raise TraceError(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
-from ddpopt.inspection.explain import Explanation
 from ddpopt.inspection.metrics import metrics
 from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
 
@@ -39,7 +38,7 @@ def _callback_classes() -> tuple[Any, ...]:
     return tuple(importlib.import_module(name).Callback for name in imported or installed)
 
 
-class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever is there
+class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # whichever is there
     """Compiles a LightningModule's `training_step` under DDP in `fit`, and reports.
 
     It compiles once Lightning has wrapped the module, and undoes that when `fit` ends.
@@ -61,23 +60,8 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
         UnsupportedModeError: (from `fit`) the Trainer's strategy is not DDP.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any] | None = None,
-        *,
-        mode: str | None = None,
-        dynamic: bool | None = None,
-        explanation: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__()
-        self._reporter = Reporter(options, mode, dynamic, explanation)
-        self._replaced: dict[str, Any] = {}  # what the module itself had under these names
-        self._last_step = 0
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation that rank 0 printed at the end of the last `fit`."""
-        return self._reporter.explanation
+    _last_step = 0
+    _replaced: Mapping[str, Any] = MappingProxyType({})  # what the module itself had of these names
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Compile; the module is wrapped in DDP by now."""
@@ -85,7 +69,7 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
         strategy = type(trainer.strategy).__name__
         if isinstance(ddp, DistributedDataParallel):
             if trainer.is_global_zero:
-                self._reporter.begin(ddp)
+                self._begin_report(ddp)
         elif trainer.world_size > 1 or ddp is not pl_module:
             raise UnsupportedModeError(
                 f"the Trainer's strategy is {strategy}, in which no DistributedDataParallel has "
@@ -97,9 +81,7 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
             disable: Any = torch.compiler.disable
             for name in _EAGER:
                 self._replace(pl_module, name, disable(getattr(pl_module, name)))
-            step = torch.compile(
-                pl_module.training_step, backend="ddpopt", **self._reporter.compiling
-            )
+            step = torch.compile(pl_module.training_step, backend="ddpopt", **self._compiling)
             self._replace(pl_module, "training_step", step)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -118,7 +100,7 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Explain; this is the last hook in which there is a DDP module."""
         if trainer.is_global_zero and isinstance(trainer.model, DistributedDataParallel):
-            self._reporter.end(trainer.model)
+            self._end_report(trainer.model)
         self._restore(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -126,7 +108,7 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
         self._restore(pl_module)
 
     def _replace(self, module: Any, name: str, value: Any) -> None:
-        self._replaced[name] = vars(module).get(name)
+        self._replaced = {**self._replaced, name: vars(module).get(name)}
         setattr(module, name, value)
 
     def _restore(self, module: Any) -> None:
@@ -135,4 +117,4 @@ class DDPOptCallback(*_callback_classes()):  # type: ignore[misc]  # whichever i
                 delattr(module, name)
             else:
                 setattr(module, name, value)
-        self._replaced.clear()
+        self._replaced = {}

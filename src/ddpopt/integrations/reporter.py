@@ -18,27 +18,27 @@ from ddpopt.options import resolve_options
 
 
 class Reporter:
-    """Reports on a training run from its beginning to its end, on rank 0.
+    """What a callback is besides its trainer's: it reports on a training run, on rank 0.
 
     Attributes:
-        compiling: Arguments for `torch.compile`, besides the backend.
-        explanation: Of the last training run with DDP; None before its end.
+        explanation: What rank 0 printed at the end of the last training run with DDP.
     """
 
     def __init__(
         self,
-        options: Mapping[str, Any] | None,
-        mode: str | None,
-        dynamic: bool | None,
-        path: str | os.PathLike[str] | None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        explanation: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Take arguments of `torch.compile` and where to save; raise OptionError as it would."""
+        super().__init__()
         resolve_options(mode, options)
-        self.compiling: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
-        self._path = None if path is None else os.fspath(path)
+        self._compiling: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
+        self._path = None if explanation is None else os.fspath(explanation)
         self.explanation: Explanation | None = None
 
-    def begin(self, ddp: DistributedDataParallel) -> None:
+    def _begin_report(self, ddp: DistributedDataParallel) -> None:
         """Measure times from here on, and check now that the explanation can be saved.
 
         Raises:
@@ -48,7 +48,7 @@ class Reporter:
         if self._path is not None:
             explain(ddp).save(self._path)
 
-    def end(self, ddp: DistributedDataParallel) -> None:
+    def _end_report(self, ddp: DistributedDataParallel) -> None:
         """Print the explanation and save it, while there is a DDP module to explain."""
         self.explanation = explain(ddp)
         print(f"\n{self.explanation}")  # a progress bar may have left its line open

@@ -6,9 +6,8 @@ alone has no callbacks: compile what `prepare` returns.
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.state import AcceleratorState
@@ -18,12 +17,11 @@ from transformers import TrainerCallback
 from ddpopt import _events
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
-from ddpopt.inspection.explain import Explanation
 from ddpopt.inspection.metrics import metrics
 from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
 
 
-class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
+class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
     """Compiles a Trainer's model in place (`model.compile`) when training begins, and reports.
 
     The model keeps its class, so saving and loading do not change. If ddpopt already compiles a
@@ -45,28 +43,14 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
             compiles by itself.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any] | None = None,
-        *,
-        mode: str | None = None,
-        dynamic: bool | None = None,
-        explanation: str | os.PathLike[str] | None = None,
-    ) -> None:
-        self._reporter = Reporter(options, mode, dynamic, explanation)
-        self._find_ddp: Callable[[], DistributedDataParallel | None] = _find_none
-
-    @property
-    def explanation(self) -> Explanation | None:
-        """The explanation that rank 0 printed at the end of the last `train`."""
-        return self._reporter.explanation
+    _find_ddp: Callable[[], DistributedDataParallel | None] = staticmethod(lambda: None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Compile; the Trainer passes the model, not the DDP module around it."""
-        self._find_ddp = _find_none
+        self._find_ddp = lambda: None
         _check_mode(args)
         if not is_compiled_by_us(model):
-            model.compile(backend="ddpopt", **self._reporter.compiling)
+            model.compile(backend="ddpopt", **self._compiling)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Find the DDP module after the first step."""
@@ -74,7 +58,7 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
             ddp = _events.find_ddp(model)
             if ddp is not None:
                 self._find_ddp = weakref.ref(ddp)
-                self._reporter.begin(ddp)
+                self._begin_report(ddp)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
         """Add to what is logged, and to the copy that the Trainer has already kept."""
@@ -88,11 +72,7 @@ class DDPOptCallback(TrainerCallback):  # type: ignore[misc]  # Any, where it is
         """Explain."""
         ddp = self._find_ddp()
         if ddp is not None:
-            self._reporter.end(ddp)
-
-
-def _find_none() -> None:
-    """Stand in for the DDP module before the first step."""
+            self._end_report(ddp)
 
 
 def _check_mode(args: Any) -> None:

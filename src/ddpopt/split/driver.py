@@ -42,12 +42,20 @@ from ddpopt.split.backward.cut import cut_backward
 from ddpopt.split.backward.facts import read_backward
 from ddpopt.split.backward.gates import GatedGraph
 from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.crossings import find_crossings
 from ddpopt.split.dump import is_showing, show, write
 from ddpopt.split.forward.compile import compile_sections
 from ddpopt.split.forward.cut import copy_for_splitting, split_forward
 from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
 from ddpopt.split.forward.plan import order_arrival, plan_sections
-from ddpopt.split.nodes import attribute_of, call_nodes, describe, graph_name, is_pure
+from ddpopt.split.nodes import (
+    attribute_of,
+    call_nodes,
+    describe,
+    graph_name,
+    is_pure,
+    output_values,
+)
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.runner import GraphRunner, order_arrival_of, waiting_first
 from ddpopt.split.validate import validate_backward, validate_forward
@@ -102,7 +110,6 @@ def compile_whole(
     reason: Fallback | None,
     detail: str = "",
 ) -> Callable[..., Any]:
-    """Compile a graph as it is, and say why."""
     plan = dataclasses.replace(_blank_plan(gm, options), fallback=reason, detail=detail)
     write(gm, plan, {"original": gm})
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
@@ -160,7 +167,6 @@ class _Survey:
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
     def left_whole(self, plan: SplitPlan, reason: Fallback) -> SplitPlan:
-        """Return the plan for compiling the graph whole."""
         if reason is Fallback.ONE_BUCKET and self.known.has_planned_buckets:
             reason = Fallback.ONE_PLANNED_BUCKET
         return dataclasses.replace(plan, fallback=reason)
@@ -218,18 +224,15 @@ def _survey(
 
 
 def _blank_plan(gm: fx.GraphModule, options: Options) -> SplitPlan:
+    calls, num_fixed = call_nodes(gm.graph), 0
+    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
+        num_fixed = sum(not is_pure(node) for node in calls)
     return SplitPlan(
         graph=graph_name(gm),
         inner=options.inner_name,
-        num_nodes=len(call_nodes(gm.graph)),
-        num_fixed=_count_fixed(gm),
+        num_nodes=len(calls),
+        num_fixed=num_fixed,
     )
-
-
-def _count_fixed(gm: fx.GraphModule) -> int:
-    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
-        return sum(not is_pure(node) for node in call_nodes(gm.graph))
-    return 0
 
 
 class _Split(NamedTuple):
@@ -271,10 +274,16 @@ def _split(
     nodes = tuple(calls[section.start : section.stop] for section in sections)
     stitched = split_forward(survey.graph, sections)
     validate_forward(gm, plan, stitched, survey.arguments)
-    calls_of_sections = stitched.graph.find_nodes(op="call_module")
+    calls_of_sections = list(stitched.graph.find_nodes(op="call_module"))
     pieces = {
         f"section_{k}": attribute_of(stitched, node) for k, node in enumerate(calls_of_sections)
     }
+    outputs = [
+        {element: output_values(piece)[element.args[1]] for element in call.users}
+        for call, piece in zip(calls_of_sections, pieces.values(), strict=True)
+    ]
+    crossings = find_crossings(outputs, [call.all_input_nodes for call in calls_of_sections])
+    plan = dataclasses.replace(plan, crossings=crossings)
     show(gm, plan, {"original": gm, **pieces, "stitched": stitched})
     compiled = compile_sections(stitched, example_inputs, options.inner, plan.graph)
     return _Split(plan, nodes, compiled)
@@ -303,6 +312,9 @@ def _split_backward(
         plan = plan.with_buckets(plan.buckets)
         sections = cut_backward(backward, cuts)
         validate_backward(backward, plan, sections, saved, arguments)
+        outputs = [dict(zip(s.keeps, output_values(s.graph), strict=False)) for s in sections]
+        crossings = find_crossings(outputs, [section.takes for section in sections])
+        plan = dataclasses.replace(plan, crossings=crossings)
         nodes = tuple(describe(call_nodes(section.graph.graph)) for section in sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         show(gm, plan, {"original": gm, "original_backward": backward, **pieces})

@@ -1,11 +1,10 @@
 """Shows a split: the graphs and the plan of each compile, in logs and as files.
 
-    <config.dump_dir>/rank0-pid123/4_0/plan.json, original.py, and of
+    <config.dump_dir>/rank0-pid123/4_0/plan.json, plan.graphml, original.py, and of
         a cut backward: original_backward.py, backward_section_0.py, ...
         a cut forward: section_0.py, ..., stitched.py
 
 Nothing is formatted for outputs that are off, and a failing dump costs a warning, no training run.
-`dump_dir` may be shared with other users: see [Note: files of others] in _files.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ import torch.distributed as dist
 from torch import fx
 
 from ddpopt import _logs, _torch, config
-from ddpopt._files import PrivateFolder
+from ddpopt._files import new_folder
+from ddpopt.split.crossings import write_graphml
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import SplitPlan
 
@@ -33,13 +33,12 @@ Graphs = Mapping[str, fx.GraphModule]  # by name
 _LONGEST_NAME = 60  # of a folder
 
 # One per compile, by Dynamo's graph, and one per process, by `dump_dir` and process id.
-_folders: weakref.WeakKeyDictionary[fx.GraphModule, PrivateFolder] = weakref.WeakKeyDictionary()
-_process_folders: dict[tuple[str, int], PrivateFolder] = {}
+_folders: weakref.WeakKeyDictionary[fx.GraphModule, Path] = weakref.WeakKeyDictionary()
+_process_folders: dict[tuple[str, int], Path] = {}
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
 def is_showing() -> bool:
-    """Whether graphs are shown anywhere."""
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
@@ -64,9 +63,11 @@ def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
         folder = _folder_of(gm)
         by_name = operator.attrgetter("name")  # of an enum member
         content = json.dumps(dataclasses.asdict(plan), indent=1, default=by_name)
-        folder.write_text("plan.json", content + "\n")
+        (folder / "plan.json").write_text(content + "\n")
         for name, graph in graphs.items():
-            folder.write_text(f"{name}.py", _code(graph))
+            code = _code(graph)
+            (folder / f"{name}.py").write_text(code, encoding="utf-8", errors="backslashreplace")
+        write_graphml(plan, folder / "plan.graphml")
     except Exception as error:  # whatever it is, a dump is not worth a training run
         _given_up.add(dump_dir)
         _logs.warning(
@@ -81,10 +82,9 @@ def _code(graph: fx.GraphModule) -> str:
     return graph.print_readable(print_output=False)
 
 
-def _folder_of(gm: fx.GraphModule) -> PrivateFolder:
-    """Return the folder of one compile. Only we can write to it, so files may be overwritten."""
+def _folder_of(gm: fx.GraphModule) -> Path:
     if gm not in _folders:
-        _folders[gm] = _process_folder().make_inside(_plain(graph_name(gm)))
+        _folders[gm] = new_folder(_process_folder(), _plain(graph_name(gm)))
     return _folders[gm]
 
 
@@ -93,18 +93,14 @@ def _plain(name: str) -> str:
     return re.sub(r"\W+", "_", name)[:_LONGEST_NAME]
 
 
-def _process_folder() -> PrivateFolder:
+def _process_folder() -> Path:
     """Return the folder of this process, which a fork of it does not share."""
     key = (config.dump_dir, os.getpid())
     if key not in _process_folders:
         parent = Path(config.dump_dir).absolute()
         parent.mkdir(parents=True, exist_ok=True)
-        name = f"rank{_rank()}-pid{os.getpid()}"
-        _process_folders[key] = PrivateFolder.make(parent, name)
+        rank = re.sub(r"[^0-9]", "", os.environ.get("RANK", ""))[:_LONGEST_NAME] or "0"
+        if dist.is_available() and dist.is_initialized():
+            rank = str(dist.get_rank())
+        _process_folders[key] = new_folder(parent, f"rank{rank}-pid{os.getpid()}")
     return _process_folders[key]
-
-
-def _rank() -> str:
-    if dist.is_available() and dist.is_initialized():
-        return str(dist.get_rank())
-    return _plain(re.sub(r"\D", "", os.environ.get("RANK", ""))) or "0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +23,6 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether a node computes something."""
     return node.op not in ("placeholder", "get_attr", "output")
 
 
@@ -142,6 +142,13 @@ def storage_keys(node: fx.Node) -> list[int]:
     """Identify the memory of the tensors that a node stands for: equal keys share memory."""
     keys = (_torch.storage_key(tensor) for tensor in _tensors_of(node.meta.get("example_value")))
     return [key for key in keys if key is not None]
+
+
+def num_bytes_of(value: Any) -> int:
+    """Return the size of a tensor as it was in the first call, and 0 for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(map(_torch.size_hint, value.shape)) * value.element_size()
 
 
 def is_differentiable(node: fx.Node) -> bool:

@@ -41,7 +41,6 @@ class Section:
 
     @property
     def num_nodes(self) -> int:
-        """Number of call nodes."""
         return self.stop - self.start
 
 
@@ -71,6 +70,19 @@ class NodeText(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value that one section makes and later ones read; sections by index.
+
+    In a cut backward it is kept until the last of them has run; in a cut forward autograd sees it.
+    """
+
+    value: NodeText
+    num_bytes: int
+    made_in: int
+    read_in: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
     """How one Dynamo graph is compiled.
 
@@ -80,7 +92,8 @@ class SplitPlan:
     sentence. If `is_shared`, the same compiled graph may run for several modules; it is planned
     for its first module only. `split` says which graph was cut; if that is the forward although
     the backward was wanted, `instead` says why. `num_fixed` counts the calls of Dynamo's graph that
-    are not known to be pure.
+    are not known to be pure. `crossings` are the values that cross its cuts, as large as in the
+    first call.
     """
 
     graph: str
@@ -95,11 +108,22 @@ class SplitPlan:
     split: str = "forward"
     instead: ForwardInstead | None = None
     num_fixed: int = 0
+    crossings: tuple[Crossing, ...] = ()
 
     @property
     def frame(self) -> str:
-        """The frame that the graph belongs to."""
         return frame_of(self.graph)
+
+    def as_one_section(self, first_node: str = "") -> Section:
+        """Return all calls of a graph that is compiled whole."""
+        names = tuple(parameter.name for parameter in self.arrival)
+        return Section(
+            index=0, start=0, stop=self.num_nodes, first_node=first_node, parameters=names
+        )
+
+    def name_of(self, section: Section) -> str:
+        """Return what a section is called: `4/0 section 2`, or `4/0` for a whole graph."""
+        return f"{self.graph} section {section.index}" if self.sections else self.graph
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> SplitPlan:
         """Return the plan with other buckets, for the same sections.

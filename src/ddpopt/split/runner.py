@@ -41,7 +41,6 @@ class GraphRunner:
     _settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph on Dynamo's arguments."""
         ddp = _torch.active_ddp()
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)

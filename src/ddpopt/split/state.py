@@ -65,7 +65,6 @@ class DDPState:
         return tuple(self._plans.values())
 
     def is_cut_in_forward(self, graph: str) -> bool:
-        """Whether a graph is compiled in sections of its forward."""
         plan = self._plans.get(graph)
         return plan is not None and bool(plan.sections) and plan.split == "forward"
 
@@ -107,7 +106,6 @@ class DDPState:
 
     @property
     def rules(self) -> ReducerRules:
-        """How the Reducer forms buckets."""
         ddp, known = self._module(), self._rules
         is_rebuilt, is_trial = _torch.follows_arrival_order(ddp), self.is_trial
         if known is None or (known.is_rebuilt, known.is_trial) != (is_rebuilt, is_trial):
@@ -221,7 +219,6 @@ has_drifted = False  # whether a graph was compiled without noting for which mod
 
 
 def of(ddp: DistributedDataParallel) -> DDPState:
-    """Return what is known about a module."""
     state = _states.get(ddp)
     if state is None:  # setdefault would make one at each call, and forwards call this
         state = _states[ddp] = DDPState(ddp)

@@ -64,7 +64,6 @@ class _Program:
     _modes: list[Hashable] = field(default_factory=list)
 
     def number(self, expression: Hashable) -> int:
-        """Return the number of an expression."""
         return self.numbers.setdefault(expression, len(self.numbers))
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any], *, is_stitched: bool = False) -> Any:

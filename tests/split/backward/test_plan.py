@@ -103,6 +103,13 @@ def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
     assert _sections(_plan(facts, [[0], [1, 2]])) == [[0, 1, 2, 4], [3, 5]]
 
 
+def test_buckets_that_are_complete_at_one_cut_have_no_section_between_them() -> None:
+    """Bucket 0 waits for nothing; no cut parts calls 0 to 2, in which bucket 1's gradient is."""
+    reads = [{}, {0: Tie.ONE}, {1: Tie.ONE}, {1: NO}, {}]
+    facts = _facts(reads, {0: (0,), 1: (4,), 2: ()}, ordered=(4,))
+    assert _sections(_plan(facts, [[2], [0], [1]])) == [[0, 1, 2], [3, 4]]
+
+
 def test_a_gradient_waits_for_what_it_needs_only() -> None:
     """Call 1 serves bucket 1 alone: it runs after bucket 0 is released, out of graph order."""
     facts = _facts([{}, {}, {0: NO}, {1: NO}], {0: (2,), 1: (3,)})

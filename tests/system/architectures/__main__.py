@@ -3,7 +3,7 @@
 python -m tests.system.architectures --log architectures.jsonl --document
 
 The log gets a line of JSON for each run. What it has is not run again, so that a sweep can be
-continued; of two lines for one run the later counts. --document writes docs/architectures*.md.
+continued; of two lines for one run the later counts. --document writes build/architectures.md.
 """
 # test: skip, it takes hours; tests/system/test_architectures.py runs a handful
 
@@ -37,7 +37,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, required=True, help="the file of JSON lines")
     parser.add_argument("--again", action="store_true", help="run also what the log has")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after")
-    parser.add_argument("--document", action="store_true", help="write docs/architectures*.md")
+    parser.add_argument("--document", action="store_true", help="write build/architectures.md")
     return parser.parse_args()
 
 

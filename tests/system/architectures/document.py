@@ -1,4 +1,4 @@
-"""docs/architectures.md and the pages with its rows, from a sweep's log."""
+"""A sweep's log as a page, build/architectures.md; docs/compatibility.md has its summary."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from tests.system.fuzzing.checking import (
     ROUNDED,
 )
 
-DOCS = Path(__file__).parents[3] / "docs"
-DOCUMENT = DOCS / "architectures.md"
-_ROWS = "architectures-{}.md"  # as many as it takes; mkdocs.yml leaves them out of the menu
-_MAX_WORDS = 1400  # of a page, less its heading; tests/system/test_docs.py allows 1,500 in all
+DOCUMENT = Path(__file__).parents[3] / "build" / "architectures.md"
 
 _WORDS = {
     EQUAL: "equal",
@@ -44,17 +41,8 @@ _INTRODUCTION = """\
 {number} architectures from transformers {transformers} and timm {timm}, tiny and with random
 weights, each trained for three steps on two gloo ranks with different data on each. Losses, each
 step's gradients, parameters and buffers are compared with eager DDP, bit for bit; where they
-differ, the unsplit compile decides, as in [the fuzz](fuzzing.md#random-models). Caps are chosen
-so that there are about six buckets. `tests/system/test_architectures.py` runs a handful. This
-page and those with the rows are written by
-
-<!-- test: skip, it takes hours; tests/system/test_architectures.py runs a handful -->
-```
-python -m tests.system.architectures --log architectures.jsonl --document
-```
-
-which takes several hours, can be resumed, and needs `pip install transformers timm`; here with
-torch {torch} and the inner compiler `aot_eager`. {done} of {all} runs are done.
+differ, the unsplit compile decides, as in the fuzz. Caps are chosen so that there are about six
+buckets. torch is {torch}, the inner compiler `aot_eager`. {done} of {all} runs are done.
 
 - *whole* is `torch.compile(ddp)`, *regional* `layer.compile()` on each repeated layer before DDP is
   made. *Checkpointed* is the model's own: `gradient_checkpointing_enable()` in transformers,
@@ -66,25 +54,6 @@ torch {torch} and the inner compiler `aot_eager`. {done} of {all} runs are done.
 
 """
 
-# Written by hand, from what the log says; to be renewed with the tables.
-_CAUSES = {
-    "*rounded* in the forward split": "a value that several sections use gets its gradients "
-    "added in another order, as with the in-tree optimizer",
-    "timm's models with batch norm, whole and checkpointed: *as unsplit*": "eager computes the "
-    "forward again, which counts each batch twice in the running statistics; compiled it counts "
-    "once",
-    "big_bird, whole, forward split: *as unsplit*": "its pooler gets zeros where eager has None: "
-    "AOTAutograd makes them for outputs that nothing uses; the backward split leaves None",
-    "reformer: *eager raises*": "its reversible layers run a backward of their own, in which a "
-    "parameter is ready twice; DDP refuses that",
-    "qwen3_next: *unsplit raises*": "the backward that AOTAutograd makes views a tensor whose "
-    "strides do not allow it (torch 2.13)",
-    "swin, regional, in-tree: *error*": "a symbolic size that tracing found to be a number crosses "
-    "a cut; ddpopt writes the number in its place",
-    "image classifiers of transformers: `5+5/5`": "the first step writes `problem_type` into "
-    "the configuration, and Dynamo compiles anew, with any backend",
-}
-
 _SUMMARY = """\
 | outcome | forward | backward | in-tree |
 |---|---:|---:|---:|
@@ -95,11 +64,7 @@ _TABLE = """\
 |---|---|---|---|---|
 """
 
-_LEGEND = """\
-[Architectures](architectures.md) says what is compared and what the cells mean. What is empty has
-not been run."""
-
-_ON_INDUCTOR = "Whole, without any option (default) and with the backward split.\n\n"
+_ON_INDUCTOR = "Whole, without any option (default) and with the backward split."
 
 _TABLE_ON_INDUCTOR = """\
 | architecture | default | backward |
@@ -110,49 +75,23 @@ _COLUMNS = ("forward", "backward", "in-tree")
 
 
 def write_document(log: Log) -> None:
-    """Write the page, and those with the rows."""
+    """Write the page: what was compared, the summary, and a row for each way that was run."""
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(text_of(log))
+
+
+def text_of(log: Log) -> str:
+    """Return the page; a cell that is empty has not been run."""
     names = [name for name in ARCHITECTURES if any(name == other for other, _ in log.results)]
     packages = {name: metadata.version(name) for name in ("transformers", "timm")}
     runs = [(name, way) in log.results for name in ARCHITECTURES for way in ways_of(name)]
     text = _INTRODUCTION.format(
         number=len(names), done=sum(runs), all=len(runs), torch=torch.__version__, **packages
     )
-    text += _SUMMARY + "".join(_summary(log))
-    text += "\n## What is not equal, and why\n\n| row | cause |\n|---|---|\n"
-    text += "".join(f"| {row} | {cause} |\n" for row, cause in _CAUSES.items())
-    rows = {name: "".join(_rows(log, name)) for name in names}
-    on_inductor = {name: "".join(_on_inductor(log, name)) for name in names}
-    write_pages(text, rows, on_inductor)
-
-
-def write_pages(text: str, rows: dict[str, str], on_inductor: dict[str, str]) -> None:
-    """Write the page, whose text this is, and the rows, as many architectures a page as fit."""
-    for path in DOCS.glob(_ROWS.format("*")):
-        path.unlink()
-    text += "\n## All rows\n\n"
-    parts = [(_TABLE, part) for part in _parts(rows)]
-    parts += [(_ON_INDUCTOR + _TABLE_ON_INDUCTOR, part) for part in _parts(on_inductor)]
-    for number, (head, part) in enumerate(parts, start=1):
-        kind = ", on Inductor" if head.startswith(_ON_INDUCTOR) else ""
-        ends = dict.fromkeys([next(iter(part)), list(part)[-1]])
-        title = f"Architectures{kind}: {' to '.join(ends)}"
-        path = DOCS / _ROWS.format(number)
-        text += f"- [{title}]({path.name})\n"
-        path.write_text(f"# {title}\n\n{_LEGEND}\n\n{head}{''.join(part.values())}")
-    DOCUMENT.write_text(text)
-
-
-def _parts(rows: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Give all architectures that have rows, in parts of no more than _MAX_WORDS."""
-    part: dict[str, str] = {}
-    for name, lines in rows.items():
-        if part and len(" ".join([*part.values(), lines]).split()) > _MAX_WORDS:
-            yield part
-            part = {}
-        if lines:
-            part[name] = lines
-    if part:
-        yield part
+    text += _SUMMARY + "".join(_summary(log)) + "\n## All rows\n\n" + _TABLE
+    text += "".join(line for name in names for line in _rows(log, name))
+    text += f"\n## On Inductor\n\n{_ON_INDUCTOR}\n\n{_TABLE_ON_INDUCTOR}"
+    return text + "".join(line for name in names for line in _on_inductor(log, name))
 
 
 def _summary(log: Log) -> Iterator[str]:

@@ -48,7 +48,6 @@ class Check(NamedTuple):
 
     @property
     def is_ok(self) -> bool:
-        """Whether there is no problem."""
         return not self.remedy
 
 

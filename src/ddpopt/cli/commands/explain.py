@@ -29,7 +29,6 @@ _MIB = 1024 * 1024
 
 
 def run(args: argparse.Namespace, screen: Screen) -> Report:
-    """Run some steps on one rank, and explain."""
     options = {"inner": args.inner, "split": args.split}
     resolve_options(None, options)  # reports a bad one before the model is made
     if (args.world_size is None) != (args.bandwidth is None):

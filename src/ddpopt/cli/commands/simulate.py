@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from typing import Any
 
 from ddpopt.bucketing.costs import ALGORITHMS, Network
@@ -15,11 +14,10 @@ from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.errors import PlanError
 
-_LINKS = ("latency_us", "algorithm", "ranks_per_node", "node_latency_us", "node_bandwidth")
+_LINKS = ("latency_us", "algorithm", "ranks_per_node")
 
 
 def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Simulate one iteration."""
     plan, stragglers = _load(args)
     network = None if args.bandwidth is None else _network(plan, args, args.bandwidth)
     given = ["--" + name.replace("_", "-") for name in _given(args)]
@@ -30,7 +28,6 @@ def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
 
 
 def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Compare efficiencies on many clusters."""
     plan, stragglers = _load(args)
     network = _network(plan, args, args.bandwidths[0])
     cells = sweep(plan, args.world_sizes, args.bandwidths, network, stragglers)
@@ -59,8 +56,6 @@ def _network(plan: BucketPlan, args: argparse.Namespace, bytes_per_s: float) -> 
         bytes_per_s=bytes_per_s,
         algorithm=links.get("algorithm", ALGORITHMS[0]),
         ranks_per_node=links.get("ranks_per_node", 1),
-        node_latency_s=links.get("node_latency_us", 0.0) * 1e-6,
-        node_bytes_per_s=links.get("node_bandwidth", math.inf),
         interference=plan.cost.interference,
         contention=plan.cost.contention,
         launch_s=plan.cost.launch_s,

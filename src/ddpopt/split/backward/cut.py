@@ -138,7 +138,6 @@ class _Builder:
         return copied
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
-        """Return the graph with these outputs."""
         self._graph.output(tuple(outputs))
         section = _torch.graph_module(self._gm, self._graph)
         section.meta = dict(self._gm.meta)

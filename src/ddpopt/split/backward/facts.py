@@ -12,18 +12,23 @@ cut, and no two values that cross a cut share memory. `reads` looks through repe
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt import _torch
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.split.nodes import call_nodes, is_pure, name_of, output_values, uses_streams
+from ddpopt.split.nodes import (
+    call_nodes,
+    is_pure,
+    name_of,
+    num_bytes_of,
+    output_values,
+    uses_streams,
+)
 
 
 class Tie(enum.Enum):
@@ -132,7 +137,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
         is_repeat=[node in repeats for node in calls],
         is_ordered=[not is_pure(node) for node in calls],
         reads=reads,
-        num_bytes=[_num_bytes(node.meta.get("val")) for node in calls],
+        num_bytes=[num_bytes_of(node.meta.get("val")) for node in calls],
         gradients={a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()},
         argument_reads=argument_reads,
     )
@@ -177,12 +182,6 @@ def _is_generated(node: fx.Node) -> bool:
 _GENERATED_TAGS = {
     getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)
 }
-
-
-def _num_bytes(value: Any) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(map(_torch.size_hint, value.shape)) * value.element_size()
 
 
 # All bits: a gradient that does not depend on outputs, or outputs that all have gradients.

@@ -209,7 +209,6 @@ class GatedGraph:
         self._note_given = functools.partial(_note_given, num_outputs) if num_outputs else None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        """Run the forward on Dynamo's arguments."""
         token = torch.empty(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
         for section, is_last in self._gates:
             token = _gate(section, is_last, token, *[args[i] for i in section.releases])

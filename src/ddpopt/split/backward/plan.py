@@ -187,6 +187,8 @@ def _choose_cuts(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]
     stops = [call in gradients or facts.is_ordered[call] for call in order]
     cuts: set[int] = set()
     for end, following in itertools.pairwise(sorted(set(ends))):
+        if end <= max(cuts, default=-1):
+            continue  # a tuple in between: the bucket is complete at an earlier one's cut
         start = next(c for c in range(max(end, 1), len(costs)) if costs[c] is not None)
         stop = next((c for c in range(start, following) if stops[c]), start)
         legal = (c for c in range(start, stop + 1) if costs[c] is not None)
