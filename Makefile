@@ -38,7 +38,7 @@ drift: $(DRIFT)/installed
 # A page of proofs on this machine's GPU, in build/gpu, in nine minutes. Nothing is installed: PYTHON
 # is an interpreter that has torch with CUDA, pytest and numpy.
 gpu:
-	PYTHON="$(PYTHON)" bash benchmarks/gpu/run.sh cuda build/gpu
+	PYTHONPATH=src $(PYTHON) -m tests.gpu --device cuda --output build/gpu
 
 $(DRIFT)/installed: pyproject.toml
 	$(PYTHON) -m venv $(DRIFT)

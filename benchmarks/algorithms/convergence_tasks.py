@@ -46,7 +46,6 @@ class Task:
     is_classification: bool
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy; also called with the DDP module."""
         return F.cross_entropy(model(inputs), targets.flatten())
 
     def batches(self, data: Data, seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ None is hierarchical: here every rank is a node of its own.
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness.peers import find
 from ddpopt import algorithms
 
 _POWER_SGD_RANK = 4
@@ -55,32 +56,20 @@ Start = Callable[[DistributedDataParallel, Settings, dict[str, Any]], Training]
 class Peer:
     """One of them; `start` takes the DDP module, the settings and the algorithm's options.
 
-    One that `is_asynchronous` exchanges at times of its own, not in each step.
+    Tables and plots say its `label`. One that `is_asynchronous` exchanges at times of its own, not
+    in each step.
     """
 
     name: str
-    description: str
+    label: str
     start: Start
     is_compiled: bool = True
     is_asynchronous: bool = False
 
 
 def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
-    """Return a peer and its options, as in `async:sync_interval_ms=50`.
-
-    Raises:
-        ValueError: there is no such peer, or an option has no value.
-    """
-    name, *settings = text.split(":")
-    if name not in PEERS:
-        raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(PEERS)}")
-    options = {}
-    for setting in settings:
-        key, sign, value = setting.partition("=")
-        if not sign:
-            raise ValueError(f"the option {setting!r} of the algorithm {text!r} has no value")
-        options[key] = json.loads(value)
-    return PEERS[name], options
+    """Return a peer and its options, as in `async:sync_interval_ms=50`; see `peers.find`."""
+    return find(text, PEERS)
 
 
 def _plain(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
@@ -143,50 +132,35 @@ def _post_local_sgd(
     return Training(PostLocalSGDOptimizer(settings.make_optimizer(ddp.parameters()), averager))
 
 
+_flat = functools.partial(_attached, hierarchical=False)
 _ALL = (
-    Peer(name="eager", description="DDP, not compiled", start=_plain, is_compiled=False),
-    Peer(name="ddpopt", description="compiled by ddpopt, `split: forward`", start=_plain),
-    Peer(
-        name="decentralized",
-        description='`Decentralized(peer_selection="all")`',
-        start=_attached("Decentralized", hierarchical=False),
-    ),
+    Peer(name="eager", label="DDP, not compiled", start=_plain, is_compiled=False),
+    Peer(name="ddpopt", label="ddpopt, DDP's allreduce", start=_plain),
+    Peer(name="decentralized", label='Decentralized("all")', start=_flat("Decentralized")),
     Peer(
         name="shift_one",
-        description='`Decentralized(peer_selection="shift_one")`',
-        start=_attached("Decentralized", hierarchical=False, peer_selection="shift_one"),
+        label='Decentralized("shift_one")',
+        start=_flat("Decentralized", peer_selection="shift_one"),
     ),
     Peer(
         name="low_precision",
-        description="`LowPrecisionDecentralized()`",
-        start=_attached("LowPrecisionDecentralized", hierarchical=False),
+        label="LowPrecisionDecentralized",
+        start=_flat("LowPrecisionDecentralized"),
     ),
     Peer(
         name="async",
-        description="`AsyncModelAverage()`, every 500 ms if nothing else is said",
+        label="AsyncModelAverage",
         start=_attached("AsyncModelAverage"),
         is_asynchronous=True,
     ),
-    Peer(
-        name="bytegrad",
-        description="`ByteGrad()`",
-        start=_attached("ByteGrad", hierarchical=False),
-    ),
-    Peer(name="qadam", description="`QAdam()` and its `QAdamOptimizer`", start=_qadam),
-    Peer(
-        name="ddpopt_adam",
-        description="as `ddpopt`, with Adam, whatever the others have",
-        start=_adam,
-    ),
-    Peer(name="fp16", description="torch's `fp16_compress_hook`", start=_fp16),
-    Peer(
-        name="powersgd",
-        description=f"torch's `powerSGD_hook`, rank {_POWER_SGD_RANK}",
-        start=_power_sgd,
-    ),
+    Peer(name="bytegrad", label="ByteGrad", start=_flat("ByteGrad")),
+    Peer(name="qadam", label="QAdam, with QAdamOptimizer", start=_qadam),
+    Peer(name="ddpopt_adam", label="ddpopt, DDP's allreduce, with Adam", start=_adam),
+    Peer(name="fp16", label="torch's fp16 hook", start=_fp16),
+    Peer(name="powersgd", label=f"torch's PowerSGD, rank {_POWER_SGD_RANK}", start=_power_sgd),
     Peer(
         name="post_local_sgd",
-        description=f"torch's `PostLocalSGDOptimizer`, an average every {_LOCAL_STEPS} steps",
+        label=f"torch's post-local SGD, an average every {_LOCAL_STEPS} steps",
         start=_post_local_sgd,
     ),
 )

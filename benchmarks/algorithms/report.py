@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.algorithms.peers import find_peer
-from benchmarks.harness.tables import Spread, spread, table
-from benchmarks.overlap.figures import label_of_rate
+from benchmarks.algorithms.peers import PEERS
+from benchmarks.harness.peers import label
+from benchmarks.harness.report import (
+    Spread,
+    draw_bars,
+    label_of_rate,
+    pyplot,
+    ratios,
+    save,
+    spread,
+    table_of,
+)
 
 _MB = 1e6
 _EAGER = "eager"
@@ -47,8 +56,6 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One rate."""
-
     rate: str
     num_rounds: int
     peers: dict[str, Measured]
@@ -69,39 +76,12 @@ class Straggler:
     slow: Spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """An algorithm that could not be measured (any further)."""
-
-    peer: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """All of it."""
-
-    command: str
-    date: str
-    versions: str
-    machine: str
-    network: str
-    model: str
-    inner: str
-    is_counted: bool
-    cells: list[Cell] = field(default_factory=list)
-    stragglers: list[Straggler] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-
-
 def measured(turns: dict[str, list[Turn]], name: str, num_samples: int) -> Measured:
-    """Return what the turns of one algorithm mean."""
     own = turns[name]
     rates = [turn.samples_per_s(num_samples) for turn in own]
     of_eager = None
     if _EAGER in turns:
-        base = [turn.samples_per_s(num_samples) for turn in turns[_EAGER]]
-        of_eager = spread([mine / theirs for mine, theirs in zip(rates, base, strict=True)])
+        of_eager = ratios(rates, (turn.samples_per_s(num_samples) for turn in turns[_EAGER]))
     num_steps = sum(turn.num_steps for turn in own)
     sent = [sum(turn.sent_bytes) / len(turn.sent_bytes) for turn in own if turn.sent_bytes]
     exchanges = sum(turn.num_exchanges for turn in own)
@@ -122,14 +102,11 @@ def straggler(
     *fast, slow = range(len(undisturbed[0].times_s))
 
     def ratio(ranks: Sequence[int]) -> Spread:
-        pairs = zip(disturbed, undisturbed, strict=True)
-        return spread(
-            [
-                with_it.samples_per_s(num_samples, ranks)
-                / without.samples_per_s(num_samples, ranks)
-                for with_it, without in pairs
-            ]
+        with_one, without = (
+            [turn.samples_per_s(num_samples, ranks) for turn in turns]
+            for turns in (disturbed, undisturbed)
         )
+        return ratios(with_one, without)
 
     return Straggler(
         peer=name,
@@ -144,126 +121,58 @@ def straggler(
 # ---- tables -----------------------------------------------------------------------------------
 
 
-def markdown(run: Run, picture: str = "") -> str:
-    """Return the tables."""
-    names = dict.fromkeys(name for cell in run.cells for name in cell.peers)
-    lines = [
-        "# Algorithms",
-        "",
-        f"    {run.command}",
-        "",
-        f"{run.date}; {run.versions}; {run.machine}; inner compiler {run.inner}.",
-        f"Network: {run.network}.",
-        f"Model: {run.model}.",
-        "Bytes were counted at each rank's interface, with all headers."
-        if run.is_counted
-        else "Bytes were NOT counted: ranks have no interface of their own.",
-        "",
-        *(f"- {name}: {find_peer(name)[0].description}" for name in names),
-    ]
-    for cell in run.cells:
-        lines += ["", f"## {cell.rate}", "", f"{cell.num_rounds} rounds.", "", *_cell_table(cell)]
-    if run.stragglers:
-        lines += ["", "## With a straggler", "", *_straggler_table(run.stragglers)]
-    if picture:
-        lines += ["", f"![samples/s of eager's]({picture})"]
-    if run.failures:
-        lines += ["", "## Not measured", ""]
-        lines += [f"- {failure.peer}: `{_last_line(failure.error)}`" for failure in run.failures]
-    return "\n".join(lines) + "\n"
+def lines(
+    model: str, cells: Sequence[Cell], stragglers: Sequence[Straggler], *, is_counted: bool
+) -> Iterator[str]:
+    yield f"Model: {model}."
+    if is_counted:
+        yield "Bytes were counted at each rank's interface, with all headers."
+    else:
+        yield "Bytes were NOT counted: ranks have no interface of their own."
+    yield ""
+    for name in dict.fromkeys(name for cell in cells for name in cell.peers):
+        yield f"- {name}: {label(name, PEERS)}"
+    for cell in cells:
+        times = table_of("algorithm", cell.peers, _TIMES)
+        yield from ("", f"## {cell.rate}", "", f"{cell.num_rounds} rounds.", "", *times)
+    if stragglers:
+        by_peer = {item.peer: item for item in stragglers}
+        yield from ("", "## With a straggler", "", *table_of("algorithm", by_peer, _STRAGGLERS))
 
 
-def _last_line(text: str) -> str:
-    return [line for line in text.splitlines() if line.strip()][-1].strip()
-
-
-def _cell_table(cell: Cell) -> list[str]:
-    header = (
-        "algorithm", "samples/s", "of eager's", "step ms", "sent MB a step and rank",
-        "exchanges/s", "steps a turn",
-    )  # fmt: skip
-    rows = [
-        (
-            name,
-            _shown(peer.samples_per_s, ".0f" if peer.samples_per_s.median >= 100 else ".1f"),
-            "-" if peer.of_eager is None else f"{peer.of_eager.median:.2f}",
-            f"{peer.step_s.median * 1e3:.0f}",
-            "not counted" if peer.sent_bytes is None else f"{peer.sent_bytes / _MB:.3f}",
-            f"{peer.exchanges_per_s:.2g}" if peer.exchanges_per_s else "-",
-            str(peer.num_steps),
-        )
-        for name, peer in cell.peers.items()
-    ]
-    return table(header, rows)
-
-
-def _straggler_table(stragglers: Sequence[Straggler]) -> list[str]:
-    header = (
-        "algorithm", "rate", "samples/s, no straggler", "fast ranks' with one, of theirs without",
-        "straggler's", "rounds",
-    )  # fmt: skip
-    rows = [
-        (
-            item.peer,
-            item.rate,
-            f"{item.undisturbed_per_s:.0f}",
-            _shown(item.fast, ".3f"),
-            _shown(item.slow, ".3f"),
-            str(item.num_rounds),
-        )
-        for item in stragglers
-    ]
-    return table(header, rows)
-
-
-def _shown(value: Spread, layout: str) -> str:
-    median, low, high = (format(number, layout) for number in value)
-    return f"{median} ({low} to {high})"
-
-
-# What readers call the peers of `benchmarks.algorithms.peers`.
-_LABELS = {
-    "eager": "DDP, not compiled",
-    "ddpopt": "ddpopt, DDP's allreduce",
-    "decentralized": 'Decentralized("all")',
-    "shift_one": 'Decentralized("shift_one")',
-    "low_precision": "LowPrecisionDecentralized",
-    "async": "AsyncModelAverage",
-    "bytegrad": "ByteGrad",
-    "qadam": "QAdam",
-    "ddpopt_adam": "ddpopt, DDP's allreduce, with Adam",
-    "fp16": "torch's fp16 hook",
-    "powersgd": "torch's PowerSGD",
-    "post_local_sgd": "torch's post-local SGD",
+_TIMES: dict[str, Callable[[Measured], str]] = {
+    "samples/s": lambda peer: peer.samples_per_s.shown(
+        ".0f" if peer.samples_per_s.median >= 100 else ".1f"
+    ),
+    "of eager's": lambda peer: "-" if peer.of_eager is None else f"{peer.of_eager.median:.2f}",
+    "step ms": lambda peer: f"{peer.step_s.median * 1e3:.0f}",
+    "sent MB a step and rank": lambda peer: (
+        "not counted" if peer.sent_bytes is None else f"{peer.sent_bytes / _MB:.3f}"
+    ),
+    "exchanges/s": lambda peer: f"{peer.exchanges_per_s:.2g}" if peer.exchanges_per_s else "-",
+    "steps a turn": lambda peer: str(peer.num_steps),
 }
-
-
-def label(peer: str) -> str:
-    """Return what a plot calls a peer, with the options that it was given."""
-    name, _, options = peer.partition(":")
-    return _LABELS.get(name, name) + (f" ({options})" if options else "")
+_STRAGGLERS: dict[str, Callable[[Straggler], str]] = {
+    "rate": lambda item: item.rate,
+    "samples/s, no straggler": lambda item: f"{item.undisturbed_per_s:.0f}",
+    "fast ranks' with one, of theirs without": lambda item: item.fast.shown(".3f"),
+    "straggler's": lambda item: item.slow.shown(".3f"),
+    "rounds": lambda item: str(item.num_rounds),
+}
 
 
 def write_plot(cells: Sequence[Cell], path: Path) -> bool:
     """Plot samples/s of eager's at each rate; False where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: PLC0415  # optional
-    except ImportError:
+    plots = pyplot()
+    if plots is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    names = list(dict.fromkeys(name for cell in cells for name in cell.peers))
-    figure, panel = pyplot.subplots(figsize=(9, 4))
-    width = 0.85 / len(names)
-    for index, name in enumerate(names):
-        found = [(place, cell.peers[name].of_eager) for place, cell in enumerate(cells)
-                 if name in cell.peers]  # fmt: skip
-        bars: list[Any] = [(place, ratio) for place, ratio in found if ratio is not None]
-        places = [place + (index - (len(names) - 1) / 2) * width for place, _ in bars]
-        errors = [[r.median - r.low for _, r in bars], [r.high - r.median for _, r in bars]]
-        heights = [ratio.median for _, ratio in bars]
-        panel.bar(places, heights, width, yerr=errors, label=label(name))
+    figure, panel = plots.subplots(figsize=(9, 4))
+    names = dict.fromkeys(name for cell in cells for name in cell.peers)
+    groups = [
+        {name: peer.of_eager for name, peer in cell.peers.items() if peer.of_eager is not None}
+        for cell in cells
+    ]
+    draw_bars(panel, groups, {name: label(name, PEERS) for name in names})
     panel.axhline(1, color="black", linewidth=0.8)
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -273,7 +182,5 @@ def write_plot(cells: Sequence[Cell], path: Path) -> bool:
         "Bars: medians over rounds. Lines on top of them: quartiles. Higher is better.", fontsize=9
     )
     figure.legend(loc="lower center", fontsize=8, ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path, bottom=0.16)
     return True

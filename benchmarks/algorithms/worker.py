@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.algorithms.peers import Settings, find_peer
 from benchmarks.algorithms.report import Turn
-from benchmarks.harness.models import find_model
-from benchmarks.harness.protocol import Task
-from benchmarks.harness.worker import main, meet
+from benchmarks.harness.teams import Task
+from benchmarks.harness.worker import Rank, main
 
 _LEARNING_RATE = 1e-4
 _WARMUP_STEPS = 2
@@ -28,19 +27,12 @@ _FIRST_STEPS = 6  # until DDP has rebuilt its buckets and warm-ups are over
 _WASTED_SIZE = 128
 
 
-class AlgorithmWorker:
+class AlgorithmWorker(Rank):
     """Trains; each public method is a request."""
 
     def __init__(self, task: Task) -> None:
-        if task.num_threads is not None:
-            torch.set_num_threads(task.num_threads)
-        dist.init_process_group("gloo", store=meet(task), rank=task.rank, world_size=task.num_ranks)
-        torch.manual_seed(0)
-        self._model = find_model(task.model)
-        module = self._model.build()
-        torch.manual_seed(task.rank)
-        self._batch = self._model.batch()
-        ddp = DistributedDataParallel(module)
+        super().__init__(task)
+        ddp = DistributedDataParallel(self._module)
         peer, options = find_peer(task.peer)
         given = {"inner": task.inner, "split": "forward"}
         compiled = torch.compile(ddp, backend="ddpopt", options=given)
@@ -64,10 +56,6 @@ class AlgorithmWorker:
             self._step(is_slow=False)
         self._rest()
         return loss
-
-    def num_samples(self) -> int:
-        """Return how many samples a rank has in a step."""
-        return len(next(iter(self._batch.values())))
 
     def turn(self, num_steps: int, slow_rank: int | None) -> Turn:
         """Train; `slow_rank` computes twice as long as it would."""
@@ -115,7 +103,6 @@ class AlgorithmWorker:
         self._loss = loss.item()
 
     def _compute(self, seconds: float) -> None:
-        """Multiply matrices for this long a time of the processor."""
         end_s = time.thread_time() + seconds
         while time.thread_time() < end_s:
             torch.mm(self._waste, self._waste)

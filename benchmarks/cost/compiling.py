@@ -19,33 +19,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.models import find_model
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.tables import table
+from benchmarks.harness.report import table
 
 _PEERS = ("nosplit", "intree", "forward", "backward")
 _BASES = ("nosplit", "intree")  # what the others are divided by
 
 
 class Cost(NamedTuple):
-    """What the first step took in a process: CPU seconds, seconds, hits of AOTAutograd's cache."""
+    """What the first step took in a process."""
 
     cpu_s: float
     wall_s: float
-    hits: int
 
 
 def measure(model_name: str, peer_name: str, cap_mb: float, device: str) -> Cost:
-    """Take the first step in this process."""
     peer, options = find_peer(peer_name)
     model = find_model(model_name)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -56,11 +53,7 @@ def measure(model_name: str, peer_name: str, cap_mb: float, device: str) -> Cost
     wall_s, cpu_s = time.perf_counter(), _cpu_s()
     compiled = peer.compile(ddp, "inductor", options)  # which imports the compilers
     model.loss(compiled(**batch)).backward()
-    return Cost(
-        cpu_s=_cpu_s() - cpu_s,
-        wall_s=time.perf_counter() - wall_s,
-        hits=counters["aot_autograd"]["autograd_cache_hit"],
-    )
+    return Cost(cpu_s=_cpu_s() - cpu_s, wall_s=time.perf_counter() - wall_s)
 
 
 def _cpu_s() -> float:
@@ -68,21 +61,13 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def run(
-    models: Sequence[str], peers: Sequence[str], cap_mb: float, num_rounds: int, device: str
-) -> dict[str, dict[str, dict[str, list[Cost]]]]:
-    """Return the costs of all rounds by model, peer, and cold or warm."""
-    costs: dict[str, dict[str, dict[str, list[Cost]]]] = {
-        model: {peer: {"cold": [], "warm": []} for peer in peers} for model in models
-    }
-    for model in models:
-        for _ in range(num_rounds):
-            for peer in peers:
-                with tempfile.TemporaryDirectory() as cache:
-                    for state in ("cold", "warm"):
-                        cost = in_process(model, peer, cap_mb, device, cache)
-                        costs[model][peer][state].append(cost)
-                        print(f"{model} {peer} {state}: {cost}", file=sys.stderr, flush=True)
+def cold_and_warm(model: str, peer: str, cap_mb: float, device: str) -> dict[str, list[Cost]]:
+    """Return the cost with an empty cache, and with the one that this left."""
+    with tempfile.TemporaryDirectory() as cache:
+        costs = {
+            state: [in_process(model, peer, cap_mb, device, cache)] for state in ("cold", "warm")
+        }
+    print(f"{model} {peer}: {costs}", file=sys.stderr, flush=True)
     return costs
 
 
@@ -106,26 +91,23 @@ def report(costs: Mapping[str, Mapping[str, Mapping[str, Sequence[Cost]]]]) -> l
         header += [f"{state} CPU s", f"{state} s", *(f"of {base}'s" for base in _BASES)]
     rows = []
     for model, by_peer in costs.items():
+        medians = {
+            (peer, state): [statistics.median(column) for column in zip(*taken, strict=True)]
+            for peer, by_state in by_peer.items()
+            for state, taken in by_state.items()
+        }
         for peer, by_state in by_peer.items():
             row = [f"{model}, {peer}"]
-            for state, of_peer in by_state.items():
-                cpu_s = _median(cost.cpu_s for cost in of_peer)
-                row += [f"{cpu_s:.1f}", f"{_median(cost.wall_s for cost in of_peer):.1f}"]
-                for base in _BASES:
-                    if base not in by_peer:
-                        row.append("-")
-                        continue
-                    row.append(f"{cpu_s / _median(c.cpu_s for c in by_peer[base][state]):.2f}")
+            for state in by_state:
+                cpu_s, wall_s = medians[peer, state]
+                bases = (medians.get((base, state)) for base in _BASES)
+                ratios = (f"{cpu_s / base[0]:.2f}" if base else "-" for base in bases)
+                row += [f"{cpu_s:.1f}", f"{wall_s:.1f}", *ratios]
             rows.append(row)
     return table(header, rows)
 
 
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
-
-
 def main() -> None:
-    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt70", help="names in benchmarks.harness.models")
     parser.add_argument("--peers", default=",".join(_PEERS), help="names in harness.peers")
@@ -139,7 +121,13 @@ def main() -> None:
         cost = measure(models[0], peers[0], arguments.cap_mb, arguments.device)
         print(json.dumps(cost), flush=True)
         os._exit(0)  # neither the compile workers nor the process group are waited for
-    costs = run(models, peers, arguments.cap_mb, arguments.rounds, arguments.device)
+    costs: dict[str, dict[str, dict[str, list[Cost]]]] = {}
+    for model in models:
+        of_peers = costs[model] = {peer: {"cold": [], "warm": []} for peer in peers}
+        for peer in peers * arguments.rounds:
+            found = cold_and_warm(model, peer, arguments.cap_mb, arguments.device)
+            for state, taken in found.items():
+                of_peers[peer][state] += taken
     print("\n".join(report(costs)))
 
 

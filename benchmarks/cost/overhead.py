@@ -17,12 +17,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from benchmarks.harness.report import Spread, spread, table
 from ddpopt._events import Label
 from ddpopt.split.backward.facts import ANY
 from ddpopt.split.backward.gates import Boxed, CompiledSection, GatedGraph, run_first_section
@@ -62,40 +60,6 @@ class Times(NamedTuple):
     step_us: float
 
 
-class Spread(NamedTuple):
-    """What a difference was in half of the rounds, in microseconds."""
-
-    median_us: float
-    low_us: float
-    high_us: float
-
-    def __str__(self) -> str:
-        return f"{self.median_us:.1f} ({self.low_us:.1f} to {self.high_us:.1f})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """Medians of one way to compile; `added` is what each section adds to the unsplit compile's."""
-
-    name: str
-    num_sections: int
-    medians: Times
-    added_backward: Spread
-    added_step: Spread
-    relative: float
-    first_steps_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateCost:
-    """What one gate with one empty section adds; `call_us` is `CompiledSection.run` alone."""
-
-    num_parameters: int
-    forward: Spread
-    backward: Spread
-    call_us: float
-
-
 class Chain(nn.Module):
     """Multiplies by one tiny parameter after the other; each `period`-th is a matrix."""
 
@@ -105,7 +69,6 @@ class Chain(nn.Module):
         self.period = period
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a number."""
         for index, factor in enumerate(self.factors, start=1):
             x = x * factor if index % self.period else (x.view(2, 2) @ factor.view(2, 2)).view(-1)
         return x.sum()
@@ -114,39 +77,45 @@ class Chain(nn.Module):
 # ---- compiled models --------------------------------------------------------------------------
 
 
-def compare_arms(inner: str, num_parameters: int, num_sections: int, rounds: int) -> list[Arm]:
-    """Compile the chain in each way, and measure them in turns."""
+def compare_arms(inner: str, num_parameters: int, num_sections: int, rounds: int) -> list[str]:
+    """Compile the chain in each way, and measure them in turns; return a table."""
     # All before the first compile, so that all lie in memory alike.
     period = num_parameters // num_sections
     ddps = {name: _wrap(Chain(num_parameters, period)) for name in _ARMS}
     models, first_steps_s = {}, {}
     for name, options in _ARMS.items():
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         models[name] = _compile(ddps[name], {"inner": inner, **options})
-        first_steps_s[name] = time.perf_counter() - start
+        first_steps_s[name] = time.perf_counter() - start_s
     x = torch.ones(_ELEMENTS)
     steps = {name: functools.partial(model, x) for name, model in models.items()}
     times = _take_turns(steps, rounds)
     base = times["unsplit"]
-    result = []
+    rows = []
     for name, ddp in ddps.items():
-        num_cut = _num_sections(ddp)
+        (plan,) = ddpopt.explain(ddp).plans
         # What is not cut is divided as if it were, so that its noise can be compared.
-        parts = num_cut if num_cut > 1 else num_sections
-        _, backward, step = _differences(times[name], base, parts)
+        num_cut = len(plan.sections)
+        _, backward, step = _differences(
+            times[name], base, num_cut if num_cut > 1 else num_sections
+        )
         medians = _medians(times[name])
-        result.append(
-            Arm(
-                name=name,
-                num_sections=num_cut,
-                medians=medians,
-                added_backward=backward,
-                added_step=step,
-                relative=medians.step_us / _medians(base).step_us,
-                first_steps_s=first_steps_s[name],
+        rows.append(
+            (
+                name,
+                str(max(1, num_cut)),
+                *(f"{value_us / 1e3:.2f}" for value_us in medians),
+                f"{medians.step_us / _medians(base).step_us:.3f}",
+                backward.shown(".1f"),
+                step.shown(".1f"),
+                f"{first_steps_s[name]:.0f}",
             )
         )
-    return result
+    header = (
+        "split", "sections", "forward ms", "backward ms", "step ms", "step of unsplit's",
+        "a section adds to backward us", "to the step us", "first steps s",
+    )  # fmt: skip
+    return table(header, rows)
 
 
 def _wrap(chain: Chain) -> DistributedDataParallel:
@@ -160,11 +129,6 @@ def _compile(ddp: DistributedDataParallel, options: dict[str, Any]) -> Callable[
     for _ in range(_WARM_UP_STEPS):
         compiled(torch.ones(_ELEMENTS)).backward()
     return compiled
-
-
-def _num_sections(ddp: DistributedDataParallel) -> int:
-    (plan,) = ddpopt.explain(ddp).plans
-    return max(1, len(plan.sections))
 
 
 # ---- gates and empty sections -----------------------------------------------------------------
@@ -183,18 +147,13 @@ class _Forward(torch.autograd.Function):
         return (None, *ctx.made(list(gradients)))
 
 
-def measure_gates(num_parameters: int, rounds: int) -> GateCost:
+def measure_gates(num_parameters: int, rounds: int) -> Sequence[str]:
     """Compare a graph with `_GATES` gates with one whose first section releases everything."""
     whole = _empty_graph(num_parameters, num_gates=0)
     gated = _empty_graph(num_parameters, num_gates=_GATES)
     times = _take_turns({"whole": whole, "gated": gated}, rounds)
     forward, backward, _ = _differences(times["gated"], times["whole"], _GATES)
-    return GateCost(
-        num_parameters=num_parameters,
-        forward=forward,
-        backward=backward,
-        call_us=_section_call_us(num_parameters, rounds),
-    )
+    return (str(num_parameters), forward.shown(".1f"), backward.shown(".1f"))
 
 
 def _empty_graph(num_parameters: int, num_gates: int) -> Step:
@@ -241,18 +200,6 @@ def _forward(backward: Boxed, *arguments: torch.Tensor) -> Sequence[torch.Tensor
     return made
 
 
-def _section_call_us(num_parameters: int, rounds: int) -> float:
-    """Return how long `CompiledSection.run` takes by itself."""
-    section, run = _empty_section(range(num_parameters)), [None, None, None, ANY]
-    times = []
-    for _ in range(rounds * _STEPS_PER_TURN):
-        start = time.thread_time()
-        for _ in range(1000):
-            section.run(run)
-        times.append((time.thread_time() - start) * 1e3)
-    return statistics.median(times)
-
-
 # ---- measuring --------------------------------------------------------------------------------
 
 
@@ -285,60 +232,29 @@ def _medians(times: Sequence[Times]) -> Times:
 
 def _differences(times: Sequence[Times], base: Sequence[Times], parts: int) -> list[Spread]:
     """Return by how much forward, backward and both differ from `base`, for each of the parts."""
-    result = []
-    for column, base_column in zip(zip(*times, strict=True), zip(*base, strict=True), strict=True):
-        pairs = zip(column, base_column, strict=True)
-        low, median, high = statistics.quantiles([(a - b) / parts for a, b in pairs], n=4)
-        result.append(Spread(median, low, high))
-    return result
-
-
-# ---- printing ---------------------------------------------------------------------------------
-
-
-def _arm_table(arms: Sequence[Arm]) -> list[str]:
+    columns = zip(zip(*times, strict=True), zip(*base, strict=True), strict=True)
     return [
-        "| split | sections | forward ms | backward ms | step ms | step of unsplit's "
-        "| a section adds to backward us | to the step us | first steps s |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        *(
-            f"| {a.name} | {a.num_sections} | {a.medians.forward_us / 1e3:.2f} "
-            f"| {a.medians.backward_us / 1e3:.2f} | {a.medians.step_us / 1e3:.2f} "
-            f"| {a.relative:.3f} | {a.added_backward} | {a.added_step} | {a.first_steps_s:.0f} |"
-            for a in arms
-        ),
-    ]
-
-
-def _gate_table(costs: Sequence[GateCost]) -> list[str]:
-    return [
-        "| parameters a section | gate, forward us | gate and section, backward us "
-        "| section's call alone us |",
-        "|--:|--:|--:|--:|",
-        *(f"| {c.num_parameters} | {c.forward} | {c.backward} | {c.call_us:.1f} |" for c in costs),
+        spread([(a - b) / parts for a, b in zip(column, base_column, strict=True)])
+        for column, base_column in columns
     ]
 
 
 def main() -> None:
-    """Measure, and print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--parameters", type=int, default=2000)
     parser.add_argument("--sections", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here as well")
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    costs = [measure_gates(number, 2 * given.rounds) for number in _PARAMETERS_PER_SECTION]
+    gates = [measure_gates(number, 2 * given.rounds) for number in _PARAMETERS_PER_SECTION]
     arms = compare_arms(given.inner, given.parameters, given.sections, given.rounds)
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
+    header = ("parameters a section", "gate, forward us", "gate and section, backward us")
     print(f"\n{given.parameters} parameters, {given.inner}, torch {torch.__version__}\n")
-    print("\n".join([*_arm_table(arms), "", *_gate_table(costs)]))
-    if given.json is not None:
-        figures = {"arms": list(map(asdict, arms)), "gates": list(map(asdict, costs))}
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print("\n".join([*arms, "", *table(header, gates)]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.harness.models import Model, find_model
+from benchmarks.harness.report import ratios, table
 
 _WARM_UP_STEPS = 6
 _SPLITS = ("forward", "backward")
 
 
-def measure(model: Model, split: str, inner: str, rounds: int, steps: int) -> str:
+def measure(model: Model, split: str, inner: str, rounds: int, steps: int) -> Sequence[str]:
     """Return a row: the times of a step without and with a recording, and their ratio."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -53,16 +55,13 @@ def measure(model: Model, split: str, inner: str, rounds: int, steps: int) -> st
             with context:
                 step()
                 times.append(statistics.median(step() for _ in range(steps)))
-    ratio = statistics.median(b / a for a, b in zip(plain, recorded, strict=True))
     sections = sum(len(plan.sections) for plan in ddpopt.explain(ddp).plans)
-    return (
-        f"| {model.name} | {split} | {sections} | {statistics.median(plain) * 1e3:.1f} "
-        f"| {statistics.median(recorded) * 1e3:.1f} | {ratio:.3f} |"
-    )
+    milliseconds = (f"{1e3 * statistics.median(times):.1f}" for times in (plain, recorded))
+    ratio = ratios(recorded, plain).median
+    return (model.name, split, str(sections), *milliseconds, f"{ratio:.3f}")
 
 
 def main() -> None:
-    """Measure on the process group that torchrun describes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="gpt")
     parser.add_argument("--inner", default="inductor")
@@ -71,16 +70,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    lines = [
-        "| model | split | sections | step ms | recorded ms | ratio |",
-        "| --- | --- | --: | --: | --: | --: |",
+    rows = [
+        measure(find_model(name), split, args.inner, args.rounds, args.steps)
+        for name in args.models.split(",")
+        for split in _SPLITS
     ]
-    for name in args.models.split(","):
-        for split in _SPLITS:
-            row = measure(find_model(name), split, args.inner, args.rounds, args.steps)
-            lines.append(row)
     if dist.get_rank() == 0:
-        print("\n".join(lines))
+        header = ("model", "split", "sections", "step ms", "recorded ms", "ratio")
+        print("\n".join(table(header, rows)))
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
 

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +27,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness.report import table
 from ddpopt.backend import backend
 from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
 from ddpopt.split.backward.cut import cut_backward
@@ -43,16 +41,14 @@ _MIB = 1024 * 1024
 _WIDTH = 2
 _BYTES = _WIDTH * _WIDTH * 4  # of a parameter
 _CALLS = 10  # of a layer
+_SECTIONS = 10  # while calls vary
 _FIT_FROM = 1000  # calls; below, what does not depend on the size counts
 _REPEATS = 5
 _ENOUGH_S = 5.0
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What a graph of some size took."""
-
+class Row(NamedTuple):
     split: str
     num_calls: int
     num_sections: int
@@ -64,14 +60,11 @@ class _ReachedInnerError(Exception):
 
 
 class Layers(nn.Module):
-    """Holds a parameter a layer."""
-
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.ones(_WIDTH, _WIDTH) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x; the graph of a forward is made by `forward_graph`."""
         return x
 
 
@@ -97,20 +90,12 @@ def measure_forward(num_calls: int, num_sections: int) -> Row:
             return first_sections[0] - start
         raise AssertionError("the graph was not split")
 
-    return Row(
-        split="forward", num_calls=num_calls, num_sections=num_sections, seconds=_median(once)
-    )
+    return Row("forward", num_calls, num_sections, _median(once))
 
 
 def forward_graph(num_layers: int) -> fx.GraphModule:
     """Return a graph like Dynamo's."""
-    graph, fake_mode = fx.Graph(), FakeTensorMode()
-
-    def with_value(node: fx.Node) -> fx.Node:
-        with fake_mode:
-            node.meta["example_value"] = torch.empty(_WIDTH, _WIDTH, requires_grad=True)
-        return node
-
+    graph, with_value = _new_graph("example_value", requires_grad=True)
     weights = [with_value(graph.placeholder(f"weight_{i}")) for i in range(num_layers)]
     x = with_value(graph.placeholder("x"))
     for weight in weights:
@@ -148,17 +133,12 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         return time.thread_time() - start
 
     seconds = _median(once)
-    return Row(split="backward", num_calls=num_calls, num_sections=num_made[-1], seconds=seconds)
+    return Row("backward", num_calls, num_made[-1], seconds)
 
 
 def backward_graph(num_layers: int) -> fx.GraphModule:
     """Return a graph like AOTAutograd's: saved values and a tangent to gradients."""
-    graph, fake_mode = fx.Graph(), FakeTensorMode()
-
-    def with_value(node: fx.Node) -> fx.Node:
-        with fake_mode:
-            node.meta["val"] = torch.empty(_WIDTH, _WIDTH)
-        return node
+    graph, with_value = _new_graph("val", requires_grad=False)
 
     def call(target: Any, *arguments: Any) -> fx.Node:
         return with_value(graph.call_function(target, arguments))
@@ -178,6 +158,18 @@ def backward_graph(num_layers: int) -> fx.GraphModule:
     output = graph.output(tuple(reversed(of_weights)))
     output.meta["desc"] = [GradAOTOutput(PlainAOTInput(i)) for i in range(num_layers)]
     return fx.GraphModule(nn.Module(), graph)
+
+
+def _new_graph(key: str, *, requires_grad: bool) -> tuple[fx.Graph, Callable[[fx.Node], fx.Node]]:
+    """Return a graph, and what gives a node the fake tensor that compilers find under `key`."""
+    fake_mode = FakeTensorMode()
+
+    def with_value(node: fx.Node) -> fx.Node:
+        with fake_mode:
+            node.meta[key] = torch.empty(_WIDTH, _WIDTH, requires_grad=requires_grad)
+        return node
+
+    return fx.Graph(), with_value
 
 
 def _cap_bytes(num_calls: int, num_sections: int) -> int:
@@ -204,31 +196,31 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    return [
-        "| split | calls | sections | seconds | us a call |",
-        "|---|--:|--:|--:|--:|",
-        *(
-            f"| {row.split} | {row.num_calls} | {row.num_sections} | {row.seconds:.3f} "
-            f"| {row.seconds / row.num_calls * 1e6:.0f} |"
-            for row in rows
-        ),
+    header = ("split", "calls", "sections", "seconds", "us a call")
+    cells = [
+        (
+            row.split,
+            str(row.num_calls),
+            str(row.num_sections),
+            f"{row.seconds:.3f}",
+            f"{row.seconds / row.num_calls * 1e6:.0f}",
+        )
+        for row in rows
     ]
+    return table(header, cells)
 
 
 def main() -> None:
-    """Measure, and print the table and the exponents."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--calls", type=_numbers, default=[100, 1000, 3000, 10000, 25000, 50000])
     parser.add_argument("--sections", type=_numbers, default=[10, 30, 100, 300, 1000])
-    parser.add_argument("--at-sections", type=int, default=10, help="while calls vary")
     parser.add_argument("--at-calls", type=int, default=20000, help="while sections vary")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here as well")
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     by_calls, by_sections = [], []
     for measure in (measure_forward, measure_backward):
-        by_calls += [measure(number, given.at_sections) for number in given.calls]
+        by_calls += [measure(number, _SECTIONS) for number in given.calls]
         by_sections += [measure(given.at_calls, number) for number in given.sections]
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
@@ -243,8 +235,6 @@ def main() -> None:
             f"{split}: calls to the power of {in_calls:.2f} (from {_FIT_FROM} on), "
             f"sections to the power of {in_sections:.2f}"
         )
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in (*by_calls, *by_sections)]) + "\n")
 
 
 def _numbers(text: str) -> list[int]:

@@ -33,15 +33,14 @@ class Case:
 
     @property
     def is_survived(self) -> bool:
-        """Whether training has to go on."""
         return self.fault == NO_FAULT or self.duration_s is not None
 
     @property
-    def title(self) -> str:
-        """What the table calls the fault."""
+    def row(self) -> str:
+        """The first cells of its row in the table."""
         duration = "" if self.duration_s is None else f" for {self.duration_s:g} s"
         for_good = " for good" if self.fault in (LINK, STOP) and not duration else ""
-        return f"{self.fault}{duration}{for_good}, rank {self.rank}"
+        return f"{self.fault}{duration}{for_good}, rank {self.rank} | {self.where} | {self.split}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

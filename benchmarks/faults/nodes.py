@@ -119,7 +119,6 @@ def _is_equal(ours: Any, theirs: Any) -> bool:
 
 
 def main() -> None:
-    """Train twice, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--kill", choices=["node", "cable"], default="node", help="what the second node loses")

@@ -23,15 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.faults.cases import (
-    ALLREDUCE,
-    COMPILE,
-    FAULT_STEP,
-    FORWARD,
-    OPTIMIZER,
-    SECTIONS,
-    Task,
-)
+from benchmarks.faults import cases
 
 WIDTH, DEPTH, BATCH = 512, 6, 8  # a layer has 1 MiB of weights
 _CAP_MB = 1.0
@@ -41,7 +33,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def note(event: str, **more: object) -> None:
-    """Tell the parent."""
     print(json.dumps({"event": event, "time_s": time.monotonic(), **more}), flush=True)
 
 
@@ -52,7 +43,7 @@ class _Fault:
     step = -1
 
     def reach(self, where: str) -> None:
-        if where == self.where and self.step == FAULT_STEP:
+        if where == self.where and self.step == cases.FAULT_STEP:
             self.strike()
 
     def strike(self) -> None:
@@ -66,7 +57,7 @@ fault = _Fault()
 @torch.library.custom_op("ddpopt_faults::reach_forward", mutates_args=())
 def reach_forward(x: Tensor) -> Tensor:
     """Be a place in the middle of a compiled forward."""
-    fault.reach(FORWARD)
+    fault.reach(cases.FORWARD)
     return x.clone()
 
 
@@ -86,7 +77,6 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return outputs of the shape of `x`."""
         for index, layer in enumerate(self.layers):
             x = layer(x).relu()
             if index == DEPTH // 2:
@@ -99,12 +89,12 @@ def _arm(model: Model, optimizer: torch.optim.Optimizer) -> None:
     last = model.layers[-1].weight  # in the first bucket that backward completes
 
     def after_first_bucket(_: Tensor) -> None:
-        fault.reach(SECTIONS)
-        if fault.where == ALLREDUCE and fault.step == FAULT_STEP:
+        fault.reach(cases.SECTIONS)
+        if fault.where == cases.ALLREDUCE and fault.step == cases.FAULT_STEP:
             threading.Timer(_IN_ALLREDUCE_S, fault.strike).start()
 
     last.register_post_accumulate_grad_hook(after_first_bucket)
-    optimizer.register_step_pre_hook(lambda *_: fault.reach(OPTIMIZER))
+    optimizer.register_step_pre_hook(lambda *_: fault.reach(cases.OPTIMIZER))
 
 
 def _strike_while_inductor_writes() -> None:
@@ -120,8 +110,7 @@ def _digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state)).hexdigest()
 
 
-def train(task: Task) -> None:
-    """Train, and tell how it ended."""
+def train(task: cases.Task) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=task.timeout_s))
     torch.manual_seed(0)
     model = Model()
@@ -130,7 +119,7 @@ def train(task: Task) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     _arm(model, optimizer)
     fault.where = task.where
-    if task.where == COMPILE:
+    if task.where == cases.COMPILE:
         threading.Thread(target=_strike_while_inductor_writes, daemon=True).start()
     generator = torch.Generator().manual_seed(task.rank)
     for step in range(task.num_steps):
@@ -145,10 +134,9 @@ def train(task: Task) -> None:
 
 
 def main() -> None:
-    """Do the task of the command line."""
     if sys.platform.startswith("linux"):  # be gone when the benchmark is
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    task = Task(**json.loads(sys.argv[1]))
+    task = cases.Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     try:
         train(task)

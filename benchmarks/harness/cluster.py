@@ -29,7 +29,7 @@ _INTERFACE = "eth0"
 _SUBNET = "10.77.0"  # seen inside of the namespaces only
 _PORT = 29500  # of rank 0
 _SHAPE = ("burst", "256kb", "latency", "200ms")
-_OWN_NAME = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{6}}-\w+")
+_OWN_NAME = re.compile(rf"{PREFIX}-\d+-[0-9a-f]{{6}}-\w+")
 _REMOVE = 'read -r _; for name in "$@"; do ip netns del "$name"; done 2>/dev/null'
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -53,12 +53,10 @@ class Cluster:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether links can have a rate."""
         return bool(self.namespaces)
 
     @property
     def description(self) -> str:
-        """What tables say of the network."""
         if self.is_torchrun:
             return f"{self.num_ranks} ranks under torchrun, on their own network"
         if self.is_shaped:
@@ -66,11 +64,9 @@ class Cluster:
         return f"{self.num_ranks} ranks on loopback, UNSHAPED: rates were not applied"
 
     def command_prefix(self, rank: int) -> list[str]:
-        """Return what to put in front of a rank's command."""
         return ["ip", "netns", "exec", self.namespaces[rank]] if self.is_shaped else []
 
     def environment(self) -> Mapping[str, str]:
-        """Return what gloo must know to use the links."""
         if self.is_torchrun:
             return {}
         interface = _INTERFACE if self.is_shaped else "lo"
@@ -89,7 +85,6 @@ class Cluster:
         _call("ip", "-n", self.bridge, "link", "set", port, state)
 
     def address(self, rank: int) -> str:
-        """Return where the other ranks reach a rank."""
         return f"{_SUBNET}.{rank + 1}" if self.is_shaped else "127.0.0.1"
 
     def run(self, command: Sequence[str]) -> list[int]:
@@ -138,7 +133,6 @@ def open_cluster(num_ranks: int, *, is_emulated: bool = True) -> Iterator[Cluste
     if not is_emulated or why_not_emulated():
         yield Cluster(num_ranks=num_ranks, local_ranks=ranks)
         return
-    prune()
     *namespaces, bridge = _names(*(f"rank{rank}" for rank in ranks), "bridge")
     with _ending_by_exception(), _removed_at_the_end([*namespaces, bridge]):
         _connect(namespaces, bridge)
@@ -166,14 +160,6 @@ def why_not_emulated() -> str:
     return ""
 
 
-def prune() -> None:
-    """Remove what a run has left behind whose remover was killed too."""
-    for name in own_namespaces():
-        match = _OWN_NAME.fullmatch(name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
 def own_namespaces() -> list[str]:
     """Return the names of all namespaces that any run of this benchmark made."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
@@ -187,7 +173,6 @@ def _names(*roles: str) -> list[str]:
 
 
 def _connect(namespaces: Sequence[str], bridge: str) -> None:
-    """Make the namespaces, the bridge and the links."""
     for namespace in (*namespaces, bridge):
         _call("ip", "netns", "add", namespace)
         _call("ip", "-n", namespace, "link", "set", "lo", "up")

@@ -18,19 +18,15 @@ Moment = Any  # seconds, or an event
 
 
 def backend_of(device: str) -> str:
-    """Return the backend of a process group with a rank a device."""
     return "nccl" if device == "cuda" else "gloo"
 
 
 class Clock:
-    """Tells moments of what a device computes."""
-
     def __init__(self, device: str) -> None:
         self._is_cpu = device == "cpu"
         self._device = torch.device(device)
 
     def moment(self) -> Moment:
-        """Return this moment, in what the device was given so far."""
         if self._is_cpu:
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
@@ -45,7 +41,6 @@ class Clock:
         return float(start.elapsed_time(stop)) / 1e3
 
     def finish(self) -> None:
-        """Wait until the device has done all that it was given."""
         if not self._is_cpu:
             torch.accelerator.synchronize(self._device)
 

@@ -42,7 +42,6 @@ class Model:
     batch: Callable[[], dict[str, Tensor]]
 
     def loss(self, output: Any) -> Tensor:
-        """Return the loss, given what forward returned."""
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
         return loss
 
@@ -71,29 +70,23 @@ def find_model(name: str) -> Model:
 
 
 class Chain(nn.Module):
-    """Runs layers one after the other, and returns the cross entropy with the targets."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss."""
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(x, targets)
 
 
 class ConvLayer(nn.Module):
-    """Convolution, batch norm, ReLU."""
-
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(num_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return an image of each channel."""
         return F.relu(self.norm(self.convolution(x)))
 
 
@@ -110,7 +103,6 @@ class FusedLayer(nn.Module):
         self.shifts = nn.ParameterList(torch.zeros(length, width) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape."""
         y = self.linear(x)
         for scale, shift in zip(self.scales, self.shifts, strict=True):
             y = torch.sin(y * scale + shift) + 0.5 * y
@@ -137,13 +129,11 @@ def load_example() -> Any:
 
 
 def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
-    """Return the GPT of the example."""
     gpt: nn.Module = load_example().GPT(layers, width, heads, context)
     return gpt
 
 
 def _gpt_with_words(layers: int, width: int, heads: int, context: int, words: int) -> nn.Module:
-    """Return the GPT of the example with a larger vocabulary than bytes."""
     gpt: Any = _gpt(layers, width, heads, context)
     gpt.byte, gpt.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
     model: nn.Module = gpt
@@ -184,7 +174,7 @@ def _classify(*shape: int, num_classes: int = 100) -> dict[str, Tensor]:
 # ---- those of the transformers package --------------------------------------------------------
 
 
-def _transformer(architecture: str, config: str, **sizes: Any) -> nn.Module:
+def _transformer(architecture: str, sizes: Mapping[str, Any]) -> nn.Module:
     """Return a model with random weights.
 
     Raises:
@@ -197,7 +187,8 @@ def _transformer(architecture: str, config: str, **sizes: Any) -> nn.Module:
             "the models bert, gpt2, t5, resnet50 and vit are those of the transformers package: "
             "pip install 'ddpopt[benchmarks]', or pip install transformers"
         ) from error
-    made: nn.Module = getattr(transformers, architecture)(getattr(transformers, config)(**sizes))
+    model: Any = getattr(transformers, architecture)
+    made: nn.Module = model(model.config_class(**sizes))
     return made.train()
 
 
@@ -211,51 +202,66 @@ def _images(num_images: int, size: int, num_classes: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(num_images, 3, size, size), "labels": labels}
 
 
+def _gpt_model(name: str, description: str, sizes: tuple[int, ...], num_sequences: int) -> Model:
+    """Return the example's GPT: `sizes` are layers, width, heads, context, and words if not 256."""
+    build = _gpt_with_words if len(sizes) > 4 else _gpt
+    return Model(
+        name=name,
+        description=description,
+        build=functools.partial(build, *sizes),
+        batch=functools.partial(_gpt_batch, num_sequences, *sizes[3:]),
+    )
+
+
+def _hugging_face(name: str, batch: Any, what: str) -> Model:
+    """Return a model of the transformers package, whose class and sizes are in `_SIZES`."""
+    architecture, sizes = _SIZES[name]
+    return Model(
+        name=name,
+        description=f"{architecture}{what}",
+        build=functools.partial(_transformer, architecture, sizes),
+        batch=batch,
+    )
+
+
 _GPT2 = {
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
 }  # fmt: skip
-_SIZES: Mapping[str, dict[str, Any]] = {
-    "bert": {
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SIZES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", {
         "vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
-        "intermediate_size": 1536, "max_position_embeddings": 128,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
-    "gpt2": {
+        "intermediate_size": 1536, "max_position_embeddings": 128, **_NO_DROPOUT,
+    }),
+    "gpt2": ("GPT2LMHeadModel", {
         "vocab_size": 8192, "n_positions": 128, "n_embd": 384, "n_layer": 6, "n_head": 6,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
-        "bos_token_id": 0, "eos_token_id": 0,
-    },
-    "t5": {
+        "bos_token_id": 0, "eos_token_id": 0, **_GPT2,
+    }),
+    "t5": ("T5ForConditionalGeneration", {
         "vocab_size": 8192, "d_model": 320, "d_kv": 64, "d_ff": 1280, "num_layers": 4,
         "num_heads": 5, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
-    },
-    "resnet50": {"hidden_sizes": [192, 384, 768, 1536], "num_labels": 100},
-    "vit": {
+    }),
+    "resnet50": ("ResNetForImageClassification", {
+        "hidden_sizes": [192, 384, 768, 1536], "num_labels": 100,
+    }),
+    "vit": ("ViTForImageClassification", {
         "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
         "intermediate_size": 1536, "image_size": 96, "patch_size": 16, "num_labels": 100,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    },
+        **_NO_DROPOUT,
+    }),
     # As they were published; a step of one of these takes a GPU.
-    "gpt2-small": {**_GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12},
-    "gpt2-medium": {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "bert-base": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "resnet50-imagenet": {"num_labels": 1000},
+    "gpt2-small": ("GPT2LMHeadModel", {**_GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12}),
+    "gpt2-medium": ("GPT2LMHeadModel", {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "bert-base": ("BertForMaskedLM", _NO_DROPOUT),
+    "resnet50-imagenet": ("ResNetForImageClassification", {"num_labels": 1000}),
 }  # fmt: skip
-
-
 _partial = functools.partial
 _ALL = (
-    Model(
-        name="gpt",
-        description="examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes",
-        build=_partial(_gpt, 8, 384, 6, 128),
-        batch=_partial(_gpt_batch, 2, 128),
+    _gpt_model(
+        "gpt", "examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes", (8, 384, 6, 128), 2
     ),
-    Model(
-        name="gpt70",
-        description="as gpt, with 4096 words and 2 x 256 of them: 70 MB",
-        build=_partial(_gpt_with_words, 8, 384, 6, 256, 4096),
-        batch=_partial(_gpt_batch, 2, 256, 4096),
+    _gpt_model(
+        "gpt70", "as gpt, with 4096 words and 2 x 256 of them: 70 MB", (8, 384, 6, 256, 4096), 2
     ),
     Model(
         name="convnet",
@@ -275,85 +281,40 @@ _ALL = (
         build=_partial(_mlp, 12, 1024),
         batch=_partial(_classify, 512, 1024),
     ),
-    Model(
-        name="bert",
-        description="BertForMaskedLM: 6 layers, width 384, 4 x 128 tokens of 8192",
-        build=_partial(_transformer, "BertForMaskedLM", "BertConfig", **_SIZES["bert"]),
-        batch=_partial(_tokens, 4, 128, 8192),
+    _hugging_face(
+        "bert", _partial(_tokens, 4, 128, 8192), ": 6 layers, width 384, 4 x 128 tokens of 8192"
     ),
-    Model(
-        name="gpt2",
-        description="GPT2LMHeadModel: 6 layers, width 384, 4 x 128 tokens of 8192",
-        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2"]),
-        batch=_partial(_tokens, 4, 128, 8192),
+    _hugging_face(
+        "gpt2", _partial(_tokens, 4, 128, 8192), ": 6 layers, width 384, 4 x 128 tokens of 8192"
     ),
-    Model(
-        name="t5",
-        description="T5ForConditionalGeneration: 4 + 4 layers, width 320, 4 x 96 tokens of 8192",
-        build=_partial(_transformer, "T5ForConditionalGeneration", "T5Config", **_SIZES["t5"]),
-        batch=_partial(_tokens, 4, 96, 8192),
+    _hugging_face(
+        "t5", _partial(_tokens, 4, 96, 8192), ": 4 + 4 layers, width 320, 4 x 96 tokens of 8192"
     ),
-    Model(
-        name="resnet50",
-        description="ResNetForImageClassification: ResNet-50, 3/4 as wide, 4 images of 96 x 96",
-        build=_partial(
-            _transformer, "ResNetForImageClassification", "ResNetConfig", **_SIZES["resnet50"]
-        ),
-        batch=_partial(_images, 4, 96, 100),
+    _hugging_face(
+        "resnet50", _partial(_images, 4, 96, 100), ": 3/4 as wide as ResNet-50, 4 images of 96 x 96"
     ),
-    Model(
-        name="vit",
-        description="ViTForImageClassification: 8 layers, width 384, 12 images of 96 x 96",
-        build=_partial(_transformer, "ViTForImageClassification", "ViTConfig", **_SIZES["vit"]),
-        batch=_partial(_images, 12, 96, 100),
+    _hugging_face(
+        "vit", _partial(_images, 12, 96, 100), ": 8 layers, width 384, 12 images of 96 x 96"
     ),
-    Model(
-        name="gpt2-small",
-        description="GPT2LMHeadModel as published, 4 x 1024 tokens",
-        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-small"]),
-        batch=_partial(_tokens, 4, 1024, 50257),
+    _hugging_face(
+        "gpt2-small", _partial(_tokens, 4, 1024, 50257), " as published, 4 x 1024 tokens"
     ),
-    Model(
-        name="gpt2-medium",
-        description="GPT2LMHeadModel as published, medium, 2 x 1024 tokens",
-        build=_partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_SIZES["gpt2-medium"]),
-        batch=_partial(_tokens, 2, 1024, 50257),
+    _hugging_face(
+        "gpt2-medium", _partial(_tokens, 2, 1024, 50257), " as published, medium, 2 x 1024 tokens"
     ),
-    Model(
-        name="bert-base",
-        description="BertForMaskedLM as published, 16 x 512 tokens",
-        build=_partial(_transformer, "BertForMaskedLM", "BertConfig", **_SIZES["bert-base"]),
-        batch=_partial(_tokens, 16, 512, 30522),
+    _hugging_face("bert-base", _partial(_tokens, 16, 512, 30522), " as published, 16 x 512 tokens"),
+    _hugging_face(
+        "resnet50-imagenet",
+        _partial(_images, 64, 224, 1000),
+        " as published, 64 images of 224 x 224",
     ),
-    Model(
-        name="resnet50-imagenet",
-        description="ResNetForImageClassification as published, 64 images of 224 x 224",
-        build=_partial(
-            _transformer,
-            "ResNetForImageClassification",
-            "ResNetConfig",
-            **_SIZES["resnet50-imagenet"],
-        ),
-        batch=_partial(_images, 64, 224, 1000),
-    ),
-    Model(
-        name="tiny",
-        description="as gpt, with 3 layers of width 192, for --quick",
-        build=_partial(_gpt, 3, 192, 2, 32),
-        batch=_partial(_gpt_batch, 1, 32),
-    ),
-    Model(
-        name="small",
-        description="as gpt, with 2 layers of width 128; 8 x 64 bytes",
-        build=_partial(_gpt, 2, 128, 4, 64),
-        batch=_partial(_gpt_batch, 8, 64),
-    ),
-)  # fmt: skip
+    _gpt_model("tiny", "as gpt, with 3 layers of width 192, for --quick", (3, 192, 2, 32), 1),
+    _gpt_model("small", "as gpt, with 2 layers of width 128; 8 x 64 bytes", (2, 128, 4, 64), 8),
+)
 MODELS: Mapping[str, Model] = {model.name: model for model in _ALL}
 
 
 def main() -> None:
-    """Print the table of sizes."""
     print("| model | parameters, M | gradients, MB | what it is |\n|---|--:|--:|---|")
     for model in MODELS.values():
         print(_row(model))

@@ -1,16 +1,13 @@
-"""The ways to train one DDP model that are compared, each in processes of its own.
-
-What a peer sets for all of its process stays there, so nothing is undone.
-"""
+"""The ways to train one DDP model that are compared, each in processes of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +21,7 @@ from ddpopt.algorithms import Algorithm, ShardedUpdate
 Compiled = Callable[..., Any]
 Compile = Callable[[Any, str, dict[str, Any]], Compiled]
 Wrap = Callable[..., nn.Module]
+_P = TypeVar("_P")
 Around = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
@@ -31,14 +29,15 @@ Around = Callable[[str], contextlib.AbstractContextManager[object]]
 class Peer:
     """One of them.
 
-    `wrap` makes the data parallel module, with DDP's arguments, and `compile` takes that, the inner
-    compiler and further options; Dynamo's
-    `optimize_ddp` is set before the module is made, and backward runs in `around_backward`. One
-    that `is_tuned` finds its buckets anew for each rate. `optimizer` takes parameters and what
-    AdamW takes; with an `algorithm` this is attached to it.
+    Plots call it by its `label`. `wrap` makes the data parallel module, with DDP's arguments, and
+    `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
+    before the module is made, and backward runs in `around_backward`. One that `is_tuned` finds
+    its buckets anew for each rate. `optimizer` takes parameters and what AdamW takes; with an
+    `algorithm` this is attached to it.
     """
 
     name: str
+    label: str
     description: str
     compile: Compile
     wrap: Wrap = DistributedDataParallel
@@ -51,14 +50,19 @@ class Peer:
 
 
 def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
+    """Return a peer and its options; see `find`."""
+    return find(text, PEERS)
+
+
+def find(text: str, peers: Mapping[str, _P]) -> tuple[_P, dict[str, Any]]:
     """Return a peer and its options, as in `backward` or `backward:option=1:other=text`.
 
     Raises:
         ValueError: there is no such peer, or an option has no value.
     """
     name, *settings = text.split(":")
-    if name not in PEERS:
-        raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+    if name not in peers:
+        raise ValueError(f"there is no peer {name!r}; there are {', '.join(peers)}")
     options = {}
     for setting in settings:
         key, sign, value = setting.partition("=")
@@ -68,7 +72,13 @@ def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
             options[key] = json.loads(value)
         except json.JSONDecodeError:
             options[key] = value
-    return PEERS[name], options
+    return peers[name], options
+
+
+def label(text: str, peers: Mapping[str, Any]) -> str:
+    """Return what a plot calls a peer, with the options that it was given."""
+    name, _, options = text.partition(":")
+    return peers[name].label + (f" ({options})" if options else "")
 
 
 def _compile_plainly(ddp: nn.Module, inner: str, options: dict[str, Any]) -> Compiled:
@@ -115,22 +125,26 @@ def _compiler(inner: str) -> Any:
 _ALL = (
     Peer(
         name="eager",
+        label="DDP, not compiled",
         description="DDP, not compiled",
         compile=lambda ddp, _inner, _options: ddp,
     ),
     Peer(
         name="nosplit",
+        label="torch.compile, one graph",
         description="torch.compile with `optimize_ddp = False`: one graph",
         compile=_compile_plainly,
         optimize_ddp=False,
     ),
     Peer(
         name="intree",
+        label="PyTorch's DDPOptimizer",
         description="torch.compile as it comes, with PyTorch's own DDPOptimizer",
         compile=_compile_plainly,
     ),
     Peer(
         name="python_reducer",
+        label="compiled autograd without Reducer",
         description='`optimize_ddp = "python_reducer"` and compiled autograd',
         compile=_compile_plainly,
         optimize_ddp="python_reducer",
@@ -139,28 +153,33 @@ _ALL = (
     ),
     Peer(
         name="forward",
+        label="ddpopt, cut in forward",
         description="ddpopt, `split: forward`",
         compile=_compile_split("forward"),
     ),
     Peer(
         name="backward",
+        label="ddpopt, cut in backward",
         description="ddpopt, `split: backward`",
         compile=_compile_split("backward"),
     ),
     Peer(
         name="auto",
+        label="ddpopt, tuned buckets",
         description="ddpopt, `split: backward, buckets: auto`",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,
     ),
     Peer(
         name="zero",
+        label="torch's ZeroRedundancyOptimizer",
         description="ddpopt, `split: backward`, and ZeroRedundancyOptimizer",
         compile=_compile_split("backward"),
         optimizer=functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
     ),
     Peer(
         name="fsdp2",
+        label="torch's FSDP2",
         description="torch.compile, and FSDP2 with `reshard_after_forward=False`",
         compile=_compile_plainly,
         wrap=_fully_shard,
@@ -168,6 +187,7 @@ _ALL = (
     ),
     Peer(
         name="sharded",
+        label="ddpopt, sharded update",
         description="ddpopt, `split: backward, buckets: auto`, and ShardedUpdate",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,
@@ -175,6 +195,7 @@ _ALL = (
     ),
     Peer(
         name="overlapped",
+        label="ddpopt, sharded update behind forward",
         description="as `sharded`, with `overlap_forward=True`",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,

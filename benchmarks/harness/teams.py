@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.cluster import Cluster
-from benchmarks.harness.protocol import Facts, FirstSteps, StepTimes, Task, Timeline
 
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 1200
@@ -31,9 +30,11 @@ class TeamError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is equal for all teams of a run; `num_threads` is None to leave cores and threads.
+    """What is equal for all teams of a run.
 
-    `worker` is the module that each process runs.
+    `worker` is the module that each process runs. `num_threads` is None to leave cores and threads.
+    With `emulated_ranks` there is one rank on a device, and its network is made up for that many;
+    see [Note: the emulated network].
     """
 
     inner: str
@@ -41,86 +42,86 @@ class Setting:
     folder: Path
     worker: str = "benchmarks.harness.worker"
     device: str = "cpu"
+    emulated_ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What one process is to be.
+
+    `cap_mb` is DDP's `bucket_cap_mb`, None for its default. Ranks meet in the file `store`, or if
+    that is empty at torchrun's address, under the name `meeting`. `socket` is the inherited one on
+    which requests come. The rest is as in `Setting`.
+    """
+
+    peer: str
+    model: str
+    cap_mb: float | None
+    rank: int
+    num_ranks: int
+    store: str
+    meeting: str
+    inner: str
+    num_threads: int | None
+    device: str
+    emulated_ranks: int
+    socket: int = -1
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step; `iteration_s` is the slowest rank's sum, not the sum of the slowest."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    iteration_s: float
+
+
+class FirstSteps(NamedTuple):
+    """What the first steps cost: `compile_s` is how much longer the first took than later ones."""
+
+    compile_s: float
+    loss: float
+
+
+class Facts(NamedTuple):
+    """What a process can tell of its model after some steps.
+
+    `num_sections` counts the compiled pieces of backward that ran in a step, None where autograd
+    ran operator by operator or was compiled itself. `num_kernels` counts the different ones that
+    Inductor wrote, `num_kernel_calls` the calls of those in C++ in a step.
+    """
+
+    num_graphs: int
+    num_sections: int | None
+    num_kernels: int
+    num_kernel_calls: int
+    num_recompiles: int
 
 
 class Team:
-    """One process a rank, of one peer, model and cap. See `open_team`.
-
-    Requests are those of `worker.Worker`; the answer is that of the first rank here.
-    """
+    """One process a rank, of one peer, model and cap. See `open_team`."""
 
     def __init__(self, name: str, processes: Mapping[int, _Process]) -> None:
         self.name = name
         self._processes = processes
 
     def wait_until_ready(self) -> None:
-        """Wait until the model is built."""
         self._answers()
 
-    def first_steps(self) -> FirstSteps:
-        """Compile; see `Worker.first_steps`."""
-        answer: FirstSteps = self.ask("first_steps")
-        return answer
-
-    def steps(self, num_untimed: int, num_timed: int, *, is_alone: bool = False) -> list[StepTimes]:
-        """Train, if `is_alone` without communication."""
-        name = "lone_steps" if is_alone else "steps"
-        answer: list[StepTimes] = self.ask(name, num_untimed, num_timed)
-        return answer
-
-    def bucket_bytes(self) -> tuple[int, ...]:
-        """Return the sizes of DDP's buckets."""
-        answer: tuple[int, ...] = self.ask("bucket_bytes")
-        return answer
-
-    def reduce_alone(self, num_times: int) -> list[float]:
-        """Communicate without computing."""
-        answer: list[float] = self.ask("reduce_alone", num_times)
-        return answer
-
-    def tune(self) -> str:
-        """Find the best buckets; see `Worker.tune`."""
-        answer: str = self.ask("tune")
-        return answer
-
-    def use_caps(self, caps_bytes: Sequence[int]) -> str:
-        """Change buckets; see `Worker.use_caps`."""
-        answer: str = self.ask("use_caps", caps_bytes)
-        return answer
-
-    def facts(self) -> Facts:
-        """Count graphs, sections and so on; see `Facts`."""
-        answer: Facts = self.ask("facts")
-        return answer
-
-    def forget_peak(self) -> None:
-        """Watch the memory in use from now on."""
-        self.ask("forget_peak")
-
-    def peak_mb(self) -> float:
-        """Return the most memory that was resident since `forget_peak`."""
-        answer: float = self.ask("peak_mb")
-        return answer
-
-    def timeline(self) -> Timeline | None:
-        """Record one backward; steps are slower ever after."""
-        answer: Timeline | None = self.ask("timeline")
-        return answer
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Send a request, a method of the worker, to all ranks; return the first one's answer."""
+        for process in self._processes.values():
+            with contextlib.suppress(BrokenPipeError):  # the answer says why
+                process.connection.send((name, arguments))
+        return self._answers()[0]
 
     def stop(self) -> None:
-        """Kill all ranks."""
         for process in self._processes.values():
             process.popen.kill()
         for process in self._processes.values():
             process.popen.wait()
             process.connection.close()
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Send a request to all ranks, and return the first one's answer."""
-        for process in self._processes.values():
-            with contextlib.suppress(BrokenPipeError):  # the answer says why
-                process.connection.send((name, arguments))
-        return self._answers()[0]
 
     def _answers(self) -> list[Any]:
         answers = []
@@ -165,19 +166,17 @@ def open_team(
                 peer=peer,
                 model=model,
                 cap_mb=cap_mb,
-                inner=setting.inner,
                 rank=rank,
                 num_ranks=cluster.num_ranks,
-                num_threads=setting.num_threads,
                 store="" if cluster.is_torchrun else str(place / "store"),
                 meeting=f"{caches.name}-{place.name}",
-                socket=-1,
+                inner=setting.inner,
+                num_threads=setting.num_threads,
                 device=setting.device,
+                emulated_ranks=setting.emulated_ranks,
             )
-            cache = caches / f"rank{rank}"
-            processes[rank] = _start(
-                cluster, setting.worker, task, cache, place / f"rank{rank}.log"
-            )
+            cache, log = caches / f"rank{rank}", place / f"rank{rank}.log"
+            processes[rank] = _start(cluster, setting.worker, task, cache, log)
         yield team
     finally:
         team.stop()

@@ -1,7 +1,11 @@
 """One rank of one peer: a process that obeys what `teams.py` sends it.
 
 It is started with its `Task` as JSON, and answers requests (a method's name and arguments) on an
-inherited socket. All times are the slowest rank's, so that every rank's answer is the same.
+inherited socket. All times are the slowest rank's, so that every rank's answer is the same. What a
+peer sets for all of its process stays there: nothing is undone.
+
+On an emulated network a step does not wait for the one before: on a GPU its work is queued while
+that is computed, as in training, and an iteration is from the end of a step to that of the next.
 """
 
 from __future__ import annotations
@@ -16,129 +20,163 @@ import re
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import device
+import ddpopt
+from benchmarks.harness import device, trace
 from benchmarks.harness.models import find_model
-from benchmarks.harness.peers import find_peer
-from benchmarks.harness.protocol import BucketTimes, Facts, FirstSteps, StepTimes, Task, Timeline
+from benchmarks.harness.network import Rate, connect, connect_exchange, open_network
+from benchmarks.harness.peers import Peer, find_peer
+from benchmarks.harness.teams import Facts, FirstSteps, StepTimes, Task
 from ddpopt.algorithms import ShardedUpdateHandle, attach
 from ddpopt.bucketing import rebucket
 from ddpopt.bucketing import tuner as tuning
+from ddpopt.bucketing.costs import ALLREDUCE, SHARDED
+from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS
+from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt.inspection.recording import RecordedStep
+from ddpopt.split import state
 
 _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4
 _MAX_TUNING_STEPS = 40
+_NUM_CPU_STEPS = 3
 
 
-class Worker:
-    """Trains; each public method is a request."""
+class Moments(NamedTuple):
+    """Of one step, as a `device.Clock` has them."""
+
+    start: device.Moment
+    forward: device.Moment
+    backward: device.Moment
+    stop: device.Moment
+
+
+class Rank:
+    """A process group, and a model with a batch: what every benchmark's worker begins with."""
 
     def __init__(self, task: Task) -> None:
-        if task.num_threads is not None:
-            torch.set_num_threads(task.num_threads)
-        dist.init_process_group(
-            device.backend_of(task.device),
-            store=meet(task),
-            rank=task.rank,
-            world_size=task.num_ranks,
-        )
+        join(task)
         torch.manual_seed(0)
         self._device = task.device
-        self._clock = device.Clock(task.device)
-        self._peer, options = find_peer(task.peer)
-        self._inner = task.inner
-        torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
         self._model = find_model(task.model)
-        module = self._model.build().to(task.device)
+        self._module = self._model.build().to(task.device)
         torch.manual_seed(task.rank)
         self._batch = {name: value.to(task.device) for name, value in self._model.batch().items()}
+
+
+class Worker(Rank):
+    """Trains as one peer; each public method is a request."""
+
+    def __init__(self, task: Task) -> None:
+        self._peer, options = find_peer(task.peer)
+        torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
+        super().__init__(task)
+        self._clock = device.Clock(task.device)
+        self._inner = task.inner
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
-        self._ddp: Any = self._peer.wrap(module, **cap)
+        self._ddp: Any = self._peer.wrap(self._module, **cap)
         with contextlib.suppress(ImportError):
             # Half a second to a second, which some peers would pay here and some in the first step.
             importlib.import_module("torch._inductor.compile_fx")
         self._compiled = self._peer.compile(self._ddp, task.inner, options)
-        self._optimizer = self._peer.optimizer(module.parameters(), lr=_LEARNING_RATE, fused=True)
+        make_optimizer = self._peer.optimizer
+        self._optimizer = make_optimizer(self._module.parameters(), lr=_LEARNING_RATE, fused=True)
         self._handle: Any = None
         if self._peer.algorithm is not None:
             self._handle = attach(self._ddp, self._optimizer, self._peer.algorithm)
-        self._loss = 0.0
-        self._recorder: _Recorder | None = None
+        self._loss = torch.zeros(())
+        self._network = None
+        if task.emulated_ranks:
+            self._network = _Network(self, self._peer, task.emulated_ranks)
+
+    # ---- training -----------------------------------------------------------------------------
 
     def first_steps(self) -> FirstSteps:
         """Run the first step, in which compilation happens, and three more."""
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         self._step()
-        first_s, loss = time.perf_counter() - start, self._loss
-        later_s = statistics.median(self._step().iteration_s for _ in range(3))
-        first_s, later_s = self._slowest([first_s, later_s])
-        return FirstSteps(compile_s=max(0.0, first_s - later_s), step_s=later_s, loss=loss)
+        self._clock.finish()
+        first_s, loss = time.perf_counter() - start_s, float(self._loss)
+        later_s = statistics.median(step.iteration_s for step in self.steps(0, 3))
+        (first_s,) = self._slowest([first_s])
+        return FirstSteps(compile_s=max(0.0, first_s - later_s), loss=loss)
 
     def steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
-        """Train."""
-        for _ in range(num_untimed):
-            self._step()
-        return self._slowest_steps([self._step() for _ in range(num_timed)])
+        moments: list[Moments] = []
+        for _ in range(num_untimed + num_timed):
+            is_queued = self._network is not None and moments
+            moments.append(self._step(start=moments[-1].stop if is_queued else None))
+        self._clock.finish()
+        return self._slowest_steps([self._times(m) for m in moments[num_untimed:]])
 
     def lone_steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
-        """Train without any communication."""
         with self._alone():
             return self.steps(num_untimed, num_timed)
-
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._handle, ShardedUpdateHandle):
-            return _silent(self._handle)
-        if isinstance(self._ddp, FSDPModule):
-            return _whole(self._ddp, self._optimizer)
-        alone: contextlib.AbstractContextManager[None] = self._ddp.no_sync()
-        return alone
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Return the sizes of DDP's buckets, none for a peer that has no use for them."""
         if not self._peer.has_buckets:
             return ()
-        buffers = [bucket.buffer() for bucket in self._ddp.reducer._get_zeros_like_grad_buckets()]
-        return tuple(buffer.numel() * buffer.element_size() for buffer in buffers)
+        return tuple(bucket.buffer().nbytes for bucket in _buckets(self._ddp))
 
-    def tune(self) -> str:
-        """Find the best buckets again while training; return the plan as JSON, with `outcome`.
+    def reduce_alone(self, num_times: int) -> list[float]:
+        """Reduce buckets of the same sizes, all launched at once, with nothing to compute."""
+        if self._network is not None:
+            return [sum(map(self._network.seconds, self.bucket_bytes()))] * num_times
+        buckets = [torch.zeros(size // 4, device=self._device) for size in self.bucket_bytes()]
+        times = []
+        for _ in range(num_times):
+            dist.barrier()
+            start = self._clock.moment()
+            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+                work.wait()
+            times.append(self._clock.seconds(start, self._clock.moment()))
+        return self._slowest(times)
+
+    # ---- buckets ------------------------------------------------------------------------------
+
+    def use_rate(self, gbit: float | None) -> None:
+        """Give the emulated network a rate, None for no limit."""
+        assert self._network is not None
+        self._network.use_rate(gbit)
+
+    def tune(self) -> dict[str, Any]:
+        """Find the best buckets again while training; return `outcome`, and the plan as JSON.
 
         How many steps that takes depends on what is found: a change is compared with before.
         """
+        if self._network is not None:
+            return {"outcome": self._network.tune()}
         tuner = tuning.of(self._ddp)
         if tuner is not None:  # steps so far may have been without communication
             if tuner.best is not None:
                 self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp)
         self._step()  # compiles, the first time, and makes what looks for buckets
-        num_steps = 1
         tuner = tuning.of(self._ddp)
         assert tuner is not None
-        while not tuner.is_done:
-            assert num_steps < _MAX_TUNING_STEPS, (
-                f"not done after {num_steps} steps: {tuner.outcome}"
-            )
+        for _ in range(_MAX_TUNING_STEPS):
+            if tuner.is_done:
+                break
             self._step()
-            num_steps += 1
-        if tuner.best is None:
-            return json.dumps({"outcome": tuner.outcome})
-        return json.dumps({"outcome": tuner.outcome, "plan": tuner.best.to_json()})
+        assert tuner.is_done, f"not done after {_MAX_TUNING_STEPS} steps: {tuner.outcome}"
+        plan = {} if tuner.best is None else {"plan": tuner.best.to_json()}
+        return {"outcome": tuner.outcome, **plan}
 
     def use_caps(self, caps_bytes: Sequence[int]) -> str:
         """Give DDP the buckets of these caps, of the best plan if there are none; return the plan.
@@ -152,25 +190,12 @@ class Worker:
         if caps_bytes:
             plan = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
         rebucket.apply(self._ddp, plan)
-        for _ in range(2):
-            self._step()
+        self.steps(2, 0)
         return plan.to_json()
 
-    def reduce_alone(self, num_times: int) -> list[float]:
-        """Reduce buckets of the same sizes, all launched at once, with nothing to compute."""
-        sizes = self.bucket_bytes()
-        buckets = [torch.zeros(size // 4, device=self._device) for size in sizes]
-        times = []
-        for _ in range(num_times):
-            dist.barrier()
-            start = self._clock.moment()
-            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
-                work.wait()
-            times.append(self._clock.seconds(start, self._clock.moment()))
-        return self._slowest(times)
+    # ---- what else there is to know -----------------------------------------------------------
 
     def facts(self) -> Facts:
-        """Count; runs two steps under profilers."""
         frames = {
             str(m.compile_id)
             for m in get_compilation_metrics()
@@ -184,38 +209,80 @@ class Worker:
             num_recompiles=sum(_is_recompile(frame) for frame in frames),
         )
 
-    def forget_peak(self) -> None:
-        """Watch the memory in use from now on; see `device.forget_peak`."""
-        device.forget_peak(self._device)
-
     def peak_mb(self) -> float:
-        """Return the most memory that was in use since `forget_peak`; see `device.peak_mb`."""
+        """Return the most memory that three steps used; see `device.peak_mb`."""
+        device.forget_peak(self._device)
+        self.steps(1, 2)
         return device.peak_mb(self._device)
 
-    def timeline(self) -> Timeline | None:
-        """Run a step with a hook on each bucket; every later step has it too."""
-        if not self._peer.has_buckets or self._handle is not None:  # whose hook is the only one
-            return None
-        if self._recorder is None:
-            self._recorder = _Recorder(self._ddp)
+    def cpu_s(self) -> float:
+        """Return the processor's time of this process for a step: what launching costs."""
+        self.steps(1, 1)
+        start_s = time.process_time()
+        for _ in range(_NUM_CPU_STEPS):
             self._step()
-        times = self._step(self._recorder.begin)
-        return self._recorder.read(times.backward_s)
+        used_s = time.process_time() - start_s
+        self._clock.finish()
+        return used_s / _NUM_CPU_STEPS
 
-    def _step(self, before_backward: Callable[[], None] = lambda: None) -> StepTimes:
-        dist.barrier()
-        now, seconds = self._clock.moment, self._clock.seconds
-        start = now()
-        loss = self._model.loss(self._compiled(**self._batch))
+    def profile(self, path: str = "") -> trace.Summary:
+        """Profile two steps on the emulated network; a path gets the trace."""
+        assert self._network is not None
+        self.steps(1, 1)
+        intervals = self._network.network.intervals
+        intervals.clear()
+        activities = [ProfilerActivity.CPU]
+        if self._device == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as profiler:
+            for _ in range(2):
+                self._step()
+            self._clock.finish()
+        with tempfile.TemporaryDirectory() as folder:
+            place = path or f"{folder}/trace.json"
+            profiler.export_chrome_trace(place)
+            return trace.summarise(Path(place), intervals)
+
+    def timeline(self) -> RecordedStep | None:
+        """Record a step, with times after the end of its forward; every later step is slower."""
+        if not self._peer.has_buckets or self._handle is not None:
+            return None
+        with ddpopt.record(self._ddp) as recording:
+            self.steps(1, 1)
+        return recording.steps[-1].since_forward()
+
+    # ---- one step -----------------------------------------------------------------------------
+
+    def _step(self, start: device.Moment | None = None) -> Moments:
+        if self._network is None:
+            dist.barrier()
+        now = self._clock.moment
+        start = now() if start is None else start
+        with self._autocast():
+            loss = self._model.loss(self._compiled(**self._batch))
         forward = now()
-        before_backward()
         with self._peer.around_backward(self._inner):
             loss.backward()
         backward = now()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        stop = now()
-        self._loss = loss.item()
+        self._loss = loss.detach()
+        return Moments(start, forward, backward, now())
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda")
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        if isinstance(self._handle, ShardedUpdateHandle):
+            return _silent(self._handle)
+        if isinstance(self._ddp, FSDPModule):
+            return _whole(self._ddp, self._optimizer)
+        alone: contextlib.AbstractContextManager[None] = self._ddp.no_sync()
+        return alone
+
+    def _times(self, moments: Moments) -> StepTimes:
+        start, forward, backward, stop = moments
+        seconds = self._clock.seconds
         return StepTimes(
             forward_s=seconds(start, forward),
             backward_s=seconds(forward, backward),
@@ -223,16 +290,17 @@ class Worker:
             iteration_s=seconds(start, stop),
         )
 
-    def _slowest(self, times: list[float]) -> list[float]:
+    def _slowest(self, times: Sequence[float]) -> list[float]:
+        if dist.get_world_size() == 1:
+            return list(times)
         slowest = torch.tensor(times, dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         values: list[float] = slowest.tolist()
         return values
 
-    def _slowest_steps(self, steps: list[StepTimes]) -> list[StepTimes]:
-        names = [field.name for field in dataclasses.fields(StepTimes)]
-        slowest = iter(self._slowest([getattr(step, name) for step in steps for name in names]))
-        return [StepTimes(**{name: next(slowest) for name in names}) for _ in steps]
+    def _slowest_steps(self, steps: Sequence[StepTimes]) -> list[StepTimes]:
+        slowest = iter(self._slowest([time_s for step in steps for time_s in step]))
+        return [StepTimes(*(next(slowest) for _ in step)) for step in steps]
 
     def _count_sections(self) -> int | None:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -256,63 +324,55 @@ class Worker:
         return len(calls)
 
 
-class _Recorder:
-    """Notes when each gradient arrived and when each bucket was launched and finished."""
+def _buckets(ddp: Any) -> Any:
+    return ddp.reducer._get_zeros_like_grad_buckets()
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._start_s = 0.0
-        self._arrived_s: dict[int, float] = {}
-        self._launched: dict[int, tuple[float, int, list[int]]] = {}
-        self._finished_s: dict[int, float] = {}
-        self._nodes = []  # of autograd, which lives as long as somebody holds it
-        for parameter in ddp.module.parameters():
-            if parameter.requires_grad:
-                (node, _), *_ = parameter.view_as(parameter).grad_fn.next_functions
-                node.register_prehook(self._note_arrival(id(parameter)))
-                self._nodes.append(node)
-        ddp.register_comm_hook(None, self._reduce)
 
-    def begin(self) -> None:
-        self._arrived_s, self._launched, self._finished_s = {}, {}, {}
-        self._start_s = time.perf_counter()
+class _Network:
+    """The emulated network of a worker, and the best buckets for it."""
 
-    def read(self, backward_s: float) -> Timeline:
-        buckets = []
-        for bucket, (launched_s, num_bytes, parameters) in sorted(self._launched.items()):
-            arrived = [self._arrived_s[key] for key in parameters if key in self._arrived_s]
-            buckets.append(
-                BucketTimes(
-                    bucket=bucket,
-                    num_bytes=num_bytes,
-                    ready_s=max(arrived, default=launched_s) - self._start_s,
-                    launched_s=launched_s - self._start_s,
-                    finished_s=self._finished_s[bucket] - self._start_s,
-                )
-            )
-        return Timeline(backward_s=backward_s, buckets=tuple(buckets))
+    def __init__(self, worker: Worker, peer: Peer, num_ranks: int) -> None:
+        self.network = open_network(worker._device)
+        self._worker = worker
+        self._num_ranks = num_ranks
+        self._profile: Any = None
+        if isinstance(worker._handle, ShardedUpdateHandle):
+            connect_exchange(worker._handle.exchange, self.network)
+        else:
+            connect(worker._ddp, self.network)
+        if peer.is_tuned:  # as its tuner does, where there is more than one rank
+            state.of(worker._ddp).begin_search(is_trial=False)
+            with worker._autocast():
+                loss = worker._model.loss
+                self._estimated = estimate(worker._ddp.module, worker._batch, loss=loss)
 
-    def _note_arrival(self, key: int) -> Any:
-        def note(_gradients: Any) -> None:
-            self._arrived_s[key] = time.perf_counter()
+    def use_rate(self, gbit: float | None) -> None:
+        self.network.rate = None if gbit is None else Rate(gbit=gbit, num_ranks=self._num_ranks)
 
-        return note
+    def seconds(self, num_bytes: int) -> float:
+        return 0.0 if self.network.rate is None else self.network.rate.cost.seconds(num_bytes)
 
-    def _reduce(self, _state, bucket):  # type: ignore[no-untyped-def]
-        """Do as DDP does without a hook: the mean over the ranks.
+    def tune(self) -> str:
+        """Give DDP the best buckets for the rate; what is compiled was cut finely, and stays.
 
-        DDP compares the types in a hook's signature with its own, and they are strings here.
+        A tuner would measure one rank's network, which is none, so the plan is made from what is
+        known of the emulated one.
         """
-        index, buffer = bucket.index(), bucket.buffer()
-        keys = [id(parameter) for parameter in bucket.parameters()]
-        num_bytes = buffer.numel() * buffer.element_size()
-        self._launched[index] = (time.perf_counter(), num_bytes, keys)
-        work = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True)
-
-        def finish(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            self._finished_s[index] = time.perf_counter()
-            return reduced.value()[0]
-
-        return work.get_future().then(finish)
+        worker, rate = self._worker, self.network.rate
+        if rate is None:
+            return "no limit, nothing to tune"
+        if self._profile is None:
+            alone = worker.lone_steps(3, 3)
+            self._profile = scale(
+                self._estimated,
+                statistics.median(step.forward_s for step in alone),
+                statistics.median(step.backward_s for step in alone),
+            )
+        communication = ALLREDUCE if worker._handle is None else SHARDED
+        plan = plan_buckets(self._profile, rate.cost, rate.num_ranks, communication)
+        rebucket.apply(worker._ddp, plan)
+        worker.steps(3, 1)
+        return f"planned for the emulated network: {len(plan.buckets)} buckets"
 
 
 @contextlib.contextmanager
@@ -346,19 +406,24 @@ def _whole(module: FSDPModule, optimizer: torch.optim.Optimizer) -> Iterator[Non
         module.set_reshard_after_backward(True)
 
 
-def meet(task: Task) -> dist.Store:
-    """Return where the ranks of a team find each other."""
+def join(task: Task) -> None:
+    """Make the process group of a team; see where its ranks meet in `Task`."""
+    if task.num_threads is not None:
+        torch.set_num_threads(task.num_threads)
+    store: dist.Store
     if task.store:
-        return dist.FileStore(task.store, task.num_ranks)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.PrefixStore(task.meeting, dist.TCPStore(address, port, is_master=False))
+        store = dist.FileStore(task.store, task.num_ranks)
+    else:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(task.meeting, dist.TCPStore(address, port, is_master=False))
+    backend = device.backend_of(task.device)
+    dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.num_ranks)
 
 
 _KERNEL = re.compile(r"^\w+ = async_compile\.(cpp_pybinding|triton)\(", re.MULTILINE)
 
 
 def _num_kernels() -> int:
-    """Return how many kernels the code defines that Inductor wrote to the cache."""
     sources = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("*/*.py")
     return sum(len(_KERNEL.findall(source.read_text())) for source in sources)
 
@@ -374,7 +439,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(make: Callable[[Task], Any] = Worker) -> None:
+def main(make: Callable[[Task], Any]) -> None:
     """Make a worker, and obey until the other side is gone."""
     _die_with_parent()
     task = Task(**json.loads(sys.argv[1]))
@@ -395,4 +460,4 @@ def main(make: Callable[[Task], Any] = Worker) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Worker)

@@ -5,54 +5,25 @@ Pictures need matplotlib, and are left out without it.
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.protocol import BucketTimes, Timeline
-from benchmarks.overlap.results import Cell
+from benchmarks.harness.peers import PEERS, label
+from benchmarks.harness.report import draw_bars, label_of_rate, pyplot, save
+from benchmarks.overlap.rounds import Cell
+from ddpopt.inspection.recording import RecordedBucket, RecordedStep
 
 _WIDE = 10  # times the fastest, from where on the axis is logarithmic
 _COLUMNS = 72
 _MB = 1e6
 _WAITING, _REDUCING, _READY, _END = "#d9a441", "#3b75af", "#222222", "#b03a2e"
 
-# What readers call the peers of `benchmarks.harness.peers`.
-_LABELS = {
-    "eager": "DDP, not compiled",
-    "nosplit": "torch.compile, one graph",
-    "intree": "PyTorch's DDPOptimizer",
-    "python_reducer": "compiled autograd without Reducer",
-    "forward": "ddpopt, cut in forward",
-    "backward": "ddpopt, cut in backward",
-    "auto": "ddpopt, tuned buckets",
-    "sharded": "ddpopt, sharded update",
-    "overlapped": "ddpopt, sharded update behind forward",
-    "fsdp2": "torch's FSDP2",
-    "zero": "torch's ZeroRedundancyOptimizer",
-}
 _BARS = "Bars: medians over rounds. Lines on top of them: quartiles. Shorter is better."
 
 
-def label(peer: str) -> str:
-    """Return what a plot calls a peer, with the options that it was given."""
-    name, _, options = peer.partition(":")
-    return _LABELS.get(name, name) + (f" ({options})" if options else "")
-
-
 def label_of_cap(cap: str) -> str:
-    """Return what a plot calls a cap."""
     return "DDP's default buckets" if cap == "default" else f"buckets of {cap} MiB"
-
-
-def label_of_rate(rate: str) -> str:
-    """Return what a plot calls a rate: `1gbit` as 1 Gbit/s."""
-    found = re.fullmatch(r"(\d+)([kmg])bit(.*)", rate)
-    if found is None:
-        return rate.replace("free", "no limit", 1)
-    return f"{found[1]} {found[2].replace('m', 'M').replace('g', 'G')}bit/s{found[3]}"
 
 
 def write_timelines(cell: Cell, stem: Path) -> Path | None:
@@ -62,11 +33,11 @@ def write_timelines(cell: Cell, stem: Path) -> Path | None:
         return None
     title = ", ".join([cell.model, label_of_cap(cell.cap), label_of_rate(cell.rate)])
     stem.with_suffix(".txt").write_text("\n".join([title, *_text(timelines)]) + "\n")
-    pyplot = _pyplot()
-    if pyplot is None:
+    plots = pyplot()
+    if plots is None:
         return None
     num_rows = sum(len(timeline.buckets) for timeline in timelines.values())
-    figure, panels = pyplot.subplots(
+    figure, panels = plots.subplots(
         len(timelines),
         1,
         sharex=True,
@@ -75,67 +46,66 @@ def write_timelines(cell: Cell, stem: Path) -> Path | None:
         height_ratios=[2 + len(timeline.buckets) for timeline in timelines.values()],
     )
     for panel, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
-        _draw_timeline(panel, label(name), timeline)
+        _draw_timeline(panel, label(name, PEERS), timeline)
     panels[0, 0].set_xlim(0, 1.02e3 * _end_s(timelines))
     panels[-1, 0].set_xlabel("ms from the start of backward")
     figure.suptitle(f"Each bucket of one backward: {title}", fontsize=11)
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=4, fontsize=8, frameon=False)
-    _save(pyplot, figure, stem.with_suffix(".png"), bottom=0.05)
+    save(figure, stem.with_suffix(".png"), bottom=0.05)
     return stem.with_suffix(".png")
 
 
-def _draw_timeline(panel: Any, title: str, timeline: Timeline) -> None:
+def _draw_timeline(panel: Any, title: str, timeline: RecordedStep) -> None:
     rows = range(len(timeline.buckets))
-    ready, launched, finished = (
-        [1e3 * getattr(bucket, field) for bucket in timeline.buckets]
-        for field in ("ready_s", "launched_s", "finished_s")
-    )
+    lives = [[1e3 * time_s for time_s in _life(bucket)] for bucket in timeline.buckets]
+    ready, launched, finished = zip(*lives, strict=True)
     waits = [b - a for a, b in zip(ready, launched, strict=True)]
     reductions = [b - a for a, b in zip(launched, finished, strict=True)]
     panel.barh(rows, waits, 0.4, left=ready, color=_WAITING, label="waiting to be launched")
     panel.barh(rows, reductions, 0.8, left=launched, color=_REDUCING, label="reducing")
     panel.plot(ready, rows, "|", color=_READY, markersize=8, label="gradients ready")
     panel.axvline(1e3 * timeline.backward_s, color=_END, linewidth=1.2, label="backward ends")
-    sizes = [f"{bucket.bucket}: {bucket.num_bytes / _MB:.1f} MB" for bucket in timeline.buckets]
+    sizes = [f"{bucket.index}: {bucket.num_bytes / _MB:.1f} MB" for bucket in timeline.buckets]
     panel.set_yticks(rows, sizes, fontsize=6)
     panel.invert_yaxis()
     panel.set_title(f"{title}: {timeline.backward_s * 1e3:.0f} ms", fontsize=9, loc="left")
 
 
-def _end_s(timelines: dict[str, Timeline]) -> float:
+def _end_s(timelines: dict[str, RecordedStep]) -> float:
     ends = [t.backward_s for t in timelines.values()]
-    ends += [bucket.finished_s for t in timelines.values() for bucket in t.buckets]
+    ends += [max(_life(bucket)) for t in timelines.values() for bucket in t.buckets]
     return max(ends)
 
 
-def _text(timelines: dict[str, Timeline]) -> Iterator[str]:
+def _text(timelines: dict[str, RecordedStep]) -> Iterator[str]:
     yield "each bucket: . until its gradients are ready, - until launched, = until reduced; ms"
     scale = (_COLUMNS - 1) / _end_s(timelines)
     for name, timeline in timelines.items():
         yield f"\n{name}: backward took {timeline.backward_s * 1e3:.0f}"
         for bucket in timeline.buckets:
-            ready, launched, finished = (
-                round(time_s * scale)
-                for time_s in (bucket.ready_s, bucket.launched_s, bucket.finished_s)
-            )
+            ready, launched, finished = (round(time_s * scale) for time_s in _life(bucket))
             bar = "." * ready + "-" * (launched - ready) + "=" * (finished - launched)
             yield f"{_line(bucket)} |{bar.ljust(_COLUMNS)}|"
 
 
-def _line(bucket: BucketTimes) -> str:
-    times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
-    ready, launched, finished = (f"{time_s * 1e3:6.0f}" for time_s in times)
-    return f"{bucket.bucket:3} {bucket.num_bytes / _MB:5.1f} MB {ready}{launched}{finished}"
+def _life(bucket: RecordedBucket) -> tuple[float, float, float]:
+    finished_s = bucket.launched_s if bucket.finished_s is None else bucket.finished_s
+    return bucket.ready_s, bucket.launched_s, finished_s
+
+
+def _line(bucket: RecordedBucket) -> str:
+    ready, launched, finished = (f"{time_s * 1e3:6.0f}" for time_s in _life(bucket))
+    return f"{bucket.index:3} {bucket.num_bytes / _MB:5.1f} MB {ready}{launched}{finished}"
 
 
 def write_plot(model: str, cells: Sequence[Cell], path: Path) -> bool:
     """Plot the iterations of all cells of a model; False where matplotlib is not installed."""
-    pyplot = _pyplot()
-    if pyplot is None:
+    plots = pyplot()
+    if plots is None:
         return False
     caps = list(dict.fromkeys(cell.cap for cell in cells))
-    figure, panels = pyplot.subplots(
+    figure, panels = plots.subplots(
         1, len(caps), figsize=(max(6.5, 5.5 * len(caps)), 4.6), squeeze=False, sharey=True
     )
     for panel, cap in zip(panels[0], caps, strict=True):
@@ -155,50 +125,25 @@ def write_plot(model: str, cells: Sequence[Cell], path: Path) -> bool:
         frameon=False,
     )
     figure.text(0.5, 0.02, _BARS, ha="center", fontsize=8)
-    _save(pyplot, figure, path, bottom=0.22)
+    save(figure, path, bottom=0.22)
     return True
 
 
 def _is_wide(cells: Sequence[Cell]) -> bool:
     """Whether bars from zero on would hide the fast cells; otherwise they show true ratios."""
-    times = [peer.iteration_s.median for cell in cells for peer in cell.peers.values()]
+    times = [peer.times["iteration_s"].median for cell in cells for peer in cell.peers.values()]
     return max(times) > _WIDE * min(times)
 
 
 def _plot_cells(panel: Any, cells: Sequence[Cell]) -> None:
-    """Draw bars with quartiles for each peer, and the bound, for each rate."""
-    peers = list(dict.fromkeys(name for cell in cells for name in cell.peers))
-    width = 0.8 / len(peers)
-    for index, name in enumerate(peers):
-        places, heights, errors = [], [], []
-        for place, cell in enumerate(cells):
-            if name in cell.peers:
-                median, low, high = (1e3 * value for value in cell.peers[name].iteration_s)
-                places.append(place + (index - (len(peers) - 1) / 2) * width)
-                heights.append(median)
-                errors.append((median - low, high - median))
-        yerr = list(zip(*errors, strict=True))
-        panel.bar(places, heights, width, yerr=yerr, label=label(name))
+    peers = dict.fromkeys(name for cell in cells for name in cell.peers)
+    groups = [
+        {name: peer.times["iteration_s"].times(1e3) for name, peer in cell.peers.items()}
+        for cell in cells
+    ]
+    draw_bars(panel, groups, {name: label(name, PEERS) for name in peers})
     for place, cell in enumerate(cells):
         bound_ms = cell.bounds.bound_s * 1e3
         named = {"label": "bound: perfect overlap"} if place == 0 else {}
         panel.hlines(bound_ms, place - 0.45, place + 0.45, "black", **named)
     panel.set_xticks(range(len(cells)), [label_of_rate(cell.rate) for cell in cells])
-
-
-def _pyplot() -> Any:
-    """Return matplotlib's interface, None where it is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return None
-    import matplotlib  # noqa: PLC0415  # optional
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    return pyplot
-
-
-def _save(pyplot: Any, figure: Any, path: Path, *, bottom: float) -> None:
-    figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

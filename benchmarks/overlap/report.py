@@ -1,113 +1,131 @@
-"""Write a run as Markdown tables."""
+"""A run of `benchmarks.overlap` as Markdown tables."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.tables import Spread, table
-from benchmarks.overlap.results import Cell, Compilation, Run
+from benchmarks.harness.report import Spread, table_of
+from benchmarks.harness.teams import Facts
+from benchmarks.overlap.rounds import Cell, Measured
 
 _MB = 1e6
 
 
-def markdown(run: Run, figures: Sequence[str] = ()) -> str:
-    """Return the tables; `figures` are paths of pictures to show."""
-    lines = [
-        "# Overlap",
-        "",
-        f"    {run.command}",
-        "",
-        f"{run.date}; {run.versions}; {run.machine}; inner compiler {run.inner}.",
-        f"Network: {run.network}.",
-        "",
-    ]
-    names = dict.fromkeys(compilation.peer for compilation in run.compilations)
-    lines += [f"- {name}: {find_peer(name)[0].description}" for name in names]
-    by_model = itertools.groupby(run.compilations, key=lambda c: (c.model, c.cap))
-    for (model, cap), compilations in by_model:
-        lines += ["", f"## {model}, cap {cap}", "", *_compilation_table(list(compilations))]
-        for cell in run.cells:
-            if (cell.model, cell.cap) == (model, cap):
-                lines += ["", f"### {model}, cap {cap}, {cell.rate}", "", *_cell_table(cell)]
-    if figures:
-        lines += ["", *(f"![{Path(path).stem}]({path})" for path in figures)]
-    if run.failures:
-        lines += ["", "## Not measured", ""]
-        lines += [f"- {_failure(f.model, f.cap, f.peer, f.error)}" for f in run.failures]
-    return "\n".join(lines) + "\n"
+class Compilation(NamedTuple):
+    """What compiling one model for one cap did: fresh processes, with empty and filled caches.
+
+    On an emulated network peers compile beside each other, once, and nothing is counted.
+    """
+
+    model: str
+    cap: str
+    peer: str
+    loss: float
+    num_buckets: int
+    cold_s: float
+    warm_s: float | None = None
+    peak_mb: float = 0.0
+    facts: Facts | None = None
 
 
-def _failure(model: str, cap: str, peer: str, error: str) -> str:
-    last = [line for line in error.splitlines() if line.strip()][-1]
-    return f"{model}, cap {cap}, {peer}: `{last.strip()}`"
+class Cost(NamedTuple):
+    """What a step of a peer costs on a device, beside its time; of the profile of two steps, ms."""
+
+    cpu_ms: float
+    gaps_ms: float
+    communication_ms: float
+    hidden_ms: float
+    peak_mb: float
+
+
+def lines(
+    compilations: Sequence[Compilation],
+    cells: Sequence[Cell],
+    costs: Mapping[str, Mapping[str, Cost]],
+    pictures: Sequence[str],
+) -> Iterator[str]:
+    yield ""
+    for name in dict.fromkeys(compilation.peer for compilation in compilations):
+        yield f"- {name}: {find_peer(name)[0].description}"
+    for (model, cap), group in itertools.groupby(compilations, key=lambda c: (c.model, c.cap)):
+        title = f"{model}, cap {cap}"
+        yield from ("", f"## {title}", "", *_compilation_table(list(group)))
+        for cell in (cell for cell in cells if (cell.model, cell.cap) == (model, cap)):
+            yield from ("", f"### {title}, {cell.rate}", "", *_cell_table(cell))
+        if title in costs:
+            yield from ("", f"### {title}, costs", "", *table_of("peer", costs[title], _COSTS))
+    if pictures:
+        yield ""
+        yield from (f"![{path.removesuffix('.png')}]({path})" for path in pictures)
 
 
 def _compilation_table(compilations: Sequence[Compilation]) -> list[str]:
-    header = (
-        "peer", "graphs", "sections", "kernels", "kernel calls", "buckets", "recompiles",
-        "compile s, cold", "warm", "peak memory MB", "first loss",
-    )  # fmt: skip
-    rows = [
-        (
-            c.peer,
-            str(c.num_graphs),
-            "-" if c.num_sections is None else str(c.num_sections),
-            str(c.num_kernels),
-            str(c.num_kernel_calls),
-            str(c.num_buckets or "-"),
-            str(c.num_recompiles),
-            f"{c.cold_s:.1f}",
-            f"{c.warm_s:.1f}",
-            f"{c.peak_mb:.0f}",
-            f"{c.loss:.5f}",
-        )
-        for c in compilations
-    ]
-    return table(header, rows)
+    columns = _AT_ONCE if any(c.facts is None for c in compilations) else _COLD_AND_WARM
+    return table_of("peer", {c.peer: c for c in compilations}, columns)
 
 
 def _cell_table(cell: Cell) -> list[str]:
     bounds = cell.bounds
-    header = (
-        "peer", "iteration ms", "forward", "backward", "optimizer",
-        "throughput of eager's", "of in-tree's", "backward of in-tree's",
-        "alone ms", "exposed ms", "over bound",
-    )  # fmt: skip
-    rows = [
-        (
-            name,
-            _milliseconds(peer.iteration_s, with_spread=True),
-            _milliseconds(peer.forward_s),
-            _milliseconds(peer.backward_s, with_spread=True),
-            _milliseconds(peer.optimizer_s),
-            _ratio(peer.throughput_of_eager),
-            _ratio(peer.throughput_of_intree),
-            _ratio(peer.backward_of_intree),
-            _milliseconds(peer.alone_s),
-            _milliseconds(peer.exposed_s),
-            f"{peer.over_bound:+.0%}",
-        )
-        for name, peer in cell.peers.items()
-    ]
     return [
         f"Compute alone {bounds.compute_s * 1e3:.0f} ms ({bounds.compute_peer}), communication "
         f"alone {bounds.communication_s * 1e3:.0f} ms ({bounds.num_buckets} buckets of "
         f"{bounds.num_bytes / _MB:.1f} MB in all, {bounds.megabits_per_s:.0f} Mbit/s), bound "
         f"{bounds.bound_s * 1e3:.0f} ms. {cell.num_rounds} rounds of {cell.num_steps} steps.",
         "",
-        *table(header, rows),
+        *table_of("peer", cell.peers, _TIMES),
     ]
 
 
-def _milliseconds(value: Spread, *, with_spread: bool = False) -> str:
-    median, low, high = (number * 1e3 for number in value)
-    digits = 0 if median >= 20 else 1
-    text = f"{median:.{digits}f}"
-    return f"{text} ({low:.{digits}f}-{high:.{digits}f})" if with_spread else text
+def _milliseconds(column: str, *, with_spread: bool = False) -> Callable[[Measured], str]:
+    def show(peer: Measured) -> str:
+        median, low, high = peer.times[column].times(1e3)
+        digits = 0 if median >= 20 else 1
+        text = f"{median:.{digits}f}"
+        return f"{text} ({low:.{digits}f}-{high:.{digits}f})" if with_spread else text
+
+    return show
 
 
 def _ratio(value: Spread | None) -> str:
     return "-" if value is None else f"{value.median:.3f}"
+
+
+_AT_ONCE: dict[str, Callable[[Compilation], str]] = {
+    "buckets": lambda own: str(own.num_buckets),
+    "first step s, beside the others'": lambda own: f"{own.cold_s:.1f}",
+    "first loss": lambda own: f"{own.loss:.5f}",
+}
+_COLD_AND_WARM: dict[str, Callable[[Any], str]] = {
+    "graphs": lambda own: str(own.facts.num_graphs),
+    "sections": lambda own: str(own.facts.num_sections or "-"),
+    "kernels": lambda own: str(own.facts.num_kernels),
+    "kernel calls": lambda own: str(own.facts.num_kernel_calls),
+    "buckets": lambda own: str(own.num_buckets or "-"),
+    "recompiles": lambda own: str(own.facts.num_recompiles),
+    "compile s, cold": lambda own: f"{own.cold_s:.1f}",
+    "warm": lambda own: "-" if own.warm_s is None else f"{own.warm_s:.1f}",
+    "peak memory MB": lambda own: f"{own.peak_mb:.0f}",
+    "first loss": lambda own: f"{own.loss:.5f}",
+}
+_TIMES: dict[str, Callable[[Measured], str]] = {
+    "iteration ms": _milliseconds("iteration_s", with_spread=True),
+    "forward": _milliseconds("forward_s"),
+    "backward": _milliseconds("backward_s", with_spread=True),
+    "optimizer": _milliseconds("optimizer_s"),
+    "throughput of eager's": lambda peer: _ratio(peer.throughput_of_eager),
+    "of in-tree's": lambda peer: _ratio(peer.throughput_of_intree),
+    "backward of in-tree's": lambda peer: _ratio(peer.backward_of_intree),
+    "alone ms": _milliseconds("alone_s"),
+    "exposed ms": _milliseconds("exposed_s"),
+    "over bound": lambda peer: f"{peer.over_bound:+.0%}",
+}
+_COSTS: dict[str, Callable[[Cost], str]] = {
+    "CPU ms a step": lambda cost: f"{cost.cpu_ms:.1f}",
+    "gaps ms": lambda cost: f"{cost.gaps_ms:.1f}",
+    "communication ms": lambda cost: f"{cost.communication_ms:.1f}",
+    "hidden ms": lambda cost: f"{cost.hidden_ms:.1f}",
+    "peak MB": lambda cost: f"{cost.peak_mb:.0f}",
+}

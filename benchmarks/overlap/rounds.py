@@ -1,4 +1,4 @@
-"""Measure the teams of one cell in turns, A B C A B C, so that the machine's drift falls on all.
+"""Measure the teams of one cell in turns.
 
 A turn is some steps as they are, then some without communication; a round is a turn of each team,
 and one reduction of the buckets alone.
@@ -7,179 +7,196 @@ and one reduction of the buckets alone.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from benchmarks.harness.protocol import StepTimes
-from benchmarks.harness.tables import Spread, spread
-from benchmarks.harness.teams import Team, TeamError
-from benchmarks.overlap.results import Bounds, Measured
+from benchmarks.harness.report import Spread, ratios, spread
+from benchmarks.harness.session import Session
+from benchmarks.harness.teams import Team
+from ddpopt.inspection.recording import RecordedStep
 
 _MIN_ROUNDS = 3
 _LONG_STEP_S = 0.3  # of such steps one is enough in a turn
-_EAGER, _INTREE = "eager", "intree"
 
-T = TypeVar("T")
-OnFailure = Callable[[str, TeamError], None]
+_Columns = dict[str, list[float]]
 
 
 class Turn(NamedTuple):
-    """Medians of one turn, in seconds."""
+    """Medians of one turn, in seconds; `exposed_s` is what communication adds to an iteration."""
 
     iteration_s: float
     forward_s: float
     backward_s: float
     optimizer_s: float
     alone_s: float
+    exposed_s: float
 
 
-class Schedule(NamedTuple):
-    """How many rounds, and how many steps a turn has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One peer in one cell: the spread of each value of its turns, over the rounds.
 
-    num_rounds: int
-    num_untimed: int
-    num_timed: int
-
-
-class Times(NamedTuple):
-    """What was measured; each list has an entry a round."""
-
-    schedule: Schedule
-    turns: dict[str, list[Turn]]
-    communication_s: list[float]
-    bucket_bytes: tuple[int, ...]
-
-
-def take_turns(
-    teams: dict[str, Team], budget_s: float, max_rounds: int, on_failure: OnFailure
-) -> Times:
-    """Measure; a team that fails is taken out of `teams`, and the others go on.
-
-    A first round, which does not count, tells how many rounds fit the budget, three at least.
+    Ratios are those of the rounds, None where the other peer is not measured. `over_bound` is by
+    how much of the bound an iteration is longer.
     """
-    turns: dict[str, list[Turn]] = {name: [] for name in teams}
-    reducer, bucket_bytes = _find_reducer(teams, on_failure)
-    communication_s = [reducer.reduce_alone(1)[0]] if reducer else [0.0]
-    for name in list(teams):
-        _take_turn(teams, name, Schedule(1, 0, 1), turns, on_failure)
-    schedule = _schedule(turns, communication_s[0], budget_s, max_rounds)
-    turns, communication_s = {name: [] for name in teams}, []
-    for _ in range(schedule.num_rounds):
-        for name in list(teams):
-            _take_turn(teams, name, schedule, turns, on_failure)
-        if reducer:
-            communication_s.append(statistics.median(reducer.reduce_alone(schedule.num_timed)))
-    complete = {name: taken for name, taken in turns.items() if name in teams}
-    return Times(schedule, complete, communication_s or [0.0], bucket_bytes)
+
+    times: Mapping[str, Spread]
+    throughput_of_eager: Spread | None
+    throughput_of_intree: Spread | None
+    backward_of_intree: Spread | None
+    over_bound: float
+    timeline: RecordedStep | None = None
 
 
-def _find_reducer(
-    teams: dict[str, Team], on_failure: OnFailure
-) -> tuple[Team | None, tuple[int, ...]]:
-    """Return the first team that has DDP's buckets, and their sizes."""
-    for name in list(teams):
-        found = _succeeding(teams, name, on_failure, lambda team: (team, team.bucket_bytes()))
-        if found is not None and found[1]:
-            return found
-    return None, ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What no peer can beat.
+
+    `compute_s` is the best iteration without communication, that of `compute_peer`.
+    `communication_s` is how long buckets of the same sizes take to be reduced with nothing to
+    compute, at `megabits_per_s` sent by each rank.
+    """
+
+    compute_s: float
+    compute_peer: str
+    communication_s: float
+    megabits_per_s: float
+    num_buckets: int
+    num_bytes: int
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.compute_s, self.communication_s)
 
 
-def _succeeding(
-    teams: dict[str, Team], name: str, on_failure: OnFailure, ask: Callable[[Team], T]
-) -> T | None:
-    """Return what a team answers; None, and it is taken out, if it fails."""
-    try:
-        return ask(teams[name])
-    except TeamError as error:
-        del teams[name]
-        on_failure(name, error)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model, cap and rate; a round has `num_steps` timed steps of each peer."""
+
+    model: str
+    cap: str
+    rate: str
+    num_rounds: int
+    num_steps: int
+    bounds: Bounds
+    peers: dict[str, Measured]
+
+
+def measure(session: Session, model: str, cap: str, rate: str) -> Cell | None:
+    """Measure all teams at the rate that the network has; None if all fail."""
+    reducer, bucket_bytes = _find_reducer(session)
+    num_timed, num_rounds = _plan_rounds(session, reducer)
+    communication_s: list[float] = []
+
+    def reduce_alone() -> None:
+        communication_s.extend(_reduce_alone(session, reducer, num_timed))
+
+    def take(name: str) -> Turn:
+        return _take_turn(session.teams[name], 1, num_timed)
+
+    turns = session.take_turns(list(session.teams), num_rounds, take, reduce_alone)
+    if not turns:
         return None
-
-
-def _take_turn(
-    teams: dict[str, Team],
-    name: str,
-    schedule: Schedule,
-    turns: Mapping[str, list[Turn]],
-    on_failure: OnFailure,
-) -> None:
-    numbers = (schedule.num_untimed, schedule.num_timed)
-
-    def take(team: Team) -> Turn:
-        return _turn(team.steps(*numbers), team.steps(*numbers, is_alone=True))
-
-    turn = _succeeding(teams, name, on_failure, take)
-    if turn is not None:
-        turns[name].append(turn)
-
-
-def _turn(steps: Sequence[StepTimes], alone: Sequence[StepTimes]) -> Turn:
-    return Turn(
-        iteration_s=statistics.median(step.iteration_s for step in steps),
-        forward_s=statistics.median(step.forward_s for step in steps),
-        backward_s=statistics.median(step.backward_s for step in steps),
-        optimizer_s=statistics.median(step.optimizer_s for step in steps),
-        alone_s=statistics.median(step.iteration_s for step in alone),
+    num_ranks = session.setting.emulated_ranks or session.cluster.num_ranks
+    bounds = _bounds(turns, communication_s, bucket_bytes, num_ranks)
+    return Cell(
+        model=model,
+        cap=cap,
+        rate=rate,
+        num_rounds=num_rounds,
+        num_steps=num_timed,
+        bounds=bounds,
+        peers={name: _measured(turns, name, bounds.bound_s) for name in turns},
     )
 
 
-def _schedule(
-    turns: Mapping[str, Sequence[Turn]], communication_s: float, budget_s: float, max_rounds: int
-) -> Schedule:
-    taken = [turn for peer in turns.values() for turn in peer]
-    is_long = any(turn.iteration_s > _LONG_STEP_S for turn in taken)
-    num_untimed, num_timed = (1, 1) if is_long else (1, 2)
+def _find_reducer(session: Session) -> tuple[str, tuple[int, ...]]:
+    """Return the first team that has DDP's buckets, and their sizes."""
+    for name, team in list(session.teams.items()):
+        with session.failing(name):
+            if bucket_bytes := team.ask("bucket_bytes"):
+                return name, bucket_bytes
+    return "", ()
+
+
+def _reduce_alone(session: Session, reducer: str, num_times: int) -> list[float]:
+    """Return the median of some reductions, nothing if there is nobody to make them."""
+    if reducer in session.teams:
+        with session.failing(reducer):
+            return [statistics.median(session.teams[reducer].ask("reduce_alone", num_times))]
+    return []
+
+
+def _plan_rounds(session: Session, reducer: str) -> tuple[int, int]:
+    """Return how many steps of a turn are timed, and how many rounds fit the budget.
+
+    A first round, which does not count, tells.
+    """
+    communication_s = sum(_reduce_alone(session, reducer, 1))
+    teams = session.teams
+    found = session.take_turns(list(teams), 1, lambda name: _take_turn(teams[name], 0, 1))
+    taken = [turn for turns in found.values() for turn in turns]
+    num_timed = 1 if any(turn.iteration_s > _LONG_STEP_S for turn in taken) else 2
     step_s = sum(turn.iteration_s + turn.alone_s for turn in taken)
-    round_s = (num_untimed + num_timed) * step_s + num_timed * communication_s
-    fitting = int(budget_s / max(round_s, 1e-3))
-    return Schedule(min(max_rounds, max(_MIN_ROUNDS, fitting)), num_untimed, num_timed)
+    round_s = (1 + num_timed) * step_s + num_timed * communication_s
+    fitting = int(session.args.budget_s / max(round_s, 1e-3))
+    return num_timed, min(session.args.rounds, max(_MIN_ROUNDS, fitting))
 
 
-# ---- from times to results --------------------------------------------------------------------
+def _take_turn(team: Team, num_untimed: int, num_timed: int) -> Turn:
+    steps = team.ask("steps", num_untimed, num_timed)
+    alone = team.ask("lone_steps", num_untimed, num_timed)
+    medians = {
+        column: statistics.median(getattr(step, column) for step in steps)
+        for column in ("iteration_s", "forward_s", "backward_s", "optimizer_s")
+    }
+    alone_s = statistics.median(step.iteration_s for step in alone)
+    return Turn(**medians, alone_s=alone_s, exposed_s=medians["iteration_s"] - alone_s)
 
 
-def bounds(times: Times, num_ranks: int) -> Bounds:
-    """Return what no peer can beat."""
+def _bounds(
+    turns: Mapping[str, Sequence[Turn]],
+    communication_s: Sequence[float],
+    bucket_bytes: Sequence[int],
+    num_ranks: int,
+) -> Bounds:
     alone = {
-        name: statistics.median(turn.alone_s for turn in taken)
-        for name, taken in times.turns.items()
+        name: statistics.median(turn.alone_s for turn in taken) for name, taken in turns.items()
     }
     best = min(alone, key=lambda name: alone[name])
-    communication_s = statistics.median(times.communication_s)
-    num_bytes = sum(times.bucket_bytes)
-    sent_bits = 8 * num_bytes * 2 * (num_ranks - 1) / num_ranks
+    whole_s = statistics.median(communication_s or [0.0])
+    sent_bits = 8 * sum(bucket_bytes) * 2 * (num_ranks - 1) / num_ranks
     return Bounds(
         compute_s=alone[best],
         compute_peer=best,
-        communication_s=communication_s,
-        megabits_per_s=sent_bits / communication_s / 1e6 if communication_s else 0.0,
-        num_buckets=len(times.bucket_bytes),
-        num_bytes=num_bytes,
+        communication_s=whole_s,
+        megabits_per_s=sent_bits / whole_s / 1e6 if whole_s else 0.0,
+        num_buckets=len(bucket_bytes),
+        num_bytes=sum(bucket_bytes),
     )
 
 
-def measured(times: Times, name: str, bound_s: float) -> Measured:
-    """Return the results of one peer."""
-    own = times.turns[name]
-    columns = {field: [getattr(turn, field) for turn in own] for field in Turn._fields}
-    iteration_s = spread(columns["iteration_s"])
-
-    def ratio(field: str, peer: str, *, is_throughput: bool) -> Spread | None:
-        if peer not in times.turns:
-            return None
-        pairs = zip(columns[field], times.turns[peer], strict=True)
-        ratios = [own_s / getattr(other, field) for own_s, other in pairs]
-        return spread([1 / value for value in ratios] if is_throughput else ratios)
-
+def _measured(turns: Mapping[str, Sequence[Turn]], name: str, bound_s: float) -> Measured:
+    own = _columns(turns[name])
+    eager, intree = (_columns(turns.get(base, ())) for base in ("eager", "intree"))
+    times = {column: spread(values) for column, values in own.items()}
     return Measured(
-        iteration_s=iteration_s,
-        forward_s=spread(columns["forward_s"]),
-        backward_s=spread(columns["backward_s"]),
-        optimizer_s=spread(columns["optimizer_s"]),
-        alone_s=spread(columns["alone_s"]),
-        exposed_s=spread([turn.iteration_s - turn.alone_s for turn in own]),
-        throughput_of_eager=ratio("iteration_s", _EAGER, is_throughput=True),
-        throughput_of_intree=ratio("iteration_s", _INTREE, is_throughput=True),
-        backward_of_intree=ratio("backward_s", _INTREE, is_throughput=False),
-        over_bound=iteration_s.median / bound_s - 1 if bound_s else 0.0,
+        times=times,
+        throughput_of_eager=_ratios(eager, own, "iteration_s"),
+        throughput_of_intree=_ratios(intree, own, "iteration_s"),
+        backward_of_intree=_ratios(own, intree, "backward_s"),
+        over_bound=times["iteration_s"].median / bound_s - 1 if bound_s else 0.0,
     )
+
+
+def _ratios(own: _Columns, base: _Columns, column: str) -> Spread | None:
+    return ratios(own[column], base[column]) if own and base else None
+
+
+def _columns(turns: Sequence[Turn]) -> _Columns:
+    """Return the values of some turns by name; none for no turns."""
+    if not turns:
+        return {}
+    columns = map(list, zip(*turns, strict=True))
+    return dict(zip(Turn._fields, columns, strict=True))

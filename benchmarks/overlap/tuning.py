@@ -10,40 +10,40 @@ benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from benchmarks.harness.cluster import FREE, open_cluster
+from benchmarks.harness.cluster import FREE
 from benchmarks.harness.models import find_model
-from benchmarks.harness.teams import Setting, Team, TeamError, open_team
+from benchmarks.harness.report import as_data, table, write_json
+from benchmarks.harness.session import Session, make_parser, names, open_session
+from benchmarks.harness.teams import Team, TeamError
 from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
-_CAPS_MB = (0.5, 1, 4, 8, 16, 1000)
 _NUM_STEPS = 2
 _AUTO, _DEFAULT = "auto", "default"
+_CHOICES: dict[str, tuple[int, ...]] = {
+    _AUTO: (),
+    _DEFAULT: DDP_DEFAULT_CAPS,
+    **{f"{cap:g} MB": (int(cap * _MIB),) for cap in (0.5, 1, 4, 8, 16, 1000)},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One choice of buckets: each round's times, and what was predicted of both."""
+    """One choice of buckets: each round's backward, and what was predicted of it."""
 
     buckets: str
     num_buckets: int
-    iterations_s: tuple[float, ...]
     backwards_s: tuple[float, ...]
-    predicted_iteration_s: float
     predicted_backward_s: float
 
     @property
     def backward_s(self) -> float:
-        """Median over all rounds."""
         return statistics.median(self.backwards_s)
 
     def backward_in(self, half: int) -> float:
@@ -51,10 +51,7 @@ class Row:
         return statistics.median(self.backwards_s[half::2] or self.backwards_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """All choices for one model at one rate."""
-
+class Cell(NamedTuple):
     model: str
     rate: str
     num_ranks: int
@@ -62,72 +59,61 @@ class Cell:
     rows: tuple[Row, ...]
 
 
-def measure(team: Team, model: str, rate: str, num_ranks: int, num_rounds: int) -> Cell:
+def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
     """Tune, and measure all choices in turns."""
-    tuned = json.loads(team.tune())
+    tuned = team.ask("tune")
     if "plan" not in tuned:
         raise TeamError(f"{model} at {rate} was not tuned: {tuned['outcome']}")
-    choices: dict[str, tuple[int, ...]] = {
-        _AUTO: (),
-        _DEFAULT: DDP_DEFAULT_CAPS,
-        **{f"{cap:g} MB": (int(cap * _MIB),) for cap in _CAPS_MB},
-    }
     plans: dict[str, BucketPlan] = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in choices}
-    for _ in range(num_rounds):
-        for name, caps in choices.items():
-            plans[name] = BucketPlan.from_json(team.use_caps(caps))
-            steps = team.steps(0, _NUM_STEPS)
-            times[name].append(
-                (
-                    statistics.median(step.iteration_s for step in steps),
-                    statistics.median(step.backward_s for step in steps),
-                )
-            )
-    rows = []
-    for name, plan in plans.items():
-        timeline = plan.timeline()
-        iterations_s, backwards_s = zip(*times[name], strict=True)
-        rows.append(
-            Row(
-                buckets=name,
-                num_buckets=len(plan.buckets),
-                iterations_s=iterations_s,
-                backwards_s=backwards_s,
-                predicted_iteration_s=timeline.iteration_s,
-                predicted_backward_s=timeline.backward_s,
-            )
+    times: dict[str, list[float]] = {name: [] for name in _CHOICES}
+    for _ in range(session.args.rounds):
+        for name, caps in _CHOICES.items():
+            plans[name] = BucketPlan.from_json(team.ask("use_caps", caps))
+            steps = team.ask("steps", 0, _NUM_STEPS)
+            times[name].append(statistics.median(step.backward_s for step in steps))
+    rows = tuple(
+        Row(
+            buckets=name,
+            num_buckets=len(plan.buckets),
+            backwards_s=tuple(times[name]),
+            predicted_backward_s=plan.timeline().backward_s,
         )
-    return Cell(
-        model=model, rate=rate, num_ranks=num_ranks, outcome=tuned["outcome"], rows=tuple(rows)
+        for name, plan in plans.items()
     )
+    return Cell(model, rate, session.cluster.num_ranks, tuned["outcome"], rows)
 
 
 def report(cells: Sequence[Cell]) -> str:
-    """Return all cells as Markdown."""
-    lines = [
-        "| model | ranks | rate | auto, backward ms | best cap | default | auto / best cap "
-        "| auto / default | predicted / measured backward: auto | all, worst | decision |",
-        "| --- | --: | --- | --: | --- | --: | --: | --: | --: | --: | --- |",
-    ]
-    for cell in cells:
-        rows = {row.buckets: row for row in cell.rows}
-        auto, default = rows[_AUTO], rows[_DEFAULT]
-        # Where it stays with DDP's buckets, those are what one gets.
-        if cell.outcome.startswith("buckets stay"):
-            auto = default
-        caps = [row for name, row in rows.items() if name != _AUTO]
-        best = min(caps, key=lambda row: row.backward_s)
-        ratios = {name: row.predicted_backward_s / row.backward_s for name, row in rows.items()}
-        worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
-        lines.append(
-            f"| {cell.model} | {cell.num_ranks} | {cell.rate} | {_ms(auto)} ({auto.num_buckets}) "
-            f"| {_ms(best)} ({best.buckets}) | {_ms(default)} "
-            f"| {_to_best(auto, caps):.3f} "
-            f"| {auto.backward_s / default.backward_s:.3f} | {ratios[auto.buckets]:.2f} "
-            f"| {ratios[worst]:.2f} ({worst}) | {cell.outcome.partition(':')[0]} |"
-        )
-    return "\n".join(lines) + "\n"
+    header = (
+        "model", "ranks", "rate", "auto, backward ms", "best cap", "default", "auto / best cap",
+        "auto / default", "predicted / measured backward: auto", "all, worst", "decision",
+    )  # fmt: skip
+    return "\n".join(table(header, [_row(cell) for cell in cells])) + "\n"
+
+
+def _row(cell: Cell) -> Sequence[str]:
+    rows = {row.buckets: row for row in cell.rows}
+    auto, default = rows[_AUTO], rows[_DEFAULT]
+    # Where it stays with DDP's buckets, those are what one gets.
+    if cell.outcome.startswith("buckets stay"):
+        auto = default
+    caps = [row for name, row in rows.items() if name != _AUTO]
+    best = min(caps, key=lambda row: row.backward_s)
+    ratios = {name: row.predicted_backward_s / row.backward_s for name, row in rows.items()}
+    worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
+    return (
+        cell.model,
+        str(cell.num_ranks),
+        cell.rate,
+        f"{auto.backward_s * 1e3:.0f} ({auto.num_buckets})",
+        f"{best.backward_s * 1e3:.0f} ({best.buckets})",
+        f"{default.backward_s * 1e3:.0f}",
+        f"{_to_best(auto, caps):.3f}",
+        f"{auto.backward_s / default.backward_s:.3f}",
+        f"{ratios[auto.buckets]:.2f}",
+        f"{ratios[worst]:.2f} ({worst})",
+        cell.outcome.partition(":")[0],
+    )
 
 
 def _to_best(auto: Row, caps: Sequence[Row]) -> float:
@@ -142,53 +128,28 @@ def _to_best(auto: Row, caps: Sequence[Row]) -> float:
     return statistics.mean(ratios)
 
 
-def _ms(row: Row) -> str:
-    return f"{row.backward_s * 1e3:.0f}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; return 1 if something could not be."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap.tuning", description=__doc__
-    )
-    parser.add_argument("--models", default="gpt")
-    parser.add_argument("--rates", default="1gbit,free")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--inner", default="inductor")
-    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"))
+    defaults = {"rates": ["1gbit", FREE], "ranks": 2, "rounds": 3}
+    parser = make_parser("benchmarks.overlap.tuning", __doc__, **defaults)
+    parser.add_argument("--models", type=names, default=["gpt"])
     args = parser.parse_args(arguments)
-    models, rates = args.models.split(","), args.rates.split(",")
-    for model in models:
+    for model in args.models:
         find_model(model)
-    args.output.mkdir(parents=True, exist_ok=True)
     cells: list[Cell] = []
-    is_good = True
-    with (
-        tempfile.TemporaryDirectory(prefix="ddpopt-benchmark-") as folder,
-        open_cluster(args.ranks, is_emulated=True) as cluster,
-    ):
-        setting = Setting(inner=args.inner, num_threads=1, folder=Path(folder))
-        print(cluster.description)
-        for model in models:
-            cluster.set_rate(FREE)
-            caches = Path(folder) / model
-            try:
-                with open_team(cluster, setting, "auto", model, None, caches) as team:
-                    team.wait_until_ready()
-                    for rate in rates:
-                        cluster.set_rate(rate)
-                        cell = measure(team, model, rate, args.ranks, args.rounds)
-                        cells.append(cell)
-                        print(f"{model}, {rate}: {cell.outcome}", flush=True)
-                        print(report([cell]), flush=True)
-            except TeamError as error:
-                is_good = False
-                print(error, flush=True)
-            content = [asdict(cell) for cell in cells]
-            (args.output / "tuning.json").write_text(json.dumps(content, indent=1))
+    with open_session("overlap.tuning", args, arguments) as session:
+        for model in args.models:
+            session.where = model
+            session.set_rate(FREE)
+            caches = session.setting.folder / model
+            with session.failing(_AUTO), session.open(_AUTO, model, None, caches) as team:
+                team.wait_until_ready()
+                for rate in args.rates:
+                    session.set_rate(rate)
+                    cells.append(measure(team, model, rate, session))
+                    session.say(f"{model}, {rate}: {cells[-1].outcome}\n{report(cells[-1:])}")
+            write_json(as_data(cells), args.output / "tuning.json")
             (args.output / "tuning.md").write_text(report(cells))
-    return 0 if is_good else 1
+        return 1 if session.failures else 0
 
 
 if __name__ == "__main__":

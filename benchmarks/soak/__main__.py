@@ -16,204 +16,142 @@ keeps something of each graph that it compiles. With `--models`, that many model
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks.harness.cluster import open_cluster
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.teams import Setting, TeamError, open_team
-from benchmarks.soak.census import PERIODS_COMPARED, Counts, find_growth, growth_of
+from benchmarks.harness.report import table
+from benchmarks.harness.session import names
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
+from benchmarks.soak.census import MEASURES, PERIODS_COMPARED, Counts, find_growth, growth_of
 from benchmarks.soak.models import LIVES
 
-_PEERS = "eager,nosplit,forward,backward"
+_PEERS = ["eager", "nosplit", "forward", "backward"]
 _OWN_NAME, _UNSPLIT = "ddpopt", "nosplit"
 _NUM_COUNTS, _NUM_PERIODS = 32, 8  # so that each quarter has the same places in a period
-_ROWS_SHOWN = 11
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One peer's: for each rank its counts, `took_s` for all, what grew on rank 0."""
+class Run(NamedTuple):
+    """One peer's: for each rank its counts."""
 
     peer: str
-    inner: str
     series: tuple[tuple[Counts, ...], ...]
-    grown: tuple[str, ...]
-    took_s: float
 
 
-def soak(peer: str, inner: str, num_steps: int, folder: Path) -> Run:
-    """Train; raises TeamError if a rank fails."""
-    began_s = time.monotonic()
+@contextlib.contextmanager
+def _team(peer: str) -> Iterator[Team]:
+    """Start two ranks on loopback; raises TeamError if one fails."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_cluster(2, is_emulated=False) as cluster,
+    ):
+        place = Path(folder)
+        setting = Setting(
+            inner="aot_eager", num_threads=1, folder=place, worker="benchmarks.soak.worker"
+        )
+        with open_team(cluster, setting, peer, "soak", None, place / "caches") as team:
+            team.wait_until_ready()
+            yield team
+
+
+def soak(peer: str, num_steps: int) -> Run:
     each = max(1, num_steps // _NUM_COUNTS)
     period = each * _NUM_COUNTS // _NUM_PERIODS
     taken: list[list[Counts]] = []
-    with open_cluster(2, is_emulated=False) as cluster:
-        setting = Setting(
-            inner=inner, num_threads=1, folder=folder, worker="benchmarks.soak.worker"
-        )
-        with open_team(cluster, setting, peer, "soak", None, folder / "caches") as team:
-            team.wait_until_ready()
-            for number in range(1, _NUM_COUNTS + 1):
-                taken.append(team.ask("run", each, period))
-                if number == _NUM_COUNTS // 4:
-                    team.ask("begin")
-                print(f"{peer}: {taken[-1][0]}", file=sys.stderr, flush=True)
-            grown = team.ask("grown")
-    return Run(
-        peer=peer,
-        inner=inner,
-        series=tuple(tuple(counts) for counts in zip(*taken, strict=True)),
-        grown=tuple(grown[:_ROWS_SHOWN]),
-        took_s=time.monotonic() - began_s,
-    )
+    with _team(peer) as team:
+        for _ in range(_NUM_COUNTS):
+            taken.append(team.ask("run", each, period))
+            _tell(f"{peer}: {taken[-1][0]}")
+    return Run(peer, tuple(tuple(counts) for counts in zip(*taken, strict=True)))
 
 
-def drop_models(lives: Sequence[str], num_models: int, folder: Path) -> str:
+def drop_models(lives: Sequence[str], num_models: int) -> list[str]:
     """Have models live and die, each kind in processes of its own; return a table of what is left.
 
     Raises TeamError if a rank fails.
     """
-    lines = [
-        "| what the models went through | weak references alive | fds | threads | tensors "
-        "| objects a model | entries in ddpopt's registries |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    setting = Setting(
-        inner="aot_eager", num_threads=1, folder=folder, worker="benchmarks.soak.worker"
-    )
+    header = (
+        "what the models went through", "weak references alive", "fds", "threads", "tensors",
+        "objects a model", "entries in ddpopt's registries",
+    )  # fmt: skip
+    rows = []
     for life in lives:
-        peer = _UNSPLIT if life == "aot_eager" else "eager"
-        with (
-            open_cluster(2, is_emulated=False) as cluster,
-            open_team(cluster, setting, peer, "soak", None, folder / "caches") as team,
-        ):
-            team.wait_until_ready()
+        with _team(_UNSPLIT if life == "aot_eager" else "eager") as team:
             found = team.ask("live", life, num_models)
         grown = found["grown"]
-        lines.append(
-            f"| {life} | {len(found['left'])} | {grown['num_fds']:+.0f} | "
-            f"{grown['num_threads']:+.0f} | {grown['num_tensors']:+.0f} | "
-            f"{grown['num_objects'] / num_models:+.1f} | {found['registries'] or 'none more'} |"
-        )
-        print(lines[-1], file=sys.stderr, flush=True)
-    return "\n".join(lines)
+        held = [f"{grown[name]:+.0f}" for name in ("num_fds", "num_threads", "num_tensors")]
+        objects = f"{grown['num_objects'] / num_models:+.1f}"
+        registries = str(found["registries"] or "none more")
+        rows.append((life, str(len(found["left"])), *held, objects, registries))
+        _tell(" | ".join(rows[-1]))
+    return table(header, rows)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---- the report -------------------------------------------------------------------------------
 
 
 def report(runs: Sequence[Run]) -> str:
-    """Return the tables and the verdict, in Markdown."""
-    return "\n".join([*_growth_table(runs), "", *_verdicts(runs), "", *_series_table(runs)])
+    return "\n".join([*_growth_table(runs), "", *_verdicts(runs)])
 
 
 def _growth_table(runs: Sequence[Run]) -> list[str]:
-    lines = [
-        "| peer | inner | rank | steps | RSS MiB, 2nd quarter to last | fds | threads | tensors "
-        "| objects, each time all is compiled | FX sources, likewise |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = (
+        "peer", "rank", "steps", "RSS MiB, 2nd quarter to last", "fds", "threads", "tensors",
+        "objects, each time all is compiled", "FX sources, likewise",
+    )  # fmt: skip
+    rows = []
     for run in runs:
         for rank, series in enumerate(run.series):
-            growth = growth_of(series)
-            objects, sources = (
-                growth[name] / PERIODS_COMPARED for name in ("num_objects", "num_sources")
-            )
-            lines.append(
-                f"| {run.peer} | {run.inner} | {rank} | {series[-1]['step']:,.0f} | "
-                f"{growth['rss_mib']:+.1f} (at {series[-1]['rss_mib']:.0f}) | "
-                f"{growth['num_fds']:+.0f} | {growth['num_threads']:+.0f} | "
-                f"{growth['num_tensors']:+.0f} | {objects:+.0f} | {sources:+.0f} |"
-            )
-    return lines
+            growth, last = growth_of(series), series[-1]
+            held = [f"{growth[name]:+.0f}" for name in MEASURES[1:4]]
+            a_compile = [f"{growth[name] / PERIODS_COMPARED:+.0f}" for name in MEASURES[4:]]
+            memory = f"{growth['rss_mib']:+.1f} (at {last['rss_mib']:.0f})"
+            rows.append((run.peer, str(rank), f"{last['step']:,.0f}", memory, *held, *a_compile))
+    return table(header, rows)
 
 
 def _verdicts(runs: Sequence[Run]) -> list[str]:
+    unsplit: Any = next((run.series for run in runs if run.peer == _UNSPLIT), None)
     lines = []
     for run in runs:
-        if not is_own(run.peer):
+        if not find_peer(run.peer)[0].description.startswith(_OWN_NAME):
             continue
         for rank, series in enumerate(run.series):
-            found = find_growth(series, _unsplit_series(runs, run.inner, rank))
+            found = find_growth(series, unsplit[rank] if unsplit else None)
             verdict = f"GROWS: {'; '.join(found)}" if found else "holds no more than at the start"
-            lines.append(f"- {run.peer} ({run.inner}), rank {rank}: {verdict}")
+            lines.append(f"- {run.peer}, rank {rank}: {verdict}")
     return lines
-
-
-def is_own(peer: str) -> bool:
-    """Whether a peer is ddpopt with some options."""
-    return find_peer(peer)[0].description.startswith(_OWN_NAME)
-
-
-def _unsplit_series(runs: Sequence[Run], inner: str, rank: int) -> Sequence[Counts] | None:
-    found = (run.series[rank] for run in runs if (run.peer, run.inner) == (_UNSPLIT, inner))
-    return next(found, None)
-
-
-def _series_table(runs: Sequence[Run]) -> list[str]:
-    lines = [
-        "| peer (rank 0) | step | RSS MiB | fds | threads | tensors | objects | FX sources |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        series = run.series[0]
-        distance = max(1, (len(series) - 1) // (_ROWS_SHOWN - 1))
-        for counts in series[::-distance][::-1]:
-            numbers = (f"{counts[name]:,.0f}" for name in _COLUMNS)
-            lines.append(f"| {run.peer} | " + " | ".join(numbers) + " |")
-    return lines
-
-
-_COLUMNS = (
-    "step",
-    "rss_mib",
-    "num_fds",
-    "num_threads",
-    "num_tensors",
-    "num_objects",
-    "num_sources",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, print, and return 1 if ddpopt grew."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--steps", type=int, default=20_000, help="of each peer")
-    parser.add_argument("--peers", default=_PEERS, help="as in benchmarks/harness/peers.py")
-    parser.add_argument("--inner", default="aot_eager", help="what compiles")
-    parser.add_argument("--json", type=Path, help="a file for the counts; added to if it is there")
-    parser.add_argument("--models", type=int, help="how many to drop of each kind, in place of it")
-    parser.add_argument("--lives", default=",".join(LIVES), help="as in benchmarks/soak/models.py")
+    add = parser.add_argument
+    add("--steps", type=int, default=20_000, help="of each peer")
+    add("--peers", type=names, default=_PEERS, help="as in benchmarks/harness/peers.py")
+    add("--models", type=int, help="how many to drop of each kind, in place of it")
+    add("--lives", type=names, default=list(LIVES), help="as in benchmarks/soak/models.py")
     given = parser.parse_args(arguments)
-    runs = _kept(given.json)
-    with tempfile.TemporaryDirectory() as folder:
+    try:
         if given.models is not None:
-            print(drop_models(given.lives.split(","), given.models, Path(folder)))
+            print("\n".join(drop_models(given.lives, given.models)))
             return 0
-        for peer in given.peers.split(","):
-            try:
-                runs.append(soak(peer, given.inner, given.steps, Path(folder)))
-            except TeamError as error:
-                print(error, file=sys.stderr)
-                return 1
-            if given.json is not None:
-                given.json.write_text(json.dumps([asdict(run) for run in runs]))
-    print(report(runs))
-    return int("GROWS" in report(runs))
-
-
-def _kept(file: Path | None) -> list[Run]:
-    if file is None or not file.exists():
-        return []
-    return [Run(**run) for run in json.loads(file.read_text())]
+        found = report([soak(peer, given.steps) for peer in given.peers])
+    except TeamError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(found)
+    return int("GROWS" in found)
 
 
 if __name__ == "__main__":

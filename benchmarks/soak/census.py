@@ -30,14 +30,8 @@ _NOISE_OBJECTS = 10 * PERIODS_COMPARED  # one a step would be thousands
 Counts = Mapping[str, float]  # of a census, by measure
 
 _STATUS = Path("/proc/self/status")
-_SIZED = (
-    dict,
-    list,
-    set,
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-    weakref.WeakSet,
-)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_SIZED = (dict, list, set, *_WEAK)
 _LEAST = 8  # counts in a series
 MEASURES = ("rss_mib", "num_fds", "num_threads", "num_tensors", "num_objects", "num_sources")
 
@@ -64,7 +58,6 @@ class Census:
     registries: Mapping[str, int]
 
     def measures(self) -> dict[str, float]:
-        """Return the counts alone."""
         return {name: getattr(self, name) for name in ("step", *MEASURES)}
 
 
@@ -133,7 +126,6 @@ def growth_of(series: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def grown_types(before: Census, after: Census) -> dict[str, int]:
-    """Return of which classes there are more objects than before, most first."""
     more = {kind: num - before.types.get(kind, 0) for kind, num in after.types.items()}
     ordered = sorted(more.items(), key=lambda item: -item[1])
     return {kind: num for kind, num in ordered if num > 0}

@@ -36,7 +36,6 @@ class Layers(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the shape of `x`: [..., width]."""
         for linear, norm in zip(self.layers, self.norms, strict=True):
             x = norm(linear(self.dropout(x))).relu()
         return x
@@ -53,7 +52,6 @@ class Trial:
     more: dict[str, Any]
 
     def step(self) -> None:
-        """Train."""
         self.optimizer.zero_grad()
         self.model(self.batch).pow(2).mean().backward()
         self.optimizer.step()
@@ -85,7 +83,6 @@ class Life:
     use: Callable[[Trial], None]
 
     def live(self) -> Refs:
-        """Make a model, train it, drop it; return weak references to what it was."""
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Layers(), bucket_cap_mb=_CAP_MB)
         options = None if self.options is None else {"inner": "aot_eager", **self.options}
@@ -148,7 +145,7 @@ def _train_attached(algorithm: Any, *, is_detached: bool) -> Callable[[Trial], N
     return use
 
 
-_FLAT = Decentralized(hierarchical=False)
+_FLAT, _CODED = Decentralized(hierarchical=False), ByteGrad(hierarchical=False)
 _ALL = (
     Life(name="eager", backend=None, use=_train),
     Life(name="aot_eager", backend="aot_eager", use=_train),
@@ -160,11 +157,7 @@ _ALL = (
     Life(name="tuned", options={"buckets": "auto"}, use=_train_tuned),
     Life(name="rebucketed", options={}, use=_train_rebucketed),
     Life(name="attached", options={}, use=_train_attached(_FLAT, is_detached=True)),
-    Life(
-        name="attached with a thread",
-        options={},
-        use=_train_attached(ByteGrad(hierarchical=False), is_detached=True),
-    ),
+    Life(name="attached with a thread", options={}, use=_train_attached(_CODED, is_detached=True)),
     Life(name="left attached", options={}, use=_train_attached(_FLAT, is_detached=False)),
 )
 LIVES = {life.name: life for life in _ALL}

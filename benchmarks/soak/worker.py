@@ -21,15 +21,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.peers import find_peer
-from benchmarks.harness.protocol import Task
-from benchmarks.harness.worker import main, meet
-from benchmarks.soak.census import (
-    MEASURES,
-    Census,
-    grown_registries,
-    grown_types,
-    take_census,
-)
+from benchmarks.harness.teams import Task
+from benchmarks.harness.worker import join, main
+from benchmarks.soak.census import MEASURES, Census, grown_registries, take_census
 from benchmarks.soak.models import LIVES, Layers
 
 _WIDTH, _DEPTH = 32, 3
@@ -41,8 +35,6 @@ _ACCUMULATED, _EVALUATED = 10, 25  # each so many steps
 
 
 class Training:
-    """A run, on one rank of a process group that exists."""
-
     def __init__(self, peer: str, inner: str, rank: int) -> None:
         torch.manual_seed(0)
         found, options = find_peer(peer)
@@ -55,7 +47,6 @@ class Training:
         torch.manual_seed(rank)
 
     def run(self, num_steps: int, period: int) -> Census:
-        """Train; return what this rank holds then."""
         for _ in range(num_steps):
             place = self.num_steps % period
             if place == 0:
@@ -88,14 +79,10 @@ class SoakWorker:
     """One rank; each public method is a request."""
 
     def __init__(self, task: Task) -> None:
-        if task.num_threads is not None:
-            torch.set_num_threads(task.num_threads)
-        dist.init_process_group("gloo", store=meet(task), rank=task.rank, world_size=task.num_ranks)
+        join(task)
         self._training = Training(task.peer, task.inner, task.rank)
-        self._warm: Census | None = None
 
     def run(self, num_steps: int, period: int) -> list[dict[str, float]]:
-        """Train; return what each rank holds then, by measure."""
         own = self._training.run(num_steps, period).measures()
         gathered = [own] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
@@ -115,16 +102,6 @@ class SoakWorker:
         del refs
         grown = {name: after.measures()[name] - before.measures()[name] for name in MEASURES}
         return {"left": left, "grown": grown, "registries": grown_registries(before, after)}
-
-    def begin(self) -> None:
-        """Count; `grown` compares with this."""
-        self._warm = take_census(self._training.num_steps)
-
-    def grown(self) -> list[str]:
-        """Return of what there is more than at `begin`, on this rank, most first."""
-        assert self._warm is not None
-        now = take_census(self._training.num_steps)
-        return [f"{num} {kind}" for kind, num in grown_types(self._warm, now).items()]
 
 
 if __name__ == "__main__":

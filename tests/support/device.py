@@ -1,6 +1,6 @@
 """The device on which tests of training run: the CPU, or what TEST_DEVICE says, as `cuda`.
 
-`benchmarks/gpu` sets it, and names the tests that take their device from here.
+`python -m tests.gpu` sets it, and names the tests that take their device from here.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -
     peers = ["eager", "intree", "backward"]
     assert list(cell["peers"]) == peers
     assert [compilation["peer"] for compilation in found["compilations"]] == peers
-    assert all(c["num_sections"] for c in found["compilations"] if c["peer"] != "eager")
+    assert all(c["facts"]["num_sections"] for c in found["compilations"] if c["peer"] != "eager")
     for peer in cell["peers"].values():
         assert len(peer["timeline"]["buckets"]) == cell["bounds"]["num_buckets"] > 1
     table = (tmp_path / "overlap.md").read_text()

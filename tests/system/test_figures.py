@@ -81,15 +81,15 @@ def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) 
     """Every peer has a label of its own, which is not its name in the code."""
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.algorithms import peers as algorithms
-    from benchmarks.algorithms import report
-    from benchmarks.harness.peers import PEERS
+    from benchmarks.harness.peers import PEERS, label
+    from benchmarks.harness.report import label_of_rate
     from benchmarks.overlap import figures
 
-    for names, label in ((PEERS, figures.label), (algorithms.PEERS, report.label)):
-        labels = {label(name) for name in names}
-        assert len(labels) == len(names)
-        assert labels.isdisjoint(names)
-    assert figures.label("auto:buckets=8") == "ddpopt, tuned buckets (buckets=8)"
-    assert figures.label_of_rate("1gbit") == "1 Gbit/s"
-    assert figures.label_of_rate("free") == "no limit"
+    for peers in (PEERS, algorithms.PEERS):
+        labels = {label(name, peers) for name in peers}
+        assert len(labels) == len(peers)
+        assert labels.isdisjoint(peers)
+    assert label("auto:buckets=8", PEERS) == "ddpopt, tuned buckets (buckets=8)"
+    assert label_of_rate("1gbit") == "1 Gbit/s"
+    assert label_of_rate("free") == "no limit"
     assert figures.label_of_cap("default") == "DDP's default buckets"

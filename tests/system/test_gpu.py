@@ -1,13 +1,12 @@
-"""The proof on a GPU, without one: its program, its twin on the CPU, and what only a GPU runs."""
+"""The proof on a GPU, without one: its program on the CPU, and what only a GPU runs."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,95 +18,117 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu import network, report, runner, timeline  # noqa: E402
-from benchmarks.gpu.features import KINDS  # noqa: E402
-from benchmarks.gpu.lines import Line, lines_for  # noqa: E402
-from benchmarks.gpu.overlap import Experiment  # noqa: E402
 from benchmarks.harness import device as measuring  # noqa: E402
-from benchmarks.harness.models import find_model  # noqa: E402
-from benchmarks.harness.peers import PEERS  # noqa: E402
-from tests.support import planted_lines  # noqa: E402
+from benchmarks.harness import network, trace  # noqa: E402
+from tests.gpu import page  # noqa: E402
+from tests.gpu.__main__ import Runner, environment_for  # noqa: E402
+from tests.gpu.lines import Line  # noqa: E402
 
 # ---- the program ------------------------------------------------------------------------------
 
+PLANTED = """
+import subprocess, sys, pytest
 
-def _line(function: Any, **fields: Any) -> Line:
-    name = function.__name__
-    run = f"{function.__module__}:{name}"
-    return Line(name=name, part="Right", shows="What it says", run=run, **fields)
+def test_good(record_property):
+    record_property("said", "a | b")
+
+def test_broken():
+    raise AssertionError("two is not three")
+
+def test_hangs():
+    subprocess.run([sys.executable, "-c", "import time; print('asleep'); time.sleep(600)"])
+
+def test_misses():
+    pytest.skip("there is no such kernel")
+"""
 
 
 def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -> None:
     """With what each had found out until then; nothing that it started is left."""
+    planted = tmp_path / "test_planted.py"
+    planted.write_text(PLANTED)
+    (tmp_path / "place").mkdir()
+
+    def line(name: str, tests: str, **fields: Any) -> Line:
+        select = [f"{planted}::test_{test}" for test in tests.split()]
+        return Line(name=name, part="Right", shows="What it says", select=select, **fields)
+
     lines = [
-        _line(planted_lines.break_one),
-        _line(planted_lines.stop_early),
-        _line(planted_lines.hang, limit_s=8),
-        _line(planted_lines.miss),
-        _line(planted_lines.say, arguments={"said": "a | b"}),
-        _line(planted_lines.say, least_s=1e6, is_alone=True),
+        line("broken", "good broken"),
+        line("hung", "good hangs", limit_s=20),
+        line("missing", "misses"),
+        line("unknown", "nothing"),
+        line("good", "good"),
+        line("late", "good", least_s=1e6, is_alone=True),
     ]
-    setting = runner.Setting(device="cpu", folder=tmp_path, budget_s=600, num_jobs=1)
-    said: list[str] = []
-    outcomes = runner.run_lines(lines, setting, lambda outcome: said.append(outcome.result))
-    results = ["failed", "failed", "failed", "skipped", "passed", "not run"]
-    assert said == [outcome.result for outcome in outcomes] == results
-    broken, raised, hung, missed, good, late = outcomes
-    assert broken.why == "is wrong: AssertionError: two is not three"
-    assert [check.outcome for check in broken.found.checks] == ["passed", "failed"]
-    assert raised.why == "RuntimeError: no device"
-    assert hung.why == "killed after 8 s, in ends"
-    assert missed.why == "there is no such kernel"
-    assert good.found.figures == {"said": "a | b"}
-    assert late.why == "out of time"
+    outcomes: list[page.Outcome] = []
+    runner = Runner(
+        folder=tmp_path,
+        environment=environment_for(tmp_path / "place"),
+        end_s=time.monotonic() + 600,
+        tell=outcomes.append,
+    )
+    runner.run(lines, 1)
+    found = {outcome.line.name: (outcome.result, outcome.why) for outcome in outcomes}
+    assert found == {
+        "broken": ("failed", "test_broken: AssertionError: two is not three"),
+        "hung": ("failed", "killed after 20 s, in test_hangs"),
+        "missing": ("skipped", "Skipped: there is no such kernel"),
+        "unknown": ("failed", "pytest ended with status 4"),
+        "good": ("passed", ""),
+        "late": ("not run", "out of time"),
+    }
     listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=False)
     assert "print('asleep'" not in listed.stdout
-    report.write(outcomes, {"device": "none"}, tmp_path)
-    page = (tmp_path / "gpu.md").read_text()
-    assert "# ddpopt on none: 1 passed, 3 failed, 1 skipped, 1 not run" in page
-    assert r"a \| b" in page
-    assert "two is not three" in page
+    page.write(outcomes, {"device": "none"}, tmp_path)
+    text = (tmp_path / "gpu.md").read_text()
+    assert "# ddpopt on none: 1 passed, 3 failed, 1 skipped, 1 not run" in text
+    assert r"a \| b" in text
     assert len(json.loads((tmp_path / "gpu.json").read_text())["lines"]) == len(lines)
 
 
-def test_the_twin_on_the_cpu_proves_a_line_of_each_program(tmp_path: Path) -> None:
-    """As people run it; every line passes."""
-    run = subprocess.run(
-        ["bash", "benchmarks/gpu/run.sh", "cpu", str(tmp_path), "--jobs", "1"],
+def test_lines_run_on_the_cpu(tmp_path: Path) -> None:
+    """As people run them; what they measure is on the page."""
+    options = ("--device", "cpu", "--jobs", "1", "--output", str(tmp_path))
+    lines = ("tools, one rank", "DataParallel", "overlap in a profile")
+    _python("-m", "tests.gpu", *options, "--lines", *lines, device="cpu")
+    text = (tmp_path / "gpu.md").read_text()
+    assert "3 passed" in text
+    assert "matrix products began beside communication" in text
+
+
+SELECTED = """
+import sys
+from tests.gpu.lines import all_lines
+names = [line.name for line in all_lines()]
+assert len(set(names)) == len(names)
+print(*(test for line in all_lines() for test in line.select if "tests/" in test), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_line_names_tests_that_there_are(device: str) -> None:
+    """On the CPU, and on a GPU."""
+    selected = _python("-c", SELECTED, device=device)
+    options = ("--collect-only", "-q", "-p", "no:cacheprovider")
+    _python("-m", "pytest", *options, *selected.splitlines(), device=device)
+
+
+def _python(*arguments: str, device: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHON": sys.executable},
+        env={**os.environ, "TEST_DEVICE": device},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    page = (tmp_path / "gpu.md").read_text()
-    assert run.returncode == 0, f"{run.stdout}\n{page}"
-    lines = json.loads((tmp_path / "gpu.json").read_text())["lines"]
-    assert {line["line"]["part"] for line in lines} == {"Right", "Tools", "Overlap"}
-    assert all(line["result"] == "passed" for line in lines)
-    assert "| backward |" in page
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 # ---- what only a GPU runs ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_every_line_names_what_there_is(device: str) -> None:
-    """Functions with their arguments, kinds of features, models and peers."""
-    lines = lines_for(device, is_all=True)
-    assert len({line.name for line in lines}) == len(lines)
-    for line in lines:
-        module, _, name = line.run.partition(":")
-        function = getattr(importlib.import_module(module), name)
-        inspect.signature(function).bind(None, device, **line.arguments)
-        json.dumps(line.arguments)  # it goes to another process
-        assert line.arguments.get("kind", "TRAINING") in KINDS
-        assert set(line.arguments.get("peers", ())) <= set(PEERS)
-        if "model" in line.arguments:
-            find_model(line.arguments["model"])
-        if name == "measure_model":
-            Experiment(**line.arguments)
 
 
 def test_on_a_gpu_buckets_pass_on_a_stream_of_their_own() -> None:
@@ -167,12 +188,9 @@ def test_a_gpus_trace_tells_what_ran_beside_what(tmp_path: Path) -> None:
         _kernel("aten::mm", 0, 9000, 0, "cpu_op"),
     ]
     path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 1}))
-    seen = timeline.summarise(timeline.Trace.load(path), [])
+    seen = trace.summarise(path, [])
     assert seen.computation_ms == 2.0
     assert seen.communication_ms == 2.2
     assert seen.hidden_ms == pytest.approx(1.2)
     assert seen.gaps_ms == pytest.approx(0.2)
     assert (seen.num_products, seen.num_beside, seen.num_streams) == (2, 1, 2)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="has no traceEvents"):
-        timeline.Trace.load(path)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.network import Interval
+from benchmarks.harness.network import Interval
 
 _COMMUNICATION = re.compile(r"spin_kernel|nccl|Memcpy (HtoD|DtoH)", re.IGNORECASE)
 # Matrix products and convolutions, as operators and as the kernels of CUDA's libraries and Triton.
@@ -25,8 +24,6 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Span(NamedTuple):
-    """From when to when, in microseconds after the trace's origin."""
-
     start_us: float
     stop_us: float
 
@@ -48,51 +45,18 @@ class Summary(NamedTuple):
     num_beside: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """The ranges of a trace as `torch.profiler` writes it; `origin_ns` is when its times begin."""
-
-    events: list[dict[str, Any]]
-    origin_ns: int
-
-    @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Read a trace.
-
-        Raises:
-            ValueError: it is no JSON, or no trace.
-        """
-        data = json.loads(path.read_text())
-        if not isinstance(data, dict) or "traceEvents" not in data:
-            raise ValueError(f"{path} has no traceEvents")
-        ranges = [event for event in data["traceEvents"] if event.get("ph") == "X"]
-        return cls(events=ranges, origin_ns=int(data.get("baseTimeNanoseconds", 0)))
-
-    def spans(self, categories: Iterable[str]) -> list[tuple[str, Span]]:
-        """Return the ranges of some categories with their names."""
-        wanted = set(categories)
-        return [
-            (event["name"], Span(event["ts"], event["ts"] + event.get("dur", 0.0)))
-            for event in self.events
-            if event.get("cat") in wanted
-        ]
-
-    @property
-    def streams(self) -> set[int]:
-        """The GPU's streams on which kernels ran."""
-        kernels = (event for event in self.events if event.get("cat") == "kernel")
-        return {event["args"]["stream"] for event in kernels}
-
-
-def summarise(trace: Trace, sent: Sequence[Interval]) -> Summary:
+def summarise(path: Path, sent: Sequence[Interval]) -> Summary:
     """Return what ran beside what; `sent` is when buckets were on the network, on the CPU."""
-    named = trace.spans(_ON_GPU)
+    data = json.loads(path.read_text())
+    events = [event for event in data["traceEvents"] if event.get("ph") == "X"]
+    named = _spans(events, _ON_GPU)
     if named:
         communication = union(span for name, span in named if _COMMUNICATION.search(name))
         named = [(name, span) for name, span in named if not _COMMUNICATION.search(name)]
     else:
-        origin = trace.origin_ns  # other operators, autograd's for example, may wait as well
-        named = [span for span in trace.spans(("cpu_op",)) if span[0].startswith("aten::")]
+        origin = int(data["baseTimeNanoseconds"])
+        # Other operators, autograd's for example, may wait as well.
+        named = [span for span in _spans(events, ("cpu_op",)) if span[0].startswith("aten::")]
         communication = union(Span((a - origin) / 1e3, (b - origin) / 1e3) for a, b in sent)
     computation = union(span for _, span in named)
     products = [span for name, span in named if _PRODUCT.search(name)]
@@ -103,13 +67,21 @@ def summarise(trace: Trace, sent: Sequence[Interval]) -> Summary:
         computation_ms=length_us(computation) / 1e3,
         hidden_ms=(length_us(communication) + length_us(computation) - length_us(both)) / 1e3,
         gaps_ms=(whole_us - length_us(both)) / 1e3,
-        num_streams=len(trace.streams),
+        num_streams=len({e["args"]["stream"] for e in events if e.get("cat") == "kernel"}),
         num_products=len(products),
         num_beside=sum(
             any(sent.start_us < product.start_us < sent.stop_us for sent in communication)
             for product in products
         ),
     )
+
+
+def _spans(events: Sequence[Any], categories: Sequence[str]) -> list[tuple[str, Span]]:
+    return [
+        (event["name"], Span(event["ts"], event["ts"] + event.get("dur", 0.0)))
+        for event in events
+        if event.get("cat") in categories
+    ]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -124,5 +96,4 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length_us(spans: Iterable[Span]) -> float:
-    """Return how long spans are that do not touch."""
     return sum(span.stop_us - span.start_us for span in spans)

@@ -1,6 +1,6 @@
-"""Lines about what people do with a GPU: each trains compiled beside eager, and compares.
+"""What people do with a GPU: each trains compiled beside eager, and both are equal.
 
-`run_features` runs them on two ranks by gloo, or on one rank by the device's own backend.
+Models, autocast and loops are rows of `tests/system/scenarios`, which run on the device too.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,85 +23,29 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from benchmarks.gpu.findings import Findings, UnavailableError
-from benchmarks.gpu.network import Rate, connect, open_network
-from benchmarks.harness.device import backend_of
+from benchmarks.harness.network import Rate, connect, open_network
 from ddpopt import algorithms
-from tests.support.device import compute_exactly
+from tests.gpu.conftest import Run
 from tests.support.models import WIDTH
-from tests.support.ranks import Ranks
-from tests.system.scenarios.architectures import Block, ConvNet, FlexTransformer, Transformer
+from tests.system.scenarios.architectures import Block, FlexTransformer, Transformer
 from tests.system.scenarios.scenario import momentum_sgd
 
 _CAP_MB = 0.03  # of a model of 64 columns: some buckets
 _NUM_STEPS = 4
-_UNAVAILABLE = "unavailable: "  # how a rank says so
-
-
-def run_features(
-    findings: Findings,
-    device: str,
-    *,
-    kind: str,
-    num_ranks: int,
-    inner: str,
-    splits: Sequence[str] = ("backward", "forward"),
-) -> None:
-    """Run the features of a kind, a name of `KINDS`, with each split; each of them is a check."""
-    with in_ranks(device, num_ranks, run_feature) as run:
-        for name in KINDS[kind]:
-            for split in splits:
-                findings.check(f"{name}, {split}", functools.partial(run, name, inner, split))
-
-
-@contextlib.contextmanager
-def in_ranks(device: str, num_ranks: int, function: Callable[..., str]) -> Iterator[Any]:
-    """Give what calls `function(rank, device, ...)` on all ranks, and returns what the first says.
-
-    Several ranks have gloo, since NCCL refuses two on one device. One is this process.
-    """
-    if num_ranks > 1:
-        ranks = Ranks(num_ranks)
-        try:
-            yield lambda *what: _first(ranks.run(function, device, *what))
-        finally:
-            ranks.stop()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        compute_exactly()
-        dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
-        yield lambda *what: _first([function(0, device, *what)])
-
-
-def _first(answers: Sequence[str]) -> str:
-    for answer in answers:
-        if answer.startswith(_UNAVAILABLE):
-            raise UnavailableError(answer.removeprefix(_UNAVAILABLE))
-    return answers[0]
-
-
-def run_feature(rank: int, device: str, name: str, inner: str, split: str) -> str:
-    """Run one feature on this rank; return what it says."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    try:
-        return FEATURES[name](Trial(rank=rank, device=device, inner=inner, split=split))
-    except UnavailableError as error:
-        return f"{_UNAVAILABLE}{error}"
-
+_SPLITS = ("backward", "forward")
 
 # ---- training twice ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Where and how a feature is tried."""
+    """Where and how a feature is tried on a rank; with a `mode`, that of torch.compile."""
 
     rank: int
     device: str
     inner: str
     split: str
+    mode: str | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -110,6 +54,8 @@ class Trial:
 
     def compile(self, ddp: DistributedDataParallel) -> Any:
         """Return what trains the module with this trial's split."""
+        if self.mode is not None:
+            return torch.compile(ddp, backend="ddpopt", mode=self.mode)
         options = {"inner": self.inner, "split": self.split}
         return torch.compile(ddp, backend="ddpopt", options=options)
 
@@ -130,8 +76,6 @@ class Training:
     optimizer: Callable[[Any], torch.optim.Optimizer | None] = momentum_sgd
     scaler: torch.amp.GradScaler | None = None
     prepare: Callable[[DistributedDataParallel], None] = lambda _: None
-    mode: str | None = None
-    cap_mb: float = _CAP_MB
 
 
 def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str:
@@ -147,9 +91,7 @@ def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str
 
     def compile_(ddp: DistributedDataParallel) -> Any:
         ddps.append(ddp)
-        if training.mode is None:
-            return trial.compile(ddp)
-        return torch.compile(ddp, backend="ddpopt", mode=training.mode)
+        return trial.compile(ddp)
 
     compiled = _train(trial, training, copy.deepcopy(model), compile_)
     worst = 0.0
@@ -179,7 +121,7 @@ def _train(
     torch._dynamo.reset()
     torch.manual_seed(trial.rank)
     optimizer = training.optimizer(model.parameters())
-    ddp = DistributedDataParallel(model, bucket_cap_mb=training.cap_mb)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=_CAP_MB)
     training.prepare(ddp)
     forward = compile_(ddp)
     scaler = copy.deepcopy(training.scaler)
@@ -207,21 +149,11 @@ def _autocast(trial: Trial, dtype: torch.dtype) -> Callable[[], torch.autocast]:
     return functools.partial(torch.autocast, trial.device, dtype)
 
 
-def _bfloat16(trial: Trial) -> str:
-    training = Training(model=Transformer, around_forward=_autocast(trial, torch.bfloat16))
-    return compare(trial, training, tolerance=0.03)
-
-
 def _float16(trial: Trial) -> str:
     scaler = torch.amp.GradScaler(trial.device, init_scale=1024.0)
     around = _autocast(trial, torch.float16)
     training = Training(model=Transformer, around_forward=around, scaler=scaler)
     return compare(trial, training, tolerance=0.03)
-
-
-def _channels_last(trial: Trial) -> str:
-    training = Training(model=lambda: ConvNet(torch.channels_last), cap_mb=0.001)
-    return compare(trial, training, tolerance=1e-3)
 
 
 def _optimizers(trial: Trial) -> str:
@@ -236,9 +168,6 @@ def _optimizers(trial: Trial) -> str:
 
 
 def _optimizer_in_backward(trial: Trial) -> str:
-    if not trial.is_cuda:
-        raise UnavailableError("DDP takes a stream for it, so it needs CUDA; see the line of gates")
-
     def no_optimizer(parameters: Any) -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
 
@@ -274,22 +203,7 @@ def _attention_kernel(kernel: SDPBackend, trial: Trial) -> str:
         around_forward=_autocast(trial, torch.bfloat16),
         around_step=lambda: sdpa_kernel(kernel),
     )
-    if not trial.is_cuda and kernel not in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        raise UnavailableError(f"{kernel.name} needs CUDA")
-    try:
-        return compare(trial, training, tolerance=0.03)
-    except RuntimeError as error:
-        if "No available kernel" in str(error):
-            raise UnavailableError(f"{kernel.name} does not take these sizes here") from None
-        raise
-
-
-def _mode(mode: str, trial: Trial) -> str:
-    """Inductor's modes; where they have CUDA graphs, forward is cut instead."""
-    said = compare(trial, Training(model=Transformer, mode=mode), tolerance=1e-3)
-    if ("CUDA_GRAPHS" in said) == mode.endswith("no-cudagraphs"):
-        raise AssertionError(f"not what docs/limits.md says: {said}")
-    return said
+    return compare(trial, training, tolerance=0.03)
 
 
 def _offload(trial: Trial) -> str:
@@ -320,10 +234,10 @@ def _late_buckets(trial: Trial) -> str:
     return compare(trial, Training(model=Transformer, prepare=prepare))
 
 
-def _algorithm(make: Callable[[], Any], trial: Trial) -> str:
+def _algorithm(trial: Trial, name: str) -> str:
     """Train attached, compiled, and detach: the ranks' weights are then equal and finite."""
     ddp = DistributedDataParallel(Transformer().to(trial.device), bucket_cap_mb=_CAP_MB)
-    algorithm = make()
+    algorithm = _ALGORITHMS[name]()
     optimizer: torch.optim.Optimizer
     if isinstance(algorithm, algorithms.QAdam):
         optimizer = algorithms.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
@@ -350,24 +264,24 @@ def _algorithm(make: Callable[[], Any], trial: Trial) -> str:
     return f"{num} exchanges, loss {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
-def _data_parallel(trial: Trial) -> str:
-    """Two replicas on one device; gradients are those of the module on the whole batch."""
-    devices = [f"{trial.device}:0"] * 2 if trial.is_cuda else ["cpu"] * 2
-    model = Transformer().to(trial.device)
-    twin = copy.deepcopy(model)
-    backend = trial.inner if trial.inner != "inductor" else None
-    given = {} if backend is None else {"backend": backend}
-    parallel = ddpopt.DataParallel(model, devices, **given)
-    for x in trial.batches(8):
-        for forward in (parallel, twin):
-            forward(x).pow(2).mean().backward()
-    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=name)
-    return f"on {devices}"
-
-
+_flat = {"hierarchical": False}
+_ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "Decentralized": lambda: algorithms.Decentralized(**_flat),
+    "LowPrecisionDecentralized": lambda: algorithms.LowPrecisionDecentralized(**_flat),
+    "ByteGrad": lambda: algorithms.ByteGrad(**_flat),
+    "QAdam": lambda: algorithms.QAdam(**_flat),
+    "ShardedUpdate": algorithms.ShardedUpdate,
+    "AsyncModelAverage": lambda: algorithms.AsyncModelAverage(sync_interval_ms=5),
+}
+_TRAINING: dict[str, Callable[[Trial], str]] = {
+    "buckets that pass late": _late_buckets,
+    "autocast float16, GradScaler": _float16,
+    "fused and foreach optimizers": _optimizers,
+    "optimizer in backward": _optimizer_in_backward,
+    "saved tensors offloaded": _offload,
+}
 _KERNELS = {
-    f"attention by {kernel.name}": functools.partial(_attention_kernel, kernel)
+    kernel.name: functools.partial(_attention_kernel, kernel)
     for kernel in (
         SDPBackend.MATH,
         SDPBackend.FLASH_ATTENTION,
@@ -375,35 +289,82 @@ _KERNELS = {
         SDPBackend.CUDNN_ATTENTION,
     )
 }
-_ALGORITHMS: dict[str, Callable[[], Any]] = {
-    "Decentralized": functools.partial(algorithms.Decentralized, hierarchical=False),
-    "LowPrecisionDecentralized": functools.partial(
-        algorithms.LowPrecisionDecentralized, hierarchical=False
-    ),
-    "ByteGrad": functools.partial(algorithms.ByteGrad, hierarchical=False),
-    "QAdam": functools.partial(algorithms.QAdam, hierarchical=False),
-    "ShardedUpdate": algorithms.ShardedUpdate,
-    "AsyncModelAverage": functools.partial(algorithms.AsyncModelAverage, sync_interval_ms=5),
-}
-_Features = dict[str, Callable[[Trial], str]]
-KINDS: dict[str, _Features] = {
-    "TRAINING": {
-        "buckets that pass late": _late_buckets,
-        "autocast bfloat16": _bfloat16,
-        "autocast float16, GradScaler": _float16,
-        "channels_last": _channels_last,
-        "fused and foreach optimizers": _optimizers,
-        "optimizer in backward": _optimizer_in_backward,
-        "saved tensors offloaded": _offload,
-    },
-    "ATTENTION": {"flex attention": _flex_attention, **_KERNELS},
-    "MODES": {
-        f"mode={mode}": functools.partial(_mode, mode)
-        for mode in ("reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
-    },
-    "ALGORITHMS": {name: functools.partial(_algorithm, make) for name, make in _ALGORITHMS.items()},
-    "REPLICAS": {"DataParallel": _data_parallel},
-}
-FEATURES = {name: feature for kind in KINDS.values() for name, feature in kind.items()}
-KINDS["FEW"] = {name: FEATURES[name] for name in ("buckets that pass late", "autocast bfloat16")}
-KINDS["FEW_ALGORITHMS"] = {"Decentralized": FEATURES["Decentralized"]}
+_ATTENTION: dict[str, Callable[[Trial], str]] = {"flex attention": _flex_attention, **_KERNELS}
+_FEATURES = {**_TRAINING, **_ATTENTION}
+# DDP takes a stream for an optimizer in backward.
+_NEED_CUDA = ("optimizer in backward", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+
+# ---- tests ------------------------------------------------------------------------------------
+
+
+def _run_feature(rank: int, name: str, **how: str) -> str:
+    return _FEATURES[name](Trial(rank=rank, **how))
+
+
+def _run_algorithm(rank: int, name: str, **how: str) -> str:
+    return _algorithm(Trial(rank=rank, **how), name)
+
+
+@pytest.fixture
+def how(device: str, inner: str) -> dict[str, str]:
+    """What all trials of a test have in common."""
+    return {"device": device, "inner": inner}
+
+
+def _try(name: str, on_ranks: Run, how: dict[str, str], split: str) -> str:
+    if how["device"] == "cpu" and name in _NEED_CUDA:
+        pytest.skip(f"{name} needs CUDA")
+    try:
+        return str(on_ranks(functools.partial(_run_feature, name=name, split=split, **how))[0])
+    except (RuntimeError, AssertionError) as error:
+        if "No available kernel" in str(error):
+            pytest.skip(f"{name} does not take these sizes here")
+        raise
+
+
+@pytest.mark.parametrize("split", _SPLITS)
+@pytest.mark.parametrize("name", _TRAINING)
+def test_training(
+    on_ranks: Run, how: dict[str, str], name: str, split: str, record_property: Any
+) -> None:
+    """As eager DDP, with what people add to a step."""
+    record_property("said", _try(name, on_ranks, how, split))
+
+
+@pytest.mark.parametrize("split", _SPLITS)
+@pytest.mark.parametrize("name", _ATTENTION)
+def test_attention(
+    on_ranks: Run, how: dict[str, str], name: str, split: str, record_property: Any
+) -> None:
+    """As eager DDP, by each kernel that there is."""
+    record_property("said", _try(name, on_ranks, how, split))
+
+
+@pytest.mark.parametrize("name", _ALGORITHMS)
+def test_algorithms(on_ranks: Run, how: dict[str, str], name: str, record_property: Any) -> None:
+    """Each algorithm trains compiled models, and ranks are equal in the end."""
+    run = functools.partial(_run_algorithm, name=name, split="backward", **how)
+    record_property("said", on_ranks(run)[0])
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
+def test_modes(one_rank: None, how: dict[str, str], mode: str, record_property: Any) -> None:
+    """Inductor's modes; where they have CUDA graphs, forward is cut instead."""
+    trial = Trial(rank=0, split="auto", mode=mode, **how)
+    said = compare(trial, Training(model=Transformer), tolerance=1e-3)
+    record_property("said", said)
+    assert ("CUDA_GRAPHS" in said) != mode.endswith("no-cudagraphs"), "see docs/limits.md"
+
+
+def test_DataParallel(device: str, inner: str) -> None:  # noqa: N802  # as it is called
+    """Two replicas on one device; gradients are those of the module on the whole batch."""
+    model = Transformer().to(device)
+    twin = copy.deepcopy(model)
+    given = {} if inner == "inductor" else {"backend": inner}
+    devices = [f"{device}:0" if device == "cuda" else device] * 2
+    parallel = ddpopt.DataParallel(model, devices, **given)
+    for x in Trial(rank=0, device=device, inner=inner, split="auto").batches(8):
+        for forward in (parallel, twin):
+            forward(x).pow(2).mean().backward()
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=name)

@@ -17,7 +17,7 @@ import statistics
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ class Rate:
 
     @property
     def cost(self) -> AllreduceCost:
-        """What an allreduce costs, as ddpopt's planner has it."""
         sent = 2 * (self.num_ranks - 1) / self.num_ranks  # of each byte, by a rank of a ring
         return AllreduceCost(startup_s=self.startup_s, s_per_byte=8 * sent / (self.gbit * 1e9))
 
@@ -52,18 +51,19 @@ class Interval(NamedTuple):
     stop_ns: int
 
 
-class Network(Protocol):
+class Network:
     """Where buckets go, one after the other. `rate` None lets them pass at once."""
 
-    rate: Rate | None
-    intervals: list[Interval]
+    def __init__(self) -> None:
+        self.rate: Rate | None = None
+        self.intervals: list[Interval] = []  # on a GPU a profile has the kernels
 
     def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
         """Return what has the buffer when it has passed, with a share of an allreduce's cost."""
+        raise NotImplementedError
 
 
 def open_network(device: str) -> Network:
-    """Return the network of a device."""
     return _Spinning() if device == "cuda" else _Sleeping()
 
 
@@ -90,12 +90,11 @@ def connect_exchange(exchange: Exchange, network: Network) -> None:
     )
 
 
-class _Sleeping:
+class _Sleeping(Network):
     """A thread that sleeps as long as buckets take."""
 
     def __init__(self) -> None:
-        self.rate: Rate | None = None
-        self.intervals: list[Interval] = []
+        super().__init__()
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._pass_on, name="network", daemon=True).start()
 
@@ -116,12 +115,11 @@ class _Sleeping:
             done.set_result(buffer)
 
 
-class _Spinning:
+class _Spinning(Network):
     """A stream on which a kernel spins as long as buckets take."""
 
     def __init__(self) -> None:
-        self.rate: Rate | None = None
-        self.intervals: list[Interval] = []  # a profile has the kernels
+        super().__init__()
         self._stream = torch.cuda.Stream()
         self._cycles_per_s = cycles_per_second()
 

@@ -1,42 +1,25 @@
-"""Lines about what users call beside `torch.compile`: record, verify, warmup, calibrate, plans."""
+"""What users call beside `torch.compile`: record, verify, warmup, calibrate, plans."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from benchmarks.gpu.features import in_ranks
-from benchmarks.gpu.findings import Findings
+from tests.gpu.conftest import Run
 from tests.support.models import MLP, batches
 
 _WIDTH = 64
 _CAP_MB = 0.03
 _SETTLED = 4  # steps, after which DDP tells its buckets
 _TUNING_STEPS = 12
-
-
-def run_tools(findings: Findings, device: str, *, num_ranks: int, inner: str) -> None:
-    """Try each on all ranks; one rank has nothing to calibrate."""
-    names = TOOLS if num_ranks > 1 else ON_ONE_RANK
-    with in_ranks(device, num_ranks, run_tool) as run:
-        for name in names:
-            findings.check(name, functools.partial(run, name, inner, str(findings.folder)))
-
-
-def run_tool(rank: int, device: str, name: str, inner: str, folder: str) -> str:
-    """Try one of them on this rank; return what it says."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    said: str = TOOLS[name](rank, device, inner, Path(folder))
-    return said
 
 
 def _model(device: str, inner: str, **options: Any) -> tuple[DistributedDataParallel, Any]:
@@ -126,12 +109,27 @@ def _plan(rank: int, device: str, _inner: str, _folder: Path) -> str:
     return f"{len(plan.buckets)} buckets; {rates}"
 
 
-TOOLS = {
+_TOOLS = {
     "record": _record,
     "verify": _verify,
     "warmup": _warmup,
+    "plan": _plan,
     "calibrate": _calibrate,
     "buckets='auto'": _auto,
-    "plan": _plan,
 }
-ON_ONE_RANK = ("record", "verify", "warmup", "plan")
+_BETWEEN_RANKS = ("calibrate", "buckets='auto'")
+
+
+def _run_tool(rank: int, name: str, device: str, inner: str, folder: Path) -> str:
+    if dist.get_world_size() == 1 and name in _BETWEEN_RANKS:
+        return "nothing to calibrate on one rank"
+    return _TOOLS[name](rank, device, inner, folder)
+
+
+@pytest.mark.parametrize("name", _TOOLS)
+def test_tools(
+    on_ranks: Run, device: str, inner: str, name: str, tmp_path: Path, record_property: Any
+) -> None:
+    """Each works on the device."""
+    said = on_ranks(_run_tool, name, device, inner, tmp_path)
+    record_property("said", said[0])

@@ -1,0 +1,248 @@
+"""One run of a benchmark: its options, its cluster, the teams at work, and what it leaves."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
+from benchmarks.harness.report import as_data, write_json
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
+
+_T = TypeVar("_T")
+_GBIT = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
+
+
+class Failure(NamedTuple):
+    what: str
+    error: str
+
+    def __str__(self) -> str:
+        last = [line for line in self.error.splitlines() if line.strip()][-1]
+        return f"- {self.what}: `{last.strip()}`"
+
+
+def names(text: str) -> list[str]:
+    """Return the names in an option, as in `gpt,bert`."""
+    return [name for name in text.split(",") if name]
+
+
+def make_parser(program: str, docstring: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser that has the options which all runs on a cluster have."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=(docstring or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rates", type=names, help="as tc has them")
+    add("--ranks", type=int, help="not under torchrun, which decides it")
+    add("--threads", type=int, default=1, help="cores and threads a rank; 0: leave them alone")
+    add("--inner", default="inductor", help="the backend that all compiling peers use")
+    add("--rounds", type=int, help="at most")
+    add("--budget-s", type=float, help="for the rounds at a rate; a few are made anyway")
+    add("--loopback", action="store_true", help="emulate no network")
+    add("--output", type=Path, default=Path("build/benchmarks"), help="a folder")
+    add("--quick", action="store_true", help="two minutes, to see that everything runs")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One run on a cluster. Teams that fail are taken out of `teams`, and the others go on.
+
+    `where` is what is measured now, for what is said of a failure.
+    """
+
+    name: str
+    args: argparse.Namespace
+    facts: dict[str, str]
+    cluster: Cluster
+    setting: Setting
+    teams: dict[str, Team] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    where: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        return 0 in self.cluster.local_ranks
+
+    def say(self, text: str) -> None:
+        if self.is_first:
+            print(text, flush=True)
+
+    @contextlib.contextmanager
+    def failing(self, team: str) -> Iterator[None]:
+        """Note it if a team fails in this block, and go on without it."""
+        try:
+            yield
+        except TeamError as error:
+            self.teams.pop(team, None)
+            self.say(f"  {error}")
+            what = ", ".join(filter(None, [self.where, team]))
+            self.failures.append(Failure(what, str(error)))
+
+    def open(
+        self, peer: str, model: str, cap_mb: float | None, caches: Path
+    ) -> contextlib.AbstractContextManager[Team]:
+        """Start a team; it is not in `teams` before somebody puts it there."""
+        return open_team(self.cluster, self.setting, peer, model, cap_mb, caches)
+
+    def set_rate(self, rate: str) -> str:
+        """Give all links a rate; return it as tables show it."""
+        if self.setting.emulated_ranks:
+            gbit = gbit_of(rate)
+            for name, team in list(self.teams.items()):
+                with self.failing(name):
+                    team.ask("use_rate", gbit)
+            return rate
+        self.cluster.set_rate(rate)
+        return rate if self.cluster.is_shaped else f"{rate} (not applied)"
+
+    def take_turns(
+        self,
+        peers: Sequence[str],
+        num_rounds: int,
+        take: Callable[[str], _T],
+        between: Callable[[], object] = lambda: None,
+    ) -> dict[str, list[_T]]:
+        """Measure peers in turns, A B C A B C, so that the machine's drift falls on all.
+
+        `between` runs after each round. Those that fail are left out of what is returned.
+        """
+        turns: dict[str, list[_T]] = {name: [] for name in peers}
+        for _ in range(num_rounds):
+            for name in [name for name in peers if name in self.teams]:
+                with self.failing(name):
+                    turns[name].append(take(name))
+            between()
+        return {name: taken for name, taken in turns.items() if name in self.teams}
+
+    def write(self, found: Mapping[str, object], lines: Sequence[str]) -> None:
+        """Write what there is so far, as JSON, and as Markdown under a heading."""
+        stem = self.args.output / self.name
+        data = {**self.facts, **found, "failures": [f._asdict() for f in self.failures]}
+        write_json(as_data(data), stem.with_suffix(".json"))
+        facts = self.facts
+        heading = [
+            f"# {self.name.capitalize()}",
+            "",
+            f"    {facts['command']}",
+            "",
+            f"{facts['date']}; {facts['versions']}; {facts['machine']}; inner compiler "
+            f"{facts['inner']}.",
+            f"Network: {facts['network']}.",
+        ]
+        failed = ["", "## Not measured", "", *map(str, self.failures)] if self.failures else []
+        stem.with_suffix(".md").write_text("\n".join([*heading, *lines, *failed]) + "\n")
+
+    def end(self, losses: Mapping[str, Mapping[str, float]], tolerance: float = 1e-3) -> int:
+        """Say where everything is; return 1 if something failed or computed something else.
+
+        `losses` are first losses by what has to have the same one, and by peer.
+        """
+        differences = []
+        for what, by_peer in losses.items():
+            base, *_ = by_peer or [""]
+            for name, loss in by_peer.items():
+                if not abs(loss - by_peer[base]) <= tolerance * abs(by_peer[base]):
+                    said = f"{name}'s first loss is {loss}, {base}'s {by_peer[base]}"
+                    differences.append(f"{what}: {said}")
+        stem = self.args.output / self.name
+        self.say("\n".join([*differences, f"written to {stem}.md and {self.name}.json"]))
+        return 1 if self.failures or differences else 0
+
+
+@contextlib.contextmanager
+def open_session(
+    name: str,
+    args: argparse.Namespace,
+    arguments: Sequence[str] | None,
+    worker: str = "benchmarks.harness.worker",
+) -> Iterator[Session]:
+    """Make the cluster that the options of `make_parser` ask for, without a limit of its rate."""
+    shown = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    device, emulated_ranks = getattr(args, "device", "cpu"), getattr(args, "emulated_ranks", 0)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="ddpopt-benchmark-") as folder,
+        open_cluster(
+            1 if emulated_ranks else args.ranks,
+            is_emulated=not (args.loopback or emulated_ranks),
+        ) as cluster,
+    ):
+        is_pinned = args.threads and not cluster.is_torchrun and device == "cpu"
+        num_threads = args.threads if is_pinned else None
+        network = cluster.description
+        if emulated_ranks:
+            network = f"one rank, and a hook that takes as long as a ring of {emulated_ranks} would"
+        session = Session(
+            name=name,
+            args=args,
+            facts={
+                "command": f"python -m benchmarks.{name} {shown}",
+                "date": today(),
+                "versions": versions(),
+                "machine": f"{processor(device)}, {os.cpu_count()} cores, "
+                f"{num_threads or 'all'} a rank",
+                "network": network,
+                "inner": args.inner,
+            },
+            cluster=cluster,
+            setting=Setting(
+                inner=args.inner,
+                num_threads=num_threads,
+                folder=Path(folder),
+                worker=worker,
+                device=device,
+                emulated_ranks=emulated_ranks,
+            ),
+        )
+        session.say(network)
+        if not (emulated_ranks or cluster.is_shaped or cluster.is_torchrun or args.loopback):
+            session.say(f"no network is emulated: {why_not_emulated()}")
+        cluster.set_rate(FREE)
+        yield session
+
+
+def gbit_of(rate: str) -> float | None:
+    """Return a rate in Gbit/s, None where there is no limit."""
+    if rate == FREE:
+        return None
+    found = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
+    if found is None:
+        raise ValueError(f"the rate {rate!r} is none of tc's, as 100mbit, 10gbit or {FREE}")
+    return float(found[1]) * _GBIT[found[2]]
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
+def versions() -> str:
+    return f"torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def processor(device: str) -> str:
+    """Return the name of what computes; that of a CPU as Linux has it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,110 @@
+"""What overlaps on the device, and what it costs: measured by the benchmarks, for the page.
+
+On the CPU models are small, and a thread sleeps in place of the emulated network's kernels.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cost import compiling
+from benchmarks.harness.cluster import Cluster
+from benchmarks.harness.models import MissingPackageError, find_model
+from benchmarks.harness.teams import Setting, Team, open_team
+from benchmarks.harness.trace import Summary
+from benchmarks.overlap.__main__ import main as measure_overlap
+from tests.gpu.notes import folder_for
+from tests.support.device import DEVICE
+
+_IS_CUDA = DEVICE.type == "cuda"
+MODELS = ("gpt2-small", "gpt2-medium", "bert-base", "resnet50-imagenet") if _IS_CUDA else ("tiny",)
+_CAP = "default" if _IS_CUDA else "1"
+_RATES, _ROUNDS = ("100gbit,400gbit", "5") if _IS_CUDA else ("2gbit", "1")
+_ALL_PEERS = "eager,nosplit,intree,forward,backward,auto,sharded"
+_PEERS = _ALL_PEERS if _IS_CUDA else "nosplit,backward,sharded"
+_NUM_RANKS = 64  # of the emulated network
+_PROFILE_GBIT = 100 if _IS_CUDA else 5
+
+
+@pytest.fixture
+def _packages() -> None:
+    try:
+        find_model(MODELS[0]).num_parameters()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("_packages")
+def test_more_runs_beside_communication_than_unsplit(
+    device: str, inner: str, tmp_path: Path, record_property: Any
+) -> None:
+    """In a profile of steps; a matter of order, so a busy machine changes nothing."""
+    cluster = Cluster(num_ranks=1, local_ranks=(0,))
+    setting = Setting(
+        inner=inner,
+        num_threads=None if _IS_CUDA else 1,
+        folder=tmp_path,
+        device=device,
+        emulated_ranks=_NUM_RANKS,
+    )
+    cap_mb = None if _CAP == "default" else float(_CAP)
+    folder = folder_for("profiles", tmp_path)
+    folder.mkdir(exist_ok=True)
+
+    def profile(peer: str, team: Team) -> Summary:
+        team.wait_until_ready()
+        team.ask("first_steps")
+        team.ask("use_rate", _PROFILE_GBIT)
+        seen: Summary = team.ask("profile", str(folder / f"{peer}.json"))
+        return seen
+
+    found = {}
+    for peer in ("nosplit", "backward"):
+        with open_team(cluster, setting, peer, MODELS[0], cap_mb, tmp_path / peer) as team:
+            found[peer] = seen = profile(peer, team)
+        assert seen.num_products, "no matrix product was recognised"
+        assert seen.num_streams >= 2 or not _IS_CUDA, "kernels ran on one stream alone"
+    record_property(
+        "said",
+        "; ".join(
+            f"{peer}: {seen.num_beside} of {seen.num_products} matrix products began beside "
+            f"communication, of which {seen.hidden_ms:.1f} of {seen.communication_ms:.1f} ms were "
+            "hidden"
+            for peer, seen in found.items()
+        ),
+    )
+    assert found["backward"].num_beside > found["nosplit"].num_beside
+
+
+@pytest.mark.usefixtures("_packages")
+@pytest.mark.parametrize("model", MODELS)
+def test_peers_take_turns(
+    device: str, inner: str, model: str, tmp_path: Path, record_property: Any
+) -> None:
+    """On one emulated network; all compute the same first loss."""
+    options = ["--device", device, "--emulated-ranks", str(_NUM_RANKS), "--inner", inner]
+    what = ["--models", model, "--caps", _CAP, "--rates", _RATES, "--peers", _PEERS]
+    folder = folder_for(model, tmp_path)
+    how = ["--rounds", _ROUNDS, "--output", str(folder)]
+    status = measure_overlap([*options, *what, *how])
+    record_property("page", (folder / "overlap.md").read_text())
+    assert status == 0
+
+
+@pytest.mark.usefixtures("_packages")
+@pytest.mark.parametrize("model", MODELS[:1])
+def test_compile_time(device: str, model: str, record_property: Any) -> None:
+    """With an empty and a filled cache; peers beside each other, so look at CPU time."""
+    peers = ("nosplit", "intree", "forward", "backward") if _IS_CUDA else ("nosplit", "backward")
+    cap_mb = 25.0 if _CAP == "default" else float(_CAP)
+
+    def measure(peer: str) -> dict[str, list[compiling.Cost]]:
+        return compiling.cold_and_warm(model, peer, cap_mb, device)
+
+    with ThreadPoolExecutor(len(peers)) as pool:
+        costs = dict(zip(peers, pool.map(measure, peers), strict=True))
+    record_property("page", "\n".join(compiling.report({model: costs})))
