@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
-from ddpopt import Fallback
-from ddpopt.errors import ForwardInstead
+from ddpopt.errors import Fallback, ForwardInstead
 from ddpopt.split import driver
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
@@ -33,7 +32,7 @@ def _x() -> torch.Tensor:
     return torch.randn(2, WIDTH)
 
 
-def _only_plan(ddp: torch.nn.Module) -> ddpopt.Explanation:
+def _only_plan(ddp: torch.nn.Module) -> ddpopt.inspection.Explanation:
     (plan,) = ddpopt.explain(ddp).plans
     return plan
 
@@ -352,7 +351,7 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     reason: Fallback | ForwardInstead,
 ) -> None:
     """One warning says why, with the error's text; the result is right."""
-    error = ddpopt.TorchDriftError if reason.name == "TORCH_DRIFT" else KeyError
+    error = ddpopt.errors.TorchDriftError if reason.name == "TORCH_DRIFT" else KeyError
 
     def broken(*_: Any, **__: Any) -> Any:
         raise error("u0")

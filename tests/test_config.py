@@ -28,9 +28,9 @@ def test_patch_sets_and_restores() -> None:
 @pytest.mark.parametrize("value", ["no", 0, None])
 def test_a_wrong_type_is_refused_and_nothing_is_set(value: object) -> None:
     """The message names the value."""
-    with pytest.raises(ddpopt.OptionError, match=repr(value)):
+    with pytest.raises(ddpopt.errors.OptionError, match=repr(value)):
         config.enabled = value
-    with pytest.raises(ddpopt.OptionError, match=repr(value)), config.patch(enabled=value):
+    with pytest.raises(ddpopt.errors.OptionError, match=repr(value)), config.patch(enabled=value):
         pass
     assert config.enabled is True
 
@@ -38,7 +38,7 @@ def test_a_wrong_type_is_refused_and_nothing_is_set(value: object) -> None:
 @pytest.mark.parametrize("value", [None, 1, True])
 def test_dump_dir_is_a_str(value: object) -> None:
     """Others are refused with the value; a folder need not exist yet."""
-    with pytest.raises(ddpopt.OptionError, match=f"'dump_dir' is {value!r}"):
+    with pytest.raises(ddpopt.errors.OptionError, match=f"'dump_dir' is {value!r}"):
         config.dump_dir = value
     with config.patch(dump_dir="/nowhere"):
         assert config.dump_dir == "/nowhere"
@@ -47,7 +47,9 @@ def test_dump_dir_is_a_str(value: object) -> None:
 
 def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
     """A typo does not pass for a setting."""
-    with pytest.raises(ddpopt.OptionError, match=r"'enable'.*\['buckets', .*'enabled', 'verify'\]"):
+    with pytest.raises(
+        ddpopt.errors.OptionError, match=r"'enable'.*\['buckets', .*'enabled', 'verify'\]"
+    ):
         config.enable = False
 
 
@@ -55,7 +57,7 @@ def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
 def test_flags_of_safety_are_checked(flag: str, value: object) -> None:
     """The message names the flag and the value; nothing is set."""
     before = getattr(config, flag)
-    with pytest.raises(ddpopt.OptionError, match=f"'{flag}' is {value!r}"):
+    with pytest.raises(ddpopt.errors.OptionError, match=f"'{flag}' is {value!r}"):
         setattr(config, flag, value)
     assert getattr(config, flag) == before
 

@@ -7,7 +7,8 @@ import torch
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import OptionError, config
+from ddpopt import config
+from ddpopt.errors import OptionError
 from ddpopt.options import resolve_options
 from tests.support.models import MLP
 

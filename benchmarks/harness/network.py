@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import AllreduceCost
 from ddpopt.algorithms.comm import Exchange
+from ddpopt.planning import AllreduceCost
 
 _PROBE_CYCLES = 20_000_000
 _NUM_PROBES = 5

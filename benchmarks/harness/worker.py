@@ -42,13 +42,13 @@ from benchmarks.harness.network import Rate, connect, connect_exchange, open_net
 from benchmarks.harness.peers import Peer, find_peer
 from benchmarks.harness.teams import Facts, FirstSteps, StepTimes, Task
 from ddpopt.algorithms import ShardedUpdateHandle, attach
-from ddpopt.bucketing import rebucket
-from ddpopt.bucketing import tuner as tuning
-from ddpopt.bucketing.costs import ALLREDUCE, SHARDED
-from ddpopt.bucketing.estimate import estimate, scale
-from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, plan_buckets
 from ddpopt.inspection.recording import RecordedStep
+from ddpopt.planning import rebucket
+from ddpopt.planning import tuner as tuning
+from ddpopt.planning.costs import ALLREDUCE, SHARDED
+from ddpopt.planning.estimates import estimate, scale
+from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
 from ddpopt.split import state
 
 _PR_SET_PDEATHSIG = 1

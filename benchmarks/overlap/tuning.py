@@ -21,7 +21,7 @@ from benchmarks.harness.models import find_model
 from benchmarks.harness.report import as_data, table, write_json
 from benchmarks.harness.session import Session, make_parser, names, open_session
 from benchmarks.harness.teams import Team, TeamError
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
 _NUM_STEPS = 2

@@ -123,7 +123,7 @@ def _train_tuned(trial: Trial) -> None:
 
 
 def _train_rebucketed(trial: Trial) -> None:
-    cost = ddpopt.AllreduceCost(startup_s=1e-4, s_per_byte=1e-8)
+    cost = ddpopt.planning.AllreduceCost(startup_s=1e-4, s_per_byte=1e-8)
     plan = ddpopt.plan(Layers(), trial.batch, network=cost, device=_DEVICE)
     _train(trial)
     ddpopt.rebucket(trial.model, plan)
@@ -131,7 +131,7 @@ def _train_rebucketed(trial: Trial) -> None:
 
 
 # As given, so that nothing is measured, and ranks make the same plan.
-_DEVICE = ddpopt.Device(flops_per_s={torch.float32: 1e10}, bytes_per_s=1e10)
+_DEVICE = ddpopt.planning.Device(flops_per_s={torch.float32: 1e10}, bytes_per_s=1e10)
 
 
 def _train_attached(algorithm: Any, *, is_detached: bool) -> Callable[[Trial], None]:

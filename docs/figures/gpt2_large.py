@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpopt.bucketing.costs import Gradient, Network, Profile
-from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
-from ddpopt.bucketing.simulate import simulate
+from ddpopt.planning.costs import Gradient, Network, Profile
+from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
+from ddpopt.planning.simulation import simulate
 
 LAYERS, WIDTH, VOCABULARY, CONTEXT = 36, 1280, 50257, 1024
 SEQUENCES = 8  # of CONTEXT tokens, on each rank and iteration

@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
-from ddpopt import Fallback, TorchDriftError, _torch
+from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import ModuleName, Need, PrivateName
+from ddpopt.errors import Fallback, TorchDriftError
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 

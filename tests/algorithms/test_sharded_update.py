@@ -18,15 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost
 from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from ddpopt.algorithms.comm import Exchange
 from ddpopt.algorithms.gradients import AbsentGradient, ShardedGradients
 from ddpopt.algorithms.shards import Shard
-from ddpopt.bucketing import rebucket, stopwatch, tuner
-from ddpopt.bucketing.decision import Verdict
-from tests.bucketing.test_rebucket import _plan_for
-from tests.bucketing.test_tuner import _given
+from ddpopt.planning import AllreduceCost, rebucket, stopwatch, tuner
+from ddpopt.planning.decision import Verdict
+from tests.planning.test_rebucket import _plan_for
+from tests.planning.test_tuner import _given
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of, lose_rank_1

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch, config
-from ddpopt.bucketing.batch import tensors_of
 from ddpopt.checks.numerics import limits_by_name, relative_error
 from ddpopt.checks.verify import verify
 from ddpopt.errors import DDPMode, VerificationError
+from ddpopt.planning.batch import tensors_of
 from ddpopt.split import state
 from tests.support.models import (
     MLP,
@@ -284,11 +284,11 @@ def test_what_cannot_be_verified_is_refused() -> None:
     ddp, other = twins(MLP())
     with pytest.raises(TypeError, match="takes a DistributedDataParallel"):
         verify(MLP(), torch.randn(8, 64))
-    with pytest.raises(ddpopt.OptionError, match="nothing in this model is compiled"):
+    with pytest.raises(ddpopt.errors.OptionError, match="nothing in this model is compiled"):
         verify(ddp, torch.randn(8, 64))
-    with pytest.raises(ddpopt.OptionError, match="nothing in this model is compiled"):
+    with pytest.raises(ddpopt.errors.OptionError, match="nothing in this model is compiled"):
         verify(torch.compile(other, backend="aot_eager"), torch.randn(8, 64))
-    with pytest.raises(ddpopt.OptionError, match=r"the loss is a tensor of shape \(8, 64\)"):
+    with pytest.raises(ddpopt.errors.OptionError, match=r"the loss is a tensor of shape \(8, 64\)"):
         verify(_compiled(MLP(), "forward"), torch.randn(8, 64), lambda output: output)
 
 

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch
-from ddpopt.bucketing import tuner
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
+from ddpopt.planning import tuner
 from ddpopt.ranks import rendezvous
 from ddpopt.split import state
 from tests.support.hanging import hanging_store
@@ -199,7 +199,7 @@ def _raise_on_one(rank: int) -> str:
             raise KeyError("no target")
         return output.sum()
 
-    with pytest.raises((ddpopt.PeerError, KeyError)) as caught:
+    with pytest.raises((ddpopt.errors.PeerError, KeyError)) as caught:
         warmup(model, *batches(rank, [(8, 64)]), loss_fn)
     warmup(model, *batches(rank, [(8, 64)]))  # the group is as good as before
     return f"{caught.type.__name__}: {caught.value}"
@@ -223,7 +223,7 @@ def _vanish(rank: int, how: str) -> str:
     model = torch.compile(ddp, **_options("forward", inner))
     if how == "absent" and rank == 1:
         os._exit(0)
-    with pytest.raises(ddpopt.PeerError) as caught:
+    with pytest.raises(ddpopt.errors.PeerError) as caught:
         warmup(model, *batches(rank, [(8, 64)]), silence_s=2.0)
     return str(caught.value)
 
@@ -248,7 +248,7 @@ def test_a_rank_that_ends_is_noticed_by_its_silence(
 def test_a_store_that_does_not_answer_ends_it() -> None:
     """After the silence that was allowed, with an error that says so."""
     model = torch.compile(DistributedDataParallel(MLP()), **_options("backward"))
-    with hanging_store(), pytest.raises(ddpopt.PeerError) as caught:
+    with hanging_store(), pytest.raises(ddpopt.errors.PeerError) as caught:
         warmup(model, torch.randn(8, 64), silence_s=0.1)
     assert "the process group's store has gone (no answer within 0.1 s)" in str(caught.value)
 
@@ -272,5 +272,5 @@ def test_no_thread_is_left(ranks: Ranks) -> None:
 def test_a_bad_limit_is_refused(silence_s: Any) -> None:
     """The message names it."""
     model = torch.compile(DistributedDataParallel(MLP()), **_options("forward"))
-    with pytest.raises(ddpopt.OptionError, match="silence_s is"):
+    with pytest.raises(ddpopt.errors.OptionError, match="silence_s is"):
         warmup(model, torch.randn(8, 64), silence_s=silence_s)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import ddpopt
-from ddpopt import AllreduceCost
 from ddpopt.algorithms import ShardedUpdate, attach
 from ddpopt.inspection.exchanges import FollowedExchange, Follower
 from ddpopt.inspection.page import render_page
-from tests.bucketing.test_rebucket import _plan_for
+from ddpopt.planning import AllreduceCost
 from tests.inspection.test_recorder import SETTLED, _model
 from tests.inspection.test_traces import _check
+from tests.planning.test_rebucket import _plan_for
 from tests.support.models import WIDTH, batches
 from tests.support.ranks import Ranks
 

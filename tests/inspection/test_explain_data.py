@@ -12,7 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, Explanation
+from ddpopt.inspection import Explanation
+from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
 from tests.support.models import MLP
 
@@ -104,7 +105,7 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
     """With all its nodes in one section."""
     (graph,) = _explain(enabled=False).to_dict()["graphs"]
     assert graph["fallback"]["name"] == "DISABLED"
-    assert graph["fallback"]["text"] == ddpopt.Fallback.DISABLED.value
+    assert graph["fallback"]["text"] == ddpopt.errors.Fallback.DISABLED.value
     (section,) = graph["sections"]
     assert section["num_nodes"] == len(section["nodes"]) == graph["num_nodes"]
 
@@ -145,6 +146,6 @@ def test_save_replaces_a_file(one_rank: None, tmp_path: Path, suffix: str) -> No
 
 
 def test_another_name_is_an_error(one_rank: None, tmp_path: Path) -> None:
-    with pytest.raises(ddpopt.OptionError, match=r"does not end in \.html, \.json or \.txt"):
+    with pytest.raises(ddpopt.errors.OptionError, match=r"does not end in \.html, \.json or \.txt"):
         _explain().save(tmp_path / "model.pdf")
     assert not list(tmp_path.iterdir())

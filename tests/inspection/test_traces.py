@@ -140,7 +140,7 @@ def test_without_its_end_an_allreduce_is_the_moment_of_its_launch() -> None:
 
 def test_ranks_have_tracks_of_their_own(tmp_path: Path) -> None:
     """In a merged trace, where their allreduces run at the same time."""
-    merged = ddpopt.merge_traces(_save(tmp_path, _recording(0, "a"), _recording(1, "a")))
+    merged = ddpopt.inspection.merge_traces(_save(tmp_path, _recording(0, "a"), _recording(1, "a")))
     assert len(_exchanges(merged)) == 8
     assert len({e["id"] for e in merged["traceEvents"] if e["ph"] == "b"}) == 4
 
@@ -148,7 +148,7 @@ def test_ranks_have_tracks_of_their_own(tmp_path: Path) -> None:
 def test_one_machine_has_one_clock(tmp_path: Path) -> None:
     first, second = _recording(0, "a"), _recording(1, "a")
     first.origin_unix_ns += 10**10  # the second began earlier
-    merged = ddpopt.merge_traces(_save(tmp_path, first, second))
+    merged = ddpopt.inspection.merge_traces(_save(tmp_path, first, second))
     assert merged["otherData"]["clock_offsets_s"] == {"0": 0.0, "1": 0.0}
     assert {event["pid"] for event in _check(merged)} == {0, 1}
 
@@ -156,7 +156,7 @@ def test_one_machine_has_one_clock(tmp_path: Path) -> None:
 def test_clocks_of_machines_are_brought_together(tmp_path: Path) -> None:
     """By the finishes of the same allreduces: the second rank's clock was 1.5 s ahead in all."""
     _save(tmp_path, _recording(0, "a"), _recording(1, "b", delay_s=0.01))
-    merged = ddpopt.merge_traces([tmp_path])
+    merged = ddpopt.inspection.merge_traces([tmp_path])
     offset_s = merged["otherData"]["clock_offsets_s"]["1"]
     assert offset_s == pytest.approx(AHEAD_S + 1.0)
     ends = {
@@ -185,7 +185,7 @@ def test_no_allreduce_finishes_before_all_have_launched_it(tmp_path: Path) -> No
     """The median of finishes says 0 s; but the second was launched 0.2 s after its finish."""
     first = _of_allreduces(0, (0.0, 1.0), (2.0, 3.0), (4.0, 5.0))
     second = _of_allreduces(1, (0.9, 1.0), (3.2, 3.3), (4.0, 4.9))
-    merged = ddpopt.merge_traces(_save(tmp_path, first, second))
+    merged = ddpopt.inspection.merge_traces(_save(tmp_path, first, second))
     assert merged["otherData"]["clock_offsets_s"]["1"] == pytest.approx(0.2)
 
 
@@ -196,21 +196,21 @@ def test_traces_of_other_steps_are_refused(tmp_path: Path) -> None:
         _of_allreduces(0, (0.0, 1.0), (2.0, 3.0)),
         _of_allreduces(1, (0.0, 1.0), (7.0, 8.0)),
     )
-    with pytest.raises(ddpopt.TraceError, match="record the same steps on all ranks"):
-        ddpopt.merge_traces(paths)
+    with pytest.raises(ddpopt.errors.TraceError, match="record the same steps on all ranks"):
+        ddpopt.inspection.merge_traces(paths)
 
 
 def test_a_clock_that_nothing_tells_of_is_taken_as_it_is(tmp_path: Path) -> None:
     """Where a rank recorded no finish, beside torch's profiler; the merged trace says None."""
     silent = _of_allreduces(1)
-    merged = ddpopt.merge_traces(_save(tmp_path, _of_allreduces(0, (0.0, 1.0)), silent))
+    merged = ddpopt.inspection.merge_traces(_save(tmp_path, _of_allreduces(0, (0.0, 1.0)), silent))
     assert merged["otherData"]["clock_offsets_s"] == {"0": 0.0, "1": None}
 
 
 def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
     (path,) = _save(tmp_path, _recording(0, "a"))
-    with pytest.raises(ddpopt.TraceError, match="both of rank 0"):
-        ddpopt.merge_traces([path, path])
+    with pytest.raises(ddpopt.errors.TraceError, match="both of rank 0"):
+        ddpopt.inspection.merge_traces([path, path])
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_a_file_that_is_no_trace_is_named(
     changed = change(_recording(0, "a").trace())
     path = tmp_path / "rank0.json"
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
-    with pytest.raises(ddpopt.TraceError, match=message) as raised:
-        ddpopt.merge_traces([tmp_path])
+    with pytest.raises(ddpopt.errors.TraceError, match=message) as raised:
+        ddpopt.inspection.merge_traces([tmp_path])
     assert str(raised.value).startswith(f"{path} is no trace that ddpopt.record wrote: ")
     assert str(raised.value).isprintable()
 
@@ -257,15 +257,15 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
     """The limit of a rank's trace is 256 MiB."""
     with (tmp_path / "rank0.json").open("wb") as file:
         file.truncate(2**28 + 1)
-    with pytest.raises(ddpopt.TraceError, match="over the limit of 268435456"):
-        ddpopt.merge_traces([tmp_path])
+    with pytest.raises(ddpopt.errors.TraceError, match="over the limit of 268435456"):
+        ddpopt.inspection.merge_traces([tmp_path])
 
 
 def test_a_name_that_no_terminal_should_see_is_shown_as_text(tmp_path: Path) -> None:
     """Of a file in a folder that is somebody else's."""
     (tmp_path / "rank\x1b[2J.json").write_text("{}")
-    with pytest.raises(ddpopt.TraceError, match=r"rank\\x1b\[2J\.json is no trace"):
-        ddpopt.merge_traces([tmp_path])
+    with pytest.raises(ddpopt.errors.TraceError, match=r"rank\\x1b\[2J\.json is no trace"):
+        ddpopt.inspection.merge_traces([tmp_path])
 
 
 def test_a_recording_replaces_an_earlier_one(tmp_path: Path) -> None:
@@ -275,5 +275,5 @@ def test_a_recording_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_traces_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ddpopt.TraceError, match="there is no trace in"):
-        ddpopt.merge_traces([tmp_path])
+    with pytest.raises(ddpopt.errors.TraceError, match="there is no trace in"):
+        ddpopt.inspection.merge_traces([tmp_path])

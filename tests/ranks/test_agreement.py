@@ -384,8 +384,8 @@ def _agree(rank: int, what: str) -> str:
     ddp = DistributedDataParallel(MLP(1))
     problem = KeyError("no disk") if what == "problem" and is_other else None
     own = Word([Fact("lr", "0.2" if is_other else "0.1")], problem)
-    with pytest.raises((ddpopt.AttachError, KeyError)) as caught:
-        agree(ddp, own, ddpopt.AttachError, "set it alike", title="nothing changes: ")
+    with pytest.raises((ddpopt.errors.AttachError, KeyError)) as caught:
+        agree(ddp, own, ddpopt.errors.AttachError, "set it alike", title="nothing changes: ")
     return f"{caught.type.__name__}: {caught.value}"
 
 

@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, Explanation, config
+from ddpopt import config
+from ddpopt.inspection import Explanation
+from ddpopt.planning import AllreduceCost
 from tests.support.models import MLP
 
 CAP_MB = 0.03  # two layers of MLP fill a bucket

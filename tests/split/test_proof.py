@@ -13,8 +13,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import Fallback
-from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead
 from ddpopt.split.backward import gates
 from ddpopt.split.backward.compile import _compile_sections
 from ddpopt.split.backward.cut import SectionGraph

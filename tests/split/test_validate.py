@@ -16,8 +16,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import Fallback
-from ddpopt.errors import NotProvenError
+from ddpopt.errors import Fallback, NotProvenError
 from ddpopt.split import driver
 from ddpopt.split.backward.cut import SectionGraph, cut_backward
 from ddpopt.split.backward.facts import read_backward

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import __version__, _torch
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
-from ddpopt.bucketing.plan import plan_buckets
 from ddpopt.cli import main, output
 from ddpopt.cli.choices import CHOICES
 from ddpopt.cli.commands import bench, doctor, simulate
@@ -34,6 +32,8 @@ from ddpopt.cli.output import InputError
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.errors import TorchDriftError
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
+from ddpopt.planning.plan import plan_buckets
 from tests.support.models import MLP
 from tests.system.documents import ROOT, environment
 

@@ -30,8 +30,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, Fallback, ForwardInstead, Gradient, Profile, cli
-from ddpopt.bucketing.plan import plan_buckets
+from ddpopt import cli
+from ddpopt.errors import Fallback, ForwardInstead
+from ddpopt.planning import AllreduceCost, Gradient, Profile
+from ddpopt.planning.plan import plan_buckets
 from tests.support.models import MLP, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import (
@@ -281,9 +283,13 @@ def test_what_is_left_out_has_a_reason() -> None:
 def test_the_reference_has_every_public_name() -> None:
     """As a directive of mkdocstrings."""
     shown = re.findall(r"^::: ddpopt\.([\w.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    names = {*ddpopt.__all__} - {"algorithms"}
-    names |= {f"algorithms.{name}" for name in ddpopt.algorithms.__all__}
-    assert names <= set(shown)
+    rooms = (ddpopt.algorithms, ddpopt.planning, ddpopt.inspection, ddpopt.checks)
+    names = {f"{room.__name__}.{name}" for room in rooms for name in room.__all__}
+    names |= {f"ddpopt.{name}" for name in {*ddpopt.__all__} - {"algorithms", "planning", "errors"}}
+    names |= {f"ddpopt.errors.{each.__name__}" for each in _errors()} - {
+        "ddpopt.errors.DDPOptError"
+    }
+    assert names <= {f"ddpopt.{name}" for name in shown}
     assert len(shown) == len(set(shown))
 
 
@@ -292,13 +298,18 @@ def test_all_that_is_public_is_described() -> None:
 
     Those of algorithms may say by their names what they are.
     """
-    modules = (ddpopt, ddpopt.algorithms)
+    modules = (ddpopt, ddpopt.algorithms, ddpopt.planning, ddpopt.inspection, ddpopt.checks)
     public = {f"{m.__name__}.{name}": getattr(m, name) for m in modules for name in m.__all__}
-    for kind in [getattr(ddpopt, name) for name in ddpopt.__all__]:
+    for kind in [value for name, value in public.items() if "algorithms" not in name] + _errors():
         for method, member in vars(kind).items() if isinstance(kind, type) else ():
             if _is_code(member) and not method.startswith("_"):
                 public[f"{kind.__name__}.{method}"] = getattr(kind, method)
     assert [name for name, value in public.items() if not inspect.getdoc(value)] == []
+
+
+def _errors() -> list[type]:
+    values = [value for value in vars(ddpopt.errors).values() if isinstance(value, type)]
+    return [value for value in values if issubclass(value, ddpopt.DDPOptError)]
 
 
 def _is_code(member: object) -> bool:
@@ -321,9 +332,7 @@ def test_the_command_line_page_has_every_command() -> None:
 def test_every_exception_and_reason_has_a_cause_and_a_remedy() -> None:
     """In the tables of the page of errors."""
     rows = error_tables.exception_rows()
-    classes = [value for value in vars(ddpopt).values() if isinstance(value, type)]
-    errors = {each.__name__ for each in classes if issubclass(each, ddpopt.DDPOptError)}
-    assert errors <= {row.name for row in rows}
+    assert {each.__name__ for each in _errors()} <= {row.name for row in rows}
     fallbacks = error_tables.reason_rows(Fallback)
     instead = error_tables.reason_rows(ForwardInstead)
     assert [row.name for row in fallbacks] == [reason.name for reason in Fallback]

@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile, _torch, algorithms, config
+from ddpopt import BucketPlan, _torch, algorithms, config
 from ddpopt._torch import names
 from ddpopt._torch.names import TABLE, PrivateName
-from ddpopt.bucketing import stopwatch, tuner
 from ddpopt.checks import verify
 from ddpopt.cli.commands import doctor
+from ddpopt.planning import AllreduceCost, Gradient, Profile, stopwatch, tuner
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 from tests.system.drifting import WHOLE, Trained, Use, looking_up, train_without
@@ -273,7 +273,7 @@ def _replicate(rank: int) -> None:
 
 
 def _estimate(rank: int) -> None:
-    ddpopt.estimate(MLP(2), torch.ones(SHAPE))
+    ddpopt.planning.estimate(MLP(2), torch.ones(SHAPE))
 
 
 def _plan(rank: int) -> None:

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from tests.support.models import WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.scenarios.architectures import Transformer, checkpointed, selectively_checkpointed

@@ -32,9 +32,9 @@ from ddpopt.algorithms.handle import (
     weakly,
 )
 from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
-from ddpopt.bucketing import tuner
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.planning import tuner
 from ddpopt.ranks.agreement import communicating
 from ddpopt.ranks.rendezvous import name_ranks
 from ddpopt.reducer import known_buckets, predict_buckets

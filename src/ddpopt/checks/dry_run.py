@@ -20,9 +20,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.bucketing import tuner
-from ddpopt.bucketing.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.errors import DDPOptError, OptionError
+from ddpopt.planning import tuner
+from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.ranks.rendezvous import meeting
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode

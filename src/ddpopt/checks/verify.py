@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch, config
 from ddpopt._events import Observer, Turn, ignore
 from ddpopt._text import count
-from ddpopt.bucketing.batch import Batch, LossFn
 from ddpopt.checks.dry_run import (
     DryRun,
     Outcome,
@@ -30,6 +29,7 @@ from ddpopt.errors import (
     TorchDriftError,
     VerificationError,
 )
+from ddpopt.planning.batch import Batch, LossFn
 from ddpopt.ranks.agreement import gather
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._files import installed_version
-from ddpopt.bucketing import tuner
-from ddpopt.bucketing.batch import LossFn
 from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
 from ddpopt.checks.numerics import name_of
 from ddpopt.errors import OptionError, TorchDriftError
+from ddpopt.planning import tuner
+from ddpopt.planning.batch import LossFn
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact
 from ddpopt.split import state

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ddpopt.bucketing.costs import AllreduceCost
 from ddpopt.cli.output import Table
+from ddpopt.planning.costs import AllreduceCost
 
 _BUCKET_MIB = 25  # DDP's default cap
 

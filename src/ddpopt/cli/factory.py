@@ -27,7 +27,7 @@ _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
 class Loaded(NamedTuple):
-    """What a factory returned; `inputs` are as for `ddpopt.estimate`."""
+    """What a factory returned; `inputs` are as for `ddpopt.planning.estimate`."""
 
     model: nn.Module
     inputs: Any

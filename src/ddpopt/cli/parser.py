@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from ddpopt._files import check_can_write, installed_version
-from ddpopt.bucketing.costs import ALGORITHMS, COMMUNICATIONS
-from ddpopt.bucketing.simulate import parse_bandwidth
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import ALGORITHMS, COMMUNICATIONS
+from ddpopt.planning.simulation import parse_bandwidth
 
 LATENCY_US = 50.0
 _EXIT_STATUS = "Exit status: 0 fine, 1 the check or the work failed, 2 bad input, 130 Ctrl-C."

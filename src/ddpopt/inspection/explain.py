@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt._files import installed_version, write_text
 from ddpopt._text import count, format_bytes, format_ms, printable, shorten, table
-from ddpopt.bucketing import rebucket, tuner
-from ddpopt.bucketing.costs import ALLREDUCE, SHARDED
-from ddpopt.bucketing.decision import communication_of
-from ddpopt.bucketing.plan import BucketPlan
-from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedBucket, RecordedGather, RecordedStep
+from ddpopt.planning import rebucket, tuner
+from ddpopt.planning.costs import ALLREDUCE, SHARDED
+from ddpopt.planning.decision import communication_of
+from ddpopt.planning.plan import BucketPlan
+from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
 from ddpopt.split.crossings import plan_graph
 from ddpopt.split.plan import NodeText, SplitPlan

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._events import StepClock, Turn, observe, watch_forwards
-from ddpopt.bucketing import rebucket
+from ddpopt.planning import rebucket
 from ddpopt.split import state
 
 Source = Callable[[], dict[str, float]]

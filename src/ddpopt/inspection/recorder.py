@@ -54,7 +54,6 @@ from ddpopt._events import (
 from ddpopt._files import check_can_write
 from ddpopt._ranges import range_name, watch_backward
 from ddpopt._text import format_bytes
-from ddpopt.bucketing.device import now
 from ddpopt.inspection.exchanges import FollowedExchange, Follower
 from ddpopt.inspection.recording import (
     RecordedBucket,
@@ -63,6 +62,7 @@ from ddpopt.inspection.recording import (
     RecordedStep,
     Recording,
 )
+from ddpopt.planning.device import now
 from ddpopt.split import state
 
 # What process groups call their allreduces in a profile; on a GPU the kernel gives the finish.

@@ -189,7 +189,7 @@ class Recording:
     def save(self, path: str | Path) -> None:
         """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
-        `ddpopt.merge_traces` merges the traces of several ranks. An existing file or
+        `ddpopt.inspection.merge_traces` merges the traces of several ranks. An existing file or
         link of that name is replaced.
 
         Raises:

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import ddpopt
-from ddpopt import Fallback, _torch
-from ddpopt.errors import ForwardInstead, TorchDriftError
+from ddpopt import _torch
+from ddpopt.errors import Fallback, ForwardInstead, TorchDriftError
 from ddpopt.split.plan import SplitPlan
 from tests.support.models import MLP, WIDTH, batches
 

@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from ddpopt.split import sections
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 

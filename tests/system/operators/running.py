@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from tests.system.fuzzing.checking import (
     AS_UNSPLIT,
     DIFFERS,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH
 from tests.system.scenarios.scenario import Scenario, Trainer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH
 from tests.system.scenarios.architectures import ConvNet, Transformer

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from tests.support.models import WIDTH
 from tests.system.scenarios.scenario import CAP, Compile, Scenario, Trainer, Wrapped
 

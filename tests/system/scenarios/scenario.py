@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import Fallback
+from ddpopt.errors import Fallback
 from tests.support.device import DEVICE
 from tests.support.models import WIDTH
 

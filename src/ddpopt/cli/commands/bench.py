@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._text import count, format_ms
-from ddpopt.bucketing import tuner
-from ddpopt.bucketing.batch import call_model, find_loss
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
+from ddpopt.planning import tuner
+from ddpopt.planning.batch import call_model, find_loss
 
 _BASELINES = ("eager", "intree")
 _WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those

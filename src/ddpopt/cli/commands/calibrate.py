@@ -9,9 +9,9 @@ import json
 import torch.distributed as dist
 
 from ddpopt._files import write_text
-from ddpopt.bucketing.calibrate import calibrate
 from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.process_groups import torchrun_group
+from ddpopt.planning.calibrate import calibrate
 
 
 def run(args: argparse.Namespace, _screen: Screen) -> Report | None:

@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, config
 from ddpopt._torch import names
 from ddpopt._torch.names import ModuleName, PrivateName
-from ddpopt.bucketing.calibrate import calibrate
 from ddpopt.cli.choices import choices_data, choices_table, communication_s
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.cli.process_groups import one_rank_group, torchrun_group
 from ddpopt.inspection.explain import explain
 from ddpopt.options import SPLITS
+from ddpopt.planning.calibrate import calibrate
 from ddpopt.split.plan import SplitPlan
 
 _INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"

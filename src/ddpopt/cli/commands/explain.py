@@ -11,18 +11,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._text import format_ms
-from ddpopt.bucketing.ahead import plan
-from ddpopt.bucketing.batch import call_model, find_loss
-from ddpopt.bucketing.costs import Network
-from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan
-from ddpopt.bucketing.simulate import Simulation, format_bandwidth, simulate
 from ddpopt.cli.factory import Loaded, find_factory
 from ddpopt.cli.output import InputError, Report, Screen, Table, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import Explanation, explain
 from ddpopt.options import resolve_options
+from ddpopt.planning.ahead import plan
+from ddpopt.planning.batch import call_model, find_loss
+from ddpopt.planning.costs import Network
+from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
+from ddpopt.planning.simulation import Simulation, format_bandwidth, simulate
 
 _NUM_STEPS = 3  # DDP forms its buckets after the first, and reports them in the third
 _MIB = 1024 * 1024

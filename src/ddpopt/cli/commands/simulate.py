@@ -7,12 +7,12 @@ import dataclasses
 import json
 from typing import Any
 
-from ddpopt.bucketing.costs import ALGORITHMS, Network
-from ddpopt.bucketing.plan import BucketPlan
-from ddpopt.bucketing.simulate import Stragglers, render, simulate, sweep
 from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.parser import LATENCY_US
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import ALGORITHMS, Network
+from ddpopt.planning.plan import BucketPlan
+from ddpopt.planning.simulation import Stragglers, render, simulate, sweep
 
 _LINKS = ("latency_us", "algorithm", "ranks_per_node")
 

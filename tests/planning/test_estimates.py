@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.bucketing.costs import Gradient, Profile
-from ddpopt.bucketing.device import Device
-from ddpopt.bucketing.estimate import estimate, scale
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import Gradient, Profile
+from ddpopt.planning.device import Device
+from ddpopt.planning.estimates import estimate, scale
 from ddpopt.split import state
 from tests.support.models import MLP, WAYS, Blocks, state_of
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import _events
 from ddpopt._torch import LoggedStep
-from ddpopt.bucketing import advice
+from ddpopt.planning import advice
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -69,7 +69,7 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
     lines: list[str] = []
     with (
         mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
-        mock.patch(f"ddpopt.bucketing.advice.{name}", side_effect=KeyError("lost")),
+        mock.patch(f"ddpopt.planning.advice.{name}", side_effect=KeyError("lost")),
     ):
         train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
     *_, plan = ddpopt.explain(ddp).plans

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ddpopt._text import format_bytes, format_ms, table
-from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
+from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 import ddpopt
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
+from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
 
 
 def test_a_ring_sends_all_but_one_part_twice() -> None:
@@ -41,7 +41,7 @@ def test_a_fit_never_gives_a_negative_cost() -> None:
 
 
 def test_a_fit_of_one_size_is_refused() -> None:
-    with pytest.raises(ddpopt.PlanError, match="two different sizes"):
+    with pytest.raises(ddpopt.errors.PlanError, match="two different sizes"):
         fit_cost([8, 8], [1.0, 2.0])
 
 
@@ -62,7 +62,7 @@ def test_a_fit_of_one_size_is_refused() -> None:
     ],
 )
 def test_bad_input_is_refused_by_name_and_limit(make, message: str) -> None:
-    with pytest.raises(ddpopt.PlanError, match=message):
+    with pytest.raises(ddpopt.errors.PlanError, match=message):
         make()
 
 
@@ -74,7 +74,9 @@ def _profile(ready_s: list[float], backward_s: float) -> Profile:
 def test_numbers_from_which_infinity_would_follow_are_refused() -> None:
     """An iteration of such times would never end: sums overflow, and differences are NaN."""
     gradient = Gradient(name="p", num_bytes=4, ready_s=0.0)
-    with pytest.raises(ddpopt.PlanError, match=r"cut_s is 1e\+308; it must be .* below 1e\+18"):
+    with pytest.raises(
+        ddpopt.errors.PlanError, match=r"cut_s is 1e\+308; it must be .* below 1e\+18"
+    ):
         Profile(gradients=(gradient,), backward_s=1.0, cut_s=1e308)
-    with pytest.raises(ddpopt.PlanError, match="startup_s is inf"):
+    with pytest.raises(ddpopt.errors.PlanError, match="startup_s is inf"):
         AllreduceCost(startup_s=math.inf, s_per_byte=0.0)

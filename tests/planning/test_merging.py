@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
-from ddpopt.bucketing.merging import BALANCES, best_buckets, buckets_of_caps, merge
-from ddpopt.bucketing.timeline import predict
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
+from ddpopt.planning.merging import BALANCES, best_buckets, buckets_of_caps, merge
+from ddpopt.planning.timeline import predict
 
 
 def _profile(times: list[float], sizes: list[int], cut_s: float = 0.0) -> Profile:

@@ -20,7 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
+from ddpopt import BucketPlan
+from ddpopt.planning import AllreduceCost, Gradient, Profile
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
@@ -121,7 +122,7 @@ def _refuse(rank: int, case: str) -> str:
         plan = _plan_for(MLP(width=32), SIZES)
     before = ddp.reducer
     rebucket = _rebucket_in_backward if case == "in backward" else ddpopt.rebucket
-    with pytest.raises(ddpopt.PlanError) as refused:
+    with pytest.raises(ddpopt.errors.PlanError) as refused:
         rebucket(ddp, plan)
     assert ddp.reducer is before
     if case not in ("in backward", "dtypes", "PowerSGD"):
@@ -158,7 +159,7 @@ def _backward_from_before(rank: int) -> None:
     ddp = DistributedDataParallel(MLP())
     loss = ddp(batches(rank, [(4, 64)])[0]).sum()
     ddpopt.rebucket(ddp, _plan_for(ddp.module, SIZES))
-    with pytest.raises(ddpopt.PlanError, match=r"a forward from before ddpopt\.rebucket"):
+    with pytest.raises(ddpopt.errors.PlanError, match=r"a forward from before ddpopt\.rebucket"):
         loss.backward()
     with ddp.no_sync():
         ddp(batches(rank, [(4, 64)])[0]).sum().backward()
@@ -188,7 +189,7 @@ def _rebucket_frozen(rank: int) -> None:
     profile = dataclasses.replace(plan.profile, gradients=tuple(reduced))
     plan = dataclasses.replace(plan, profile=profile, sizes=(1, 4, 5))
     ddpopt.rebucket(ddp, plan)
-    with pytest.raises(ddpopt.PlanError, match="2 parameters are not reduced"):
+    with pytest.raises(ddpopt.errors.PlanError, match="2 parameters are not reduced"):
         ddpopt.rebucket(ddp, _plan_for(module, SIZES))
     for each in (ddp, expected):
         each.requires_grad_(True)  # the first layer too, which DDP does not reduce
@@ -228,7 +229,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from tests.support.models import MLP
-from tests.bucketing.test_rebucket import _plan_for
+from tests.planning.test_rebucket import _plan_for
 
 def resident_mb(kind):
     (line,) = [line for line in open("/proc/self/status") if line.startswith(kind)]
@@ -296,7 +297,7 @@ def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
 
 
 def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
-    with pytest.raises(ddpopt.PlanError, match="one rank"):
+    with pytest.raises(ddpopt.errors.PlanError, match="one rank"):
         ddpopt.calibrate()
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, Device, Network
-from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS
+from ddpopt.planning import AllreduceCost, Device, Network
+from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, train
 
@@ -100,5 +100,5 @@ def test_measured_times_are_what_the_model_takes_here(one_rank: None) -> None:
 )
 def test_bad_input_is_refused(given: dict, message: str) -> None:
     arguments = {"example_inputs": torch.ones(2, 64), "network": SLOW, "world_size": 2, **given}
-    with pytest.raises(ddpopt.PlanError, match=message):
+    with pytest.raises(ddpopt.errors.PlanError, match=message):
         ddpopt.plan(MLP(), device=DEVICE, **arguments)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.bucketing.costs import COMMUNICATIONS, AllreduceCost, Gradient, Profile
-from ddpopt.bucketing.merging import best_buckets
-from ddpopt.bucketing.timeline import predict, ready_times, undisturbed
+from ddpopt.planning.costs import COMMUNICATIONS, AllreduceCost, Gradient, Profile
+from ddpopt.planning.merging import best_buckets
+from ddpopt.planning.timeline import predict, ready_times, undisturbed
 
 
 def _profile(times: list[float], sizes: list[int], **more: float) -> Profile:

@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 import torch
 
-from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
-from ddpopt.bucketing.timeline import predict, ready_times
+from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
+from ddpopt.planning.timeline import predict, ready_times
 from ddpopt.reducer import cap_of
 
 _ROUNDS = 4  # of planning with the ready times that result from the last plan

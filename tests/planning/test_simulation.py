@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
-from ddpopt.bucketing.plan import BucketPlan, plan_buckets
-from ddpopt.bucketing.simulate import Stragglers, simulate
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.planning.plan import BucketPlan, plan_buckets
+from ddpopt.planning.simulation import Stragglers, simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 COST = AllreduceCost(startup_s=0.5, s_per_byte=0.1)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ddpopt.bucketing.call_costs import call_costs
-from ddpopt.bucketing.device import Device, measure_device
 from ddpopt.errors import PlanError
+from ddpopt.planning.call_costs import call_costs
+from ddpopt.planning.device import Device, measure_device
 
 # One byte a second and no arithmetic: seconds are bytes; and the other way round.
 BYTES = Device(flops_per_s={torch.float32: 1e30}, bytes_per_s=1)

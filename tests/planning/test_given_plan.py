@@ -15,8 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
+from ddpopt import BucketPlan
 from ddpopt.errors import Fallback
+from ddpopt.planning import AllreduceCost, Gradient, Profile
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
@@ -112,7 +113,7 @@ def test_a_warmup_compiles_for_them(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _train_with_own_file(rank: int, folder: str) -> str:
-    with pytest.raises(ddpopt.PlanError) as refused:
+    with pytest.raises(ddpopt.errors.PlanError) as refused:
         _train(rank, f"{folder}/{rank}.json", "auto", {})
     return str(refused.value)
 

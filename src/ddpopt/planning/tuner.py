@@ -34,12 +34,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch, _waits
 from ddpopt._events import Observer, Turn, ignore, observe, will_communicate
 from ddpopt._text import printable
-from ddpopt.bucketing import rebucket
-from ddpopt.bucketing.calibrate import calibrate
-from ddpopt.bucketing.decision import STAY, Decision, decide, judge
-from ddpopt.bucketing.plan import BucketPlan
-from ddpopt.bucketing.stopwatch import Measured, Stopwatch, device_of
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
+from ddpopt.planning import rebucket
+from ddpopt.planning.calibrate import calibrate
+from ddpopt.planning.decision import STAY, Decision, decide, judge
+from ddpopt.planning.plan import BucketPlan
+from ddpopt.planning.stopwatch import Measured, Stopwatch, device_of
 from ddpopt.ranks.agreement import gather, hand_out
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpopt.bucketing import calibrate
+from ddpopt.planning import calibrate
 
 
 def test_products_beside_an_allreduce_do_not_wait_for_it() -> None:

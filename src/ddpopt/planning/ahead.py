@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpopt.bucketing.batch import LossFn, call_model, find_loss
-from ddpopt.bucketing.costs import ALLREDUCE, AllreduceCost, Network, check_communication
-from ddpopt.bucketing.device import Device, now
-from ddpopt.bucketing.estimate import estimate, scale
-from ddpopt.bucketing.plan import BucketPlan, plan_buckets
 from ddpopt.errors import PlanError
+from ddpopt.planning.batch import LossFn, call_model, find_loss
+from ddpopt.planning.costs import ALLREDUCE, AllreduceCost, Network, check_communication
+from ddpopt.planning.device import Device, now
+from ddpopt.planning.estimates import estimate, scale
+from ddpopt.planning.plan import BucketPlan, plan_buckets
 
 _NUM_STEPS = 5
 # What an additional section of backward costs: benchmarks/cost/overhead.py measured 40 us.

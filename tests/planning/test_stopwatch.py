@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt import _waits
-from ddpopt.bucketing import stopwatch
+from ddpopt.planning import stopwatch
 from tests.support.models import MLP, WIDTH
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddpopt.bucketing.costs import AllreduceCost, fit_cost
-from ddpopt.bucketing.device import now, now_on_stream
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import AllreduceCost, fit_cost
+from ddpopt.planning.device import now, now_on_stream
 
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take

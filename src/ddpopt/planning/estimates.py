@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from ddpopt import _torch
-from ddpopt.bucketing.batch import Batch, LossFn, as_batch, call_model, find_loss
-from ddpopt.bucketing.call_costs import call_costs
-from ddpopt.bucketing.costs import Gradient, Profile
-from ddpopt.bucketing.device import Device, measure_device
 from ddpopt.errors import PlanError
+from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss
+from ddpopt.planning.call_costs import call_costs
+from ddpopt.planning.costs import Gradient, Profile
+from ddpopt.planning.device import Device, measure_device
 
 _MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

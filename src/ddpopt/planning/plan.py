@@ -16,10 +16,10 @@ from typing import Any
 
 from ddpopt import _files
 from ddpopt._text import count, format_ms, printable, shorten
-from ddpopt.bucketing.costs import ALLREDUCE, AllreduceCost, Profile, check_communication
-from ddpopt.bucketing.merging import best_buckets, buckets_of_caps, uniform_buckets
-from ddpopt.bucketing.timeline import Timeline, predict
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import ALLREDUCE, AllreduceCost, Profile, check_communication
+from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
+from ddpopt.planning.timeline import Timeline, predict
 
 _MIB = 1024 * 1024
 _VERSION = 1

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from ddpopt import _torch
 from ddpopt._events import Observer, Turn, ignore, observe
 from ddpopt._text import count, shorten
-from ddpopt.bucketing.plan import BucketPlan
 from ddpopt.errors import PlanError
+from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact, Word
 from ddpopt.split import state

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch
 from ddpopt._events import StepClock, Turn, ignore, observe, will_communicate
 from ddpopt._text import format_ms
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Profile
-from ddpopt.bucketing.plan import plan_buckets
-from ddpopt.bucketing.rebucket import find_lasting_obstacle, plan_of
-from ddpopt.bucketing.timeline import predict
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
+from ddpopt.planning.plan import plan_buckets
+from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
+from ddpopt.planning.timeline import predict
 from ddpopt.split import state
 
 _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time

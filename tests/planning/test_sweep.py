@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.bucketing.costs import AllreduceCost, Gradient, Network, Profile
-from ddpopt.bucketing.plan import BucketPlan, plan_buckets
-from ddpopt.bucketing.simulate import (
+from ddpopt.cli import main
+from ddpopt.errors import PlanError
+from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.planning.plan import BucketPlan, plan_buckets
+from ddpopt.planning.simulation import (
     Cell,
     Stragglers,
     format_bandwidth,
@@ -23,8 +25,6 @@ from ddpopt.bucketing.simulate import (
     simulate,
     sweep,
 )
-from ddpopt.cli import main
-from ddpopt.errors import PlanError
 
 MIB = 1024 * 1024
 NETWORK = Network(latency_s=50e-6, bytes_per_s=1.0)

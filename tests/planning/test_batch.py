@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpopt.bucketing.batch import Batch, as_batch, find_loss, tensors_of
 from ddpopt.errors import OptionError
+from ddpopt.planning.batch import Batch, as_batch, find_loss, tensors_of
 
 ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
 

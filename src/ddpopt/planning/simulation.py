@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpopt._text import count, format_ms, table
-from ddpopt.bucketing.costs import ALLREDUCE, AllreduceCost, Network, check_communication
-from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
-from ddpopt.bucketing.timeline import BucketTimes, Timeline, predict
 from ddpopt.errors import PlanError
+from ddpopt.planning.costs import ALLREDUCE, AllreduceCost, Network, check_communication
+from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
+from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddpopt
-from ddpopt import AllreduceCost, BucketPlan, Gradient, Profile
-from ddpopt.bucketing.merging import buckets_of_caps
-from ddpopt.bucketing.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt import BucketPlan
+from ddpopt.planning import AllreduceCost, Gradient, Profile
+from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
 from tests.support.fake_ddp import assigned_by_torch
 
 MIB = 1024 * 1024
@@ -134,9 +135,9 @@ def test_what_is_no_plan_is_refused(
     """As text and as a file, whose name is in the message."""
     path = tmp_path / "plan.json"
     path.write_text(change(json.loads(make_plan().to_json())))
-    with pytest.raises(ddpopt.PlanError, match=message):
+    with pytest.raises(ddpopt.errors.PlanError, match=message):
         BucketPlan.from_json(path.read_text())
-    with pytest.raises(ddpopt.PlanError, match=message) as raised:
+    with pytest.raises(ddpopt.errors.PlanError, match=message) as raised:
         BucketPlan.load(path)
     assert str(raised.value).startswith(f"{path} is no plan that ddpopt saved: ")
     assert str(raised.value).isprintable()
@@ -148,7 +149,7 @@ def test_a_file_that_is_too_large_or_has_no_end_is_refused(tmp_path: Path) -> No
     with path.open("wb") as file:
         file.truncate(2**25 + 1)
     for endless in (path, "/dev/zero"):
-        with pytest.raises(ddpopt.PlanError, match="it is over the limit of 33554432 bytes"):
+        with pytest.raises(ddpopt.errors.PlanError, match="it is over the limit of 33554432 bytes"):
             BucketPlan.load(endless)
 
 
@@ -238,7 +239,7 @@ def test_a_plan_that_was_tampered_with_is_refused_or_has_the_same_buckets(text: 
     """Its costs may be others; whatever is computed from them is finite, and in no time."""
     try:
         plan = BucketPlan.from_json(text)
-    except ddpopt.PlanError as error:
+    except ddpopt.errors.PlanError as error:
         message = str(error)
     else:
         message = ""

@@ -21,10 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import AllreduceCost
-from ddpopt.bucketing import decision, rebucket, stopwatch
-from ddpopt.bucketing import tuner as tuning
 from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.planning import AllreduceCost, decision, rebucket, stopwatch
+from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import rendezvous
 from ddpopt.split import driver
 from ddpopt.split import state as records
@@ -470,7 +469,7 @@ def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:
 def test_where_torch_has_moved_a_name_training_goes_on(
     one_rank: None,
 ) -> None:
-    error = ddpopt.TorchDriftError("torch 9 has no such name")
+    error = ddpopt.errors.TorchDriftError("torch 9 has no such name")
     ddp = DistributedDataParallel(MLP())
     compiled = torch.compile(
         ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}

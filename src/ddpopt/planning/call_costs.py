@@ -24,8 +24,8 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpopt.bucketing.device import Device
 from ddpopt.errors import PlanError
+from ddpopt.planning.device import Device
 from ddpopt.split.nodes import call_nodes, leaves, name_of
 
 # They read as much of their first input as they write.

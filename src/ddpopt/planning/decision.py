@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, _waits
 from ddpopt._text import format_ms, table
-from ddpopt.bucketing.costs import ALLREDUCE, SHARDED, AllreduceCost, Gradient, Profile
-from ddpopt.bucketing.plan import plan_buckets
-from ddpopt.bucketing.stopwatch import Measured
-from ddpopt.bucketing.timeline import Timeline, predict, undisturbed
+from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Gradient, Profile
+from ddpopt.planning.plan import plan_buckets
+from ddpopt.planning.stopwatch import Measured
+from ddpopt.planning.timeline import Timeline, predict, undisturbed
 
 _LEAST_GAIN = 0.03  # of an iteration, as predicted
 _LEAST_MEASURED_GAIN = 0.01

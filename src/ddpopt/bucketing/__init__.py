@@ -1,1 +1,0 @@
-"""Finds the best buckets."""
