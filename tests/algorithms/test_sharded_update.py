@@ -399,7 +399,7 @@ def _read(rank: int) -> Any:
     expected = {name: p.grad for name, p in plain.ddp.module.named_parameters()}
     norms = training.clip(0.1), plain.clip(0.1)
     clipped = training.handle.full_gradients()
-    pieces = training.handle.shards.pieces()
+    pieces = [member.piece for member in training.handle.shards.members]
     sizes = [sum(p.numel() for p in pieces), sum(p.numel() for p in parameters)]
     training.handle.detach()
     restored = [torch.equal(p.grad, clipped[n]) for n, p in training.ddp.module.named_parameters()]
@@ -999,14 +999,14 @@ def _watch_each_send(rank: int, name: str) -> Any:
     send = Shard.send
 
     def see(shard: Shard, what: str, *given: Any) -> None:
-        now = [torch.cat([*s.pieces]) for s in shards]
+        now = [torch.cat([m.piece for m in s.members]) for s in shards]
         changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
         found.append((shard.index, changed))
         send(shard, what, *given)
 
     with mock.patch.object(Shard, "send", see):
         for x in rest:
-            before = [torch.cat([*s.pieces]).clone() for s in shards]
+            before = [torch.cat([m.piece for m in s.members]).clone() for s in shards]
             training.step(x)
             training.handle.wait()
     training.end()

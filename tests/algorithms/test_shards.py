@@ -29,12 +29,15 @@ def _divide(rank: int, num_ranks: int) -> Any:
         torch.equal(a, b) and a.stride() == b.stride()
         for a, b in zip(parameters, copies, strict=True)
     ]
-    for piece in shard.pieces:
-        piece.detach().add_(1)
-    shard.send("sending", shard.members)
+    for member in shard.members:
+        member.piece.detach().add_(1)
+    shard.send("sending", shard.indices)
     shard.wait()
     sent = [torch.equal(a, b + 1) for a, b in zip(parameters, copies, strict=True)]
-    states = [shard.cut_state({"step": torch.tensor(3.0), "m": c}, k) for k, c in enumerate(copies)]
+    states = [
+        member.cut_state({"step": torch.tensor(3.0), "m": value})
+        for member, value in zip(shard.members, copies, strict=True)
+    ]
     whole = shard.gather_states(states)
     gathered = [
         torch.equal(s["m"], c) and float(s["step"]) == 3 for s, c in zip(whole, copies, strict=True)
@@ -49,7 +52,7 @@ def _divide(rank: int, num_ranks: int) -> Any:
     means = [c * (num_ranks + 1) / 2 for c in copies]
     averaged = [torch.allclose(g, m) for g, m in zip(shard.gather_gradients(), means, strict=True)]
     shard.release()
-    return kept + sent + gathered + averaged, sum(piece.numel() for piece in shard.pieces)
+    return kept + sent + gathered + averaged, sum(m.piece.numel() for m in shard.members)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

@@ -133,8 +133,8 @@ class ShardedGradients:
             self._exchange.communicator.all_reduce(num_having).wait()
         having = {index for index, number in enumerate(num_having.tolist()) if number}
         for shard in self._shards:
-            if not having.isdisjoint(shard.members):
-                self.begin_sum(shard.index, shard.join_gradients(), shard.members)
+            if not having.isdisjoint(shard.indices):
+                self.begin_sum(shard.index, shard.join_gradients(), shard.indices)
         self.finish()
         for index in having:
             self._has_gradient[index] = True
@@ -217,9 +217,9 @@ class ShardedGradients:
 
         `finish` completes this rank's gradients.
         """
-        parts = [self._shards.gradient(k) for k in members if self._has_gradient[k]]
+        parts = [self._shards.members[k].gradient for k in members if self._has_gradient[k]]
         earlier = [part.clone() for part in parts]  # to which this backward adds
-        own = self._shards.by_members.get(tuple(members))
+        own = self._shards.by_indices.get(tuple(members))
         if own is not None:
             works, finish = self._exchange.mean_scatter(values, own.gradient)
         else:
@@ -242,8 +242,8 @@ class ShardedGradients:
 
         def cut() -> None:
             for index, part in zip(members, torch.split(values, sizes), strict=True):
-                shard, k = self._shards.home(index)
-                self._shards.gradient(index).copy_(shard.cut_flat(part, k))
+                member = self._shards.members[index]
+                member.gradient.copy_(member.cut_flat(part))
 
         return works, cut
 
@@ -260,7 +260,7 @@ class ShardedGradients:
         self.finish()
         for index, has in enumerate(self._has_gradient):
             if has and self._parameters[index].grad is self._absent[index]:
-                yield index, self._shards.gradient(index)
+                yield index, self._shards.members[index].gradient
 
     def find_local(self, indices: Collection[int]) -> int | None:
         """Return one of these whose gradient is this rank's alone: its backward was no_sync's."""
@@ -277,8 +277,8 @@ class ShardedGradients:
         self.end_lift(has_raised=True)
         self.finish()
         self._local.pop(index, None)
-        shard, k = self._shards.home(index)
-        self._shards.gradient(index).copy_(shard.cut(whole, k))
+        member = self._shards.members[index]
+        member.gradient.copy_(member.cut(whole))
         self._has_gradient[index] = True
         self._parameters[index].grad = self._absent[index]
 
@@ -289,7 +289,7 @@ class ShardedGradients:
         """
         having = {index for index, _ in self.own()}
         for shard in self._shards:
-            for index, whole in zip(shard.members, shard.gather_gradients(), strict=True):
+            for index, whole in zip(shard.indices, shard.gather_gradients(), strict=True):
                 if index in having:
                     local = self._local.get(index) if with_local else None
                     yield index, whole if local is None else whole + local
@@ -319,13 +319,13 @@ class ShardedGradients:
     def lend(self) -> None:
         """Give all pieces their gradients for an update, until `take_back`."""
         for index, gradient in self.own():
-            self._shards.piece(index).grad = gradient
+            self._shards.members[index].piece.grad = gradient
             self._lent.append(index)
 
     def take_back(self) -> None:
         """Remove what `lend` gave; where the update has done so, by zero_grad, zero the whole."""
         for index in self._lent:
-            piece = self._shards.piece(index)
+            piece = self._shards.members[index].piece
             if piece.grad is None:
                 self._parameters[index].grad = None
             piece.grad = None
@@ -333,7 +333,7 @@ class ShardedGradients:
 
     def zero(self, index: int) -> None:
         self.finish()
-        self._shards.gradient(index).zero_()
+        self._shards.members[index].gradient.zero_()
         self._local.pop(index, None)
 
     def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from ddpopt.algorithms.handle import (
     agree_on,
     weakly,
 )
-from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory
+from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_memory, stand_in
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.planning import tuner
@@ -58,11 +58,7 @@ class _StandIn:
         self.members: Members = []
         self._theirs = optimizer
         self._groups: list[dict[str, Any]] | None = None
-        kind: Any = type(optimizer)
-        own = {"param_groups": property(lambda _: self.groups()), "stand_in": self}
-        made: Any = type(kind.__name__, (kind,), own)
-        self.optimizer: Any = object.__new__(made)
-        self.optimizer.__dict__ = optimizer.__dict__
+        self.optimizer = stand_in(optimizer, param_groups=self.groups, held=lambda: self.members)
 
     def hold(self, members: Members) -> Any:
         """Return the optimizer, whose groups have these members from now on."""
@@ -246,7 +242,7 @@ class ShardedUpdateHandle(Handle):
         """
         if not self._is_attached:
             return
-        wholes: list[list[State]] = []
+        wholes: list[dict[torch.Tensor, State]] = []
         gradients: dict[str, torch.Tensor] = {}
         try:
             if average:
@@ -382,9 +378,9 @@ class ShardedUpdateHandle(Handle):
                 "be repeated: some buckets were updated; start again from a checkpoint"
             )
         self._receive()
-        other: _StandIn | None = getattr(args[0], "stand_in", None)  # two handles', one optimizer
         theirs = [group["params"] for group in optimizer.param_groups]
-        layout = self._lay_out(optimizer, theirs if other is None else other.members)
+        held = getattr(args[0], "held", theirs)  # by another handle's stand-in
+        layout = self._lay_out(optimizer, held)
         told = self._ask(layout.members, layout.digest)  # while gradients arrive
         super().on_update(optimizer, args, kwargs, is_compiled)
         self._check(told)
@@ -392,7 +388,7 @@ class ShardedUpdateHandle(Handle):
         self._updated_members = layout.members
         self._states.take_in(optimizer)
         self._gradients.lend()
-        stand_in, members = self._stand_ins[optimizer], layout.pieces
+        own, members = self._stand_ins[optimizer], layout.pieces
         step = None
         if not is_compiled and type(optimizer) in ELEMENTWISE:
             # Users' hooks after this one would find the update done already.
@@ -400,7 +396,7 @@ class ShardedUpdateHandle(Handle):
         if step is not None:
             try:
                 for shards, pieces in layout.turns:
-                    step(stand_in.hold(pieces))
+                    step(own.hold(pieces))
                     for _ in shards:
                         self._send_next()
             except BaseException:
@@ -408,7 +404,7 @@ class ShardedUpdateHandle(Handle):
                 raise
             self._end_update()
             members = layout.foreign
-        return (stand_in.hold(members), *args[1:]), kwargs
+        return (own.hold(members), *args[1:]), kwargs
 
     def on_updated(self, optimizer: optim.Optimizer) -> None:
         """Send what was not sent, before others see parameters; then as `Handle.on_updated`.
@@ -421,7 +417,7 @@ class ShardedUpdateHandle(Handle):
         self._end_update()
         buckets, earlier = self._buckets, self._earlier_buckets
         self._earlier_buckets = buckets
-        if buckets == earlier and not self.shards.by_members.keys() >= set(buckets):
+        if buckets == earlier and not self.shards.by_indices.keys() >= set(buckets):
             self._divide_anew(buckets)
         super().on_updated(optimizer)
 
@@ -453,21 +449,23 @@ class ShardedUpdateHandle(Handle):
         turns: list[tuple[list[Shard], Members]] = []
         open_bytes = LEAST_BYTES
         for shard in reversed(self.shards):
-            if group_of.keys().isdisjoint(shard.members):
+            if group_of.keys().isdisjoint(shard.indices):
                 continue
             if open_bytes >= LEAST_BYTES:
                 open_bytes = 0
                 turns.append(([], [[] for _ in groups]))
             shards, members = turns[-1]
             shards.append(shard)
-            for index, piece in zip(shard.members, shard.pieces, strict=True):
-                if index in group_of:
-                    members[group_of[index]].append(piece)
-                    open_bytes += piece.nbytes
+            for member in shard.members:
+                if member.index in group_of:
+                    members[group_of[member.index]].append(member.piece)
+                    open_bytes += member.piece.nbytes
         layout = self._layouts[optimizer] = _Layout(
             kept=[list(group) for group in groups],
             ids=ids,
-            pieces=[[p if k is None else self.shards.piece(k) for p, k in g] for g in pairs],
+            pieces=[
+                [p if k is None else self.shards.members[k].piece for p, k in g] for g in pairs
+            ],
             foreign=[[p for p, k in group if k is None] for group in pairs],
             turns=turns,
             members=frozenset(group_of),
@@ -500,7 +498,7 @@ class ShardedUpdateHandle(Handle):
         for shard in self.shards:
             disturbed, shard.disturbed = shard.disturbed, None
             if disturbed is not None:
-                problem, index = _DISTURBED, shard.members[disturbed]
+                problem, index = _DISTURBED, disturbed
         self.shards.announce()  # where they are now
         return self._tell(problem, index or 0, digest)
 

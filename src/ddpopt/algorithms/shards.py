@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,51 +33,114 @@ _WHOLE = frozenset({"step", "eta", "mu", "mu_product"})
 State = dict[str, Any]  # an optimizer's, of one parameter
 
 
+class Member:
+    """A parameter of a bucket, its place in the buffer, and this rank's piece of it.
+
+    Attributes:
+        place: Its place in the buffer, with its shape and strides.
+        own: Where its piece is in this rank's part of the bucket.
+        piece: What optimizers are given.
+        gradient: The averaged gradient of the piece.
+    """
+
+    def __init__(self, shard: Shard, index: int, parameter: torch.Tensor, start: int) -> None:
+        """`start` is where the parameter begins in the bucket."""
+        self.index, self.parameter, self._start = index, parameter, start
+        self.place = shard.buffer.as_strided(parameter.shape, parameter.stride(), start)
+        size, offset = len(shard.gradient), shard.first - start
+        first = min(max(-offset, 0), size)
+        last = min(max(parameter.numel() - offset, first), size)
+        self.own = slice(first, last)
+        self._cut = slice(first + offset, last + offset) if first < last else slice(0)
+        if parameter.numel() and _may_move(parameter, self.place):
+            self.bring_home(parameter.detach())
+        else:
+            self.place.copy_(parameter.detach())
+        self.piece = _make_piece(shard.own_part(shard.buffer)[self.own])
+        self.gradient = shard.gradient[self.own]
+
+    def view(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this member's place in values of the whole bucket, as `place` is in the buffer."""
+        return values.as_strided(self.place.shape, self.place.stride(), self._start)
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a value of the member's shape, if possible a view."""
+        return self.cut_flat(flatten(value, self.place))
+
+    def cut_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        """As `cut`, for values of shape [num_elements], in the order of the member's memory."""
+        return flat[self._cut]
+
+    def cut_state(self, state: State) -> State:
+        """Return this rank's piece of a parameter's state, in its own memory."""
+        own = dict(state)
+        for name, value in state.items():
+            if is_of_elements(name, value, self.place.shape):
+                own[name] = self.cut(value).clone()
+            elif isinstance(value, torch.Tensor):
+                own[name] = value.clone()
+        return own
+
+    def fits(self) -> bool:
+        """Whether the parameter can still be in the buffer."""
+        kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.parameter, self.place)]
+        return kinds[0] == kinds[1]
+
+    def is_stray(self) -> bool:
+        """Whether the parameter is elsewhere: `.data` was assigned, or it was never moved.
+
+        It is copied to the buffer before an update, and back when that has been received.
+        """
+        address = self.parameter.data_ptr()
+        return address != self.place.data_ptr() and self.parameter.numel() > 0
+
+    def bring_home(self, value: torch.Tensor) -> None:
+        """Move the parameter to its place in the buffer, with this value."""
+        self.place.copy_(value)
+        # A storage of its own: views would drag the bucket along when they are saved.
+        self.parameter.data = torch.from_dlpack(self.place)  # type: ignore[attr-defined]
+
+    def mark(self) -> tuple[int, int]:
+        """Return what changes if the parameter is moved or written."""
+        return self.parameter.data_ptr(), _torch.version_of(self.parameter)
+
+
 class Shard:
     """A bucket of which this rank owns a part; see [Note: shards and pieces].
 
     Attributes:
         index: The bucket's index.
-        members: The bucket's parameters, by index, in its order.
-        pieces: This rank's piece of each of them.
+        indices: Those of its parameters, in its order.
+        buffer: The values of all members, padded.
+        first: Where this rank's part of it begins.
         gradient: The averaged gradient of this rank's part.
         awaited: The addresses of parameters that readers have waited for since it was cleared.
         is_awaited: Whether these were all of them in the last training forward.
-        disturbed: The first member that was written or moved while it was being received.
+        disturbed: The first parameter that was written or moved while it was being received.
     """
 
     def __init__(
         self,
         index: int,
-        members: Sequence[int],
+        indices: Sequence[int],
         parameters: Sequence[torch.Tensor],
         exchange: Exchange,
         is_guarded: bool = False,
     ) -> None:
-        """Move those of `parameters` that are `members` into the shard's storage.
+        """Move those of `parameters` that `indices` name into the shard's storage.
 
         With `is_guarded` what happens to them between `send` and `wait` is looked at.
         """
-        self.index, self.members = index, tuple(members)
+        self.index, self.indices = index, tuple(indices)
         self._exchange, self._is_guarded = exchange, is_guarded
-        self.parameters = parameters = tuple(parameters[k] for k in members)
-        ends = list(itertools.accumulate(p.numel() for p in parameters))
-        self._starts = [end - p.numel() for end, p in zip(ends, parameters, strict=True)]
-        self.num_values = ends[-1]
-        per_rank = -(-self.num_values // exchange.num_ranks)
-        self._size = -(-per_rank // _ALIGNMENT) * _ALIGNMENT
-        self._first = self._size * exchange.rank
-        self._flat = parameters[0].detach().new_zeros(self._size * exchange.num_ranks)
-        self._layouts = [(p.shape, p.stride()) for p in parameters]
-        self._places = self.split(self._flat)
-        for k, (parameter, place) in enumerate(zip(parameters, self._places, strict=True)):
-            if parameter.numel() and _may_move(parameter, place):
-                self.bring_home(k, parameter.detach())
-            else:
-                place.copy_(parameter.detach())
-        own = self.own_part(self._flat)
-        self.gradient = torch.zeros_like(own)
-        self.pieces = [_make_piece(own[self.place_of(k)]) for k in range(len(parameters))]
+        own = [parameters[k] for k in indices]
+        *starts, num_values = itertools.accumulate((p.numel() for p in own), initial=0)
+        size = -(-num_values // (_ALIGNMENT * exchange.num_ranks)) * _ALIGNMENT
+        self.first = size * exchange.rank
+        self.buffer = own[0].detach().new_zeros(size * exchange.num_ranks)
+        self.gradient = self.buffer.new_zeros(size)
+        rows = zip(indices, own, starts, strict=True)
+        self.members = [Member(self, *row) for row in rows]
         self.awaited: set[int] = set()
         self.is_awaited = False
         self.disturbed: int | None = None
@@ -85,73 +148,14 @@ class Shard:
         self._arriving: list[Any] = []
         self._what = ""
 
-    # ---- places ------------------------------------------------------------------------------
-
-    def place_of(self, member: int) -> slice:
-        """Return where the piece of the k-th member is in this rank's part."""
-        start, num_values = self._starts[member], self.parameters[member].numel()
-        first = min(max(start - self._first, 0), self._size)
-        last = min(max(start + num_values - self._first, first), self._size)
-        return slice(first, last)
-
-    def cut(self, value: torch.Tensor, member: int) -> torch.Tensor:
-        """Return this rank's piece of a value of the k-th member's elements, if possible a view.
-
-        `value` has the member's shape.
-        """
-        return self.cut_flat(flatten(value, self._places[member]), member)
-
-    def cut_flat(self, flat: torch.Tensor, member: int) -> torch.Tensor:
-        """As `cut`, for values of shape [num_elements], in the order of the member's memory."""
-        place, offset = self.place_of(member), self._first - self._starts[member]
-        if place.start == place.stop:
-            return flat[:0]
-        return flat[place.start + offset : place.stop + offset]
-
-    def own_part(self, flat: torch.Tensor) -> torch.Tensor:
+    def own_part(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the values of the whole, padded bucket."""
-        return flat[self._first : self._first + self._size]
-
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of the bucket's values for each member, with its shape and strides."""
-        return [
-            flat.as_strided(shape, stride, flat.storage_offset() + start)
-            for (shape, stride), start in zip(self._layouts, self._starts, strict=True)
-        ]
-
-    # ---- parameters --------------------------------------------------------------------------
-
-    def strays(self) -> list[int]:
-        """Return the members that are elsewhere: `.data` was assigned, or they were never moved.
-
-        They are copied to the buffer before an update, and back when it has been received.
-        """
-        pairs = enumerate(zip(self.parameters, self._places, strict=True))
-        return [k for k, (p, place) in pairs if p.data_ptr() != place.data_ptr() and p.numel()]
-
-    def addresses(self) -> set[int]:
-        return {parameter.data_ptr() for parameter in self.parameters if parameter.numel()}
-
-    def find_misfit(self) -> int | None:
-        """Return a member that cannot be in the buffer any more."""
-        rows = zip(self.parameters, self._places, self._layouts, strict=True)
-        for k, (p, place, layout) in enumerate(rows):
-            kind = (p.dtype, p.device)
-            if (p.shape, p.stride()) != layout or kind != (place.dtype, place.device):
-                return k
-        return None
-
-    def take_in(self, member: int) -> None:
-        self.pieces[member].data.copy_(self.cut(self.parameters[member].detach(), member))
-
-    def bring_home(self, member: int, value: torch.Tensor) -> None:
-        """Move a parameter to its place in the buffer, with this value."""
-        place = self._places[member].copy_(value)
-        # A storage of its own: views would drag the bucket along when they are saved.
-        self.parameters[member].data = torch.from_dlpack(place)  # type: ignore[attr-defined]
+        return values[self.first : self.first + len(self.gradient)]
 
     def holds(self, address: int) -> bool:
-        return 0 <= address - self._flat.data_ptr() < self._flat.nbytes
+        return 0 <= address - self.buffer.data_ptr() < self.buffer.nbytes
+
+    # ---- parameters --------------------------------------------------------------------------
 
     def send(self, what: str, updated: Collection[int]) -> None:
         """Start sending each rank's part of the current parameters to all ranks.
@@ -160,13 +164,12 @@ class Shard:
         `what`.
         """
         self._what = what
-        changed = zip(self.members, self.parameters, strict=True)
-        # As in-place updates do.
-        torch.autograd.graph.increment_version([p for k, p in changed if k in updated])
+        changed = [m.parameter for m in self.members if m.index in updated]
+        torch.autograd.graph.increment_version(changed)  # as in-place updates do
         if self._is_guarded:
-            self._sent = self._marks()
-        works = self._exchange.all_gather(self._flat)
-        self._arriving = self._exchange.follow("gather", self.index, self._flat.nbytes, works)
+            self._sent = [m.mark() for m in self.members]
+        works = self._exchange.all_gather(self.buffer)
+        self._arriving = self._exchange.follow("gather", self.index, self.buffer.nbytes, works)
 
     def wait(self) -> None:
         """Return when all parameters have arrived."""
@@ -175,86 +178,72 @@ class Shard:
             with communicating(self._what):
                 self._exchange.wait(arriving)
             if self._is_guarded and self.disturbed is None:
-                pairs = enumerate(zip(self._marks(), self._sent, strict=True))
-                self.disturbed = next((k for k, (now, sent) in pairs if now != sent), None)
-            for k in self.strays():
-                self.parameters[k].data.copy_(self._places[k])
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(p.data_ptr(), _torch.version_of(p)) for p in self.parameters]
+                pairs = zip(self.members, self._sent, strict=True)
+                self.disturbed = next((m.index for m, sent in pairs if m.mark() != sent), None)
+            for member in self.members:
+                if member.is_stray():
+                    member.parameter.data.copy_(member.place)
 
     def reach(self, address: int) -> None:
         """Wait on behalf of a parameter's reader."""
         self.wait()
         self.awaited.add(address)
 
+    def addresses(self) -> set[int]:
+        return {m.parameter.data_ptr() for m in self.members if m.parameter.numel()}
+
     def release(self) -> None:
-        for parameter in self.parameters:
-            parameter.data = parameter.data.clone()  # which keeps strides
+        for member in self.members:
+            member.parameter.data = member.parameter.data.clone()  # which keeps strides
 
     # ---- what belongs to parameters ----------------------------------------------------------
-
-    def cut_state(self, state: State, member: int) -> State:
-        """Return this rank's piece of a parameter's state, in its own memory."""
-        shape = self.parameters[member].shape
-        return {
-            name: (self.cut(value, member) if is_of_elements(name, value, shape) else value).clone()
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in state.items()
-        }
 
     def gather_states(self, states: Sequence[State]) -> list[State]:
         """Return the states of whole parameters, given those of this rank's pieces. Collective.
 
         All ranks have states of the same members, with the same names and types.
         """
-        shapes = [piece.shape for piece in self.pieces]
-        whole: list[State] = [{} for _ in states]
-        rows = zip(range(len(states)), states, shapes, strict=True)
-        cuts: dict[tuple[str, torch.dtype], list[int]] = {}
-        for k, state, shape in rows:
-            for name, value in state.items():
-                if is_of_elements(name, value, shape):
-                    cuts.setdefault((name, value.dtype), []).append(k)
-                    whole[k][name] = None  # keeps their order
-                else:
-                    whole[k][name] = value
-        for (name, dtype), members in cuts.items():
-            flat = torch.zeros_like(self._flat, dtype=dtype)
-            for k in members:
-                self.own_part(flat)[self.place_of(k)].copy_(states[k][name])
-            values = self._gather(flat)
-            for k in members:
-                whole[k][name] = values[k]
-        return whole
-
-    def join_gradients(self) -> torch.Tensor:
-        """Return the gradients of this rank, zero where there are none, in the buffer's order."""
-        flat = torch.zeros_like(self._flat)
-        for parameter, place in zip(self.parameters, self.split(flat), strict=True):
-            if parameter.grad is not None:
-                place.copy_(parameter.grad)
-        return flat
+        wholes = [dict(state) for state in states]
+        cuts: dict[tuple[str, torch.dtype], list[tuple[Member, State]]] = {}
+        for member, whole in zip(self.members, wholes, strict=True):
+            for name, value in whole.items():
+                if is_of_elements(name, value, member.piece.shape):
+                    cuts.setdefault((name, value.dtype), []).append((member, whole))
+        for (name, dtype), pairs in cuts.items():
+            values = torch.zeros_like(self.buffer, dtype=dtype)
+            for member, whole in pairs:
+                self.own_part(values)[member.own].copy_(whole[name])
+            self._gather(values)
+            for member, whole in pairs:
+                whole[name] = _copy(member.view(values))
+        return wholes
 
     def gather_gradients(self) -> list[torch.Tensor]:
         """Return the averaged gradients of all members. Collective."""
-        flat = torch.zeros_like(self._flat)
-        self.own_part(flat).copy_(self.gradient)
-        return self._gather(flat)
+        values = torch.zeros_like(self.buffer)
+        self.own_part(values).copy_(self.gradient)
+        self._gather(values)
+        return [_copy(member.view(values)) for member in self.members]
 
-    def _gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's values, gathered from this rank's part of the bucket's."""
+    def _gather(self, values: torch.Tensor) -> None:
+        """Complete the bucket's values, of which each rank has its part. Collective."""
         with communicating("gathering what ranks have of parameters"):
-            self._exchange.wait(self._exchange.all_gather(flat))
-        return [torch.empty_like(value).copy_(value) for value in self.split(flat)]
+            self._exchange.wait(self._exchange.all_gather(values))
+
+    def join_gradients(self) -> torch.Tensor:
+        """Return the gradients of this rank, zero where there are none, in the buffer's order."""
+        values = torch.zeros_like(self.buffer)
+        for member in self.members:
+            if member.parameter.grad is not None:
+                member.view(values).copy_(member.parameter.grad)
+        return values
 
 
 class Shards:
     """All parameters of a model in shards, by bucket.
 
     With `is_guarded` readers of a parameter wait for it as long as this object is alive; see
-    `_waits.py`.
+    `_waits.py`. `members` are those of all shards, by their parameters' indices.
     """
 
     def __init__(
@@ -275,9 +264,10 @@ class Shards:
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
         """Divide these buckets in place of the previous ones, of which nothing is kept."""
         own = (self.parameters, self.exchange, self._is_guarded)
-        self.all = [Shard(index, members, *own) for index, members in enumerate(buckets)]
-        self.by_members: dict[tuple[int, ...], Shard] = {s.members: s for s in self.all}
-        self._home = {index: (s, k) for s in self.all for k, index in enumerate(s.members)}
+        self.all = [Shard(index, indices, *own) for index, indices in enumerate(buckets)]
+        self.by_indices: dict[tuple[int, ...], Shard] = {s.indices: s for s in self.all}
+        found = {member.index: member for shard in self.all for member in shard.members}
+        self.members = [found[index] for index in range(len(self.parameters))]
         self.announce()
 
     def take_in(self) -> int | None:
@@ -286,26 +276,22 @@ class Shards:
         Strays may be in each other's places, as after `a.data, b.data = b.data, a.data`: these are
         all read before any is written, and go home.
         """
-        strays = []
-        for shard in self.all:
-            misfit = shard.find_misfit()
-            if misfit is not None:
-                return shard.members[misfit]
-            strays += [(shard, k) for k in shard.strays()]
-        if not strays:
-            return None
+        misfit = next((m.index for m in self.members if not m.fits()), None)
+        strays = [m for m in self.members if m.is_stray()]
+        if misfit is not None or not strays:
+            return misfit
         places = Counter(p.data_ptr() for p in self.parameters if p.numel())
         moved = []
-        for shard, k in strays:
-            value = shard.parameters[k].detach()
+        for member in strays:
+            value = member.parameter.detach()
             if places[value.data_ptr()] > 1:
-                return shard.members[k]
-            if any(other.holds(value.data_ptr()) for other in self.all):
-                moved.append((shard, k, value.clone()))
-        for shard, k, value in moved:
-            shard.bring_home(k, value)
-        for shard, k in strays:
-            shard.take_in(k)
+                return member.index
+            if any(shard.holds(value.data_ptr()) for shard in self.all):
+                moved.append((member, value.clone()))
+        for member, value in moved:
+            member.bring_home(value)
+        for member in strays:
+            member.piece.data.copy_(member.cut(member.parameter.detach()))
         return None
 
     def announce(self) -> None:
@@ -322,25 +308,14 @@ class Shards:
     def __reversed__(self) -> Iterator[Shard]:
         return reversed(self.all)
 
-    def home(self, index: int) -> tuple[Shard, int]:
-        return self._home[index]
-
-    def piece(self, index: int) -> nn.Parameter:
-        shard, k = self._home[index]
-        return shard.pieces[k]
-
-    def pieces(self) -> list[nn.Parameter]:
-        return [self.piece(index) for index in range(len(self.parameters))]
-
-    def gradient(self, index: int) -> torch.Tensor:
-        """Return the averaged gradient of this rank's piece of a parameter, as a view."""
-        shard, k = self._home[index]
-        return shard.gradient[shard.place_of(k)]
-
     def release(self) -> None:
         _waits.withdraw(self._addresses)
         for shard in self.all:
             shard.release()
+
+
+def _copy(view: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(view).copy_(view)
 
 
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:
@@ -413,10 +388,15 @@ class ShardedStates:
 
     def __init__(self, shards: Shards, optimizers: Sequence[optim.Optimizer]) -> None:
         self._shards = shards
-        self._parameters = shards.parameters
         self._optimizers = tuple(optimizers)
         for optimizer in optimizers:
-            self._cut(optimizer)
+            self.take_in(optimizer)
+
+    def take_in(self, optimizer: optim.Optimizer) -> None:
+        """Cut the states that an optimizer has of whole parameters."""
+        for member in self._shards.members:
+            if member.parameter in optimizer.state:
+                self._put(optimizer, member, optimizer.state.pop(member.parameter))
 
     def divide(self, buckets: Sequence[Sequence[int]]) -> None:
         """Divide new buckets, with their states and gradients. Collective.
@@ -426,23 +406,24 @@ class ShardedStates:
         old = self._shards.all
         self._shards.divide(buckets)
         for shard in old:
+            members = [self._shards.members[index] for index in shard.indices]
             for optimizer in self._optimizers:
-                states = [optimizer.state.pop(piece, {}) for piece in shard.pieces]
-                for index, whole in zip(shard.members, shard.gather_states(states), strict=True):
-                    self._put(optimizer, index, whole)
-            for index, gradient in zip(shard.members, shard.gather_gradients(), strict=True):
-                home, member = self._shards.home(index)
-                self._shards.gradient(index).copy_(home.cut(gradient, member))
+                states = [optimizer.state.pop(m.piece, {}) for m in shard.members]
+                for member, whole in zip(members, shard.gather_states(states), strict=True):
+                    self._put(optimizer, member, whole)
+            for member, gradient in zip(members, shard.gather_gradients(), strict=True):
+                member.gradient.copy_(member.cut(gradient))
 
-    def end(self, wholes: Sequence[Sequence[State]] = ()) -> None:
+    def gather(self) -> list[dict[torch.Tensor, State]]:
+        """Return the states of whole parameters, of each optimizer. Collective."""
+        return [self._gather(optimizer) for optimizer in self._optimizers]
+
+    def end(self, wholes: Sequence[dict[torch.Tensor, State]] = ()) -> None:
         """Remove pieces from optimizers; give them whole states as `gather` returned them."""
         for optimizer in self._optimizers:
             self._forget(optimizer)
         for optimizer, states in zip(self._optimizers, wholes, strict=False):
-            optimizer.state.update(self._named(states))
-
-    def gather(self) -> list[list[State]]:
-        return [self._gather(optimizer) for optimizer in self._optimizers]
+            optimizer.state.update(states)
 
     # ---- saving and loading ------------------------------------------------------------------
 
@@ -467,31 +448,8 @@ class ShardedStates:
     def load(self, given: dict[str, Any]) -> None:
         for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
             self._forget(optimizer)
-            double = _double(optimizer, optimizer.state)
-            double.load_state_dict(saved)
-            vars(optimizer).update(vars(double))
-            self._cut(optimizer)
-
-    def take_in(self, optimizer: optim.Optimizer) -> None:
-        """Cut states that the user has given an optimizer for whole parameters."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter in optimizer.state:
-                self._put(optimizer, index, optimizer.state.pop(parameter))
-
-    def hooks(self) -> Iterator[Any]:
-        """Yield hooks that make optimizers refuse to save or load by themselves."""
-        refuse = weakly(self._refuse)
-        for optimizer in self._optimizers:
-            for what in ("state_dict", "load_state_dict"):
-                register = getattr(optimizer, f"register_{what}_pre_hook")
-                yield register(lambda of, *_, what=what: refuse(of, what))
-
-    def _refuse(self, optimizer: optim.Optimizer, what: str) -> None:
-        if optimizer in self._optimizers:  # and not a double
-            raise OptionError(
-                f"{what} of this optimizer concerns only this rank's part of its state; call "
-                f"handle.{what}, on all ranks, with the handle that attach returned"
-            )
+            stand_in(optimizer).load_state_dict(saved)
+            self.take_in(optimizer)
 
     def _states_in(self, given: Any) -> list[Any]:
         if not isinstance(given, dict):
@@ -505,38 +463,57 @@ class ShardedStates:
             )
         return loaded
 
-    def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        pieces = set(self._shards.pieces())
-        states = {t: state for t, state in optimizer.state.items() if t not in pieces}
-        return _double(optimizer, states | self._named(self._gather(optimizer))).state_dict()
+    def hooks(self) -> Iterator[Any]:
+        """Yield hooks that make optimizers refuse to save or load by themselves."""
+        refuse = weakly(self._refuse)
+        for optimizer in self._optimizers:
+            for what in ("state_dict", "load_state_dict"):
+                register = getattr(optimizer, f"register_{what}_pre_hook")
+                yield register(lambda of, *_, what=what: refuse(of, what))
+
+    def _refuse(self, optimizer: optim.Optimizer, what: str) -> None:
+        if optimizer in self._optimizers:  # and not a stand-in
+            raise OptionError(
+                f"{what} of this optimizer concerns only this rank's part of its state; call "
+                f"handle.{what}, on all ranks, with the handle that attach returned"
+            )
 
     # ---- pieces ------------------------------------------------------------------------------
 
-    def _cut(self, optimizer: optim.Optimizer) -> None:
-        for index, parameter in enumerate(self._parameters):
-            self._put(optimizer, index, optimizer.state.pop(parameter, {}))
-
-    def _put(self, optimizer: optim.Optimizer, index: int, whole: State) -> None:
-        shard, k = self._shards.home(index)
+    def _put(self, optimizer: optim.Optimizer, member: Member, whole: State) -> None:
         if whole:
-            optimizer.state[shard.pieces[k]] = shard.cut_state(whole, k)
+            optimizer.state[member.piece] = member.cut_state(whole)
 
     def _forget(self, optimizer: optim.Optimizer) -> None:
-        for piece in self._shards.pieces():
-            optimizer.state.pop(piece, None)
+        for member in self._shards.members:
+            optimizer.state.pop(member.piece, None)
 
-    def _named(self, states: Sequence[State]) -> dict[torch.Tensor, State]:
-        return {p: state for p, state in zip(self._parameters, states, strict=True) if state}
-
-    def _gather(self, optimizer: optim.Optimizer) -> list[State]:
+    def _gather(self, optimizer: optim.Optimizer) -> dict[torch.Tensor, State]:
         found: dict[int, State] = {}
         for shard in self._shards:
-            states = [optimizer.state.get(piece, {}) for piece in shard.pieces]
-            found.update(zip(shard.members, shard.gather_states(states), strict=True))
-        return [found[index] for index in range(len(self._parameters))]
+            states = [optimizer.state.get(m.piece, {}) for m in shard.members]
+            found.update(zip(shard.indices, shard.gather_states(states), strict=True))
+        return {m.parameter: found[m.index] for m in self._shards.members if found[m.index]}
+
+    def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        pieces = {member.piece for member in self._shards.members}
+        others = {t: state for t, state in optimizer.state.items() if t not in pieces}
+        states = others | self._gather(optimizer)
+        saved: dict[str, Any] = stand_in(optimizer, state=lambda: states).state_dict()
+        return saved
 
 
-def _double(optimizer: optim.Optimizer, states: dict[torch.Tensor, State]) -> optim.Optimizer:
-    double = object.__new__(type(optimizer))
-    double.__dict__ = {**vars(optimizer), "state": states}
-    return double
+def stand_in(optimizer: optim.Optimizer, **own: Callable[[], Any]) -> Any:
+    """Return an optimizer that has all in common with this one, except for its `own` attributes.
+
+    Each is what its function returns. As it is another object, hooks can tell it from the user's.
+    """
+
+    def reading(function: Callable[[], Any]) -> property:
+        return property(lambda _: function())
+
+    kind: Any = type(optimizer)
+    properties = {name: reading(function) for name, function in own.items()}
+    made: Any = object.__new__(type(kind.__name__, (kind,), properties))
+    made.__dict__ = optimizer.__dict__
+    return made
