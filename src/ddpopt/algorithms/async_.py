@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.algorithms import handle
-from ddpopt.algorithms.comm import Communicator, make_agreement_group, own_stream
+from ddpopt.algorithms.comm import Communicator, own_stream
 from ddpopt.errors import OptionError, PeerError
 from ddpopt.ranks.agreement import Fact, communicating
 
@@ -94,7 +94,7 @@ class AveragingLoop:
         group, device = owner.training.group, owner.training.device
         self.weights_lock = FairLock(device)  # see [Note: the lock on weights]
         # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
-        self.agreement = make_agreement_group(group, device)
+        self._agreement = owner.groups.make_agreement()
         self._data = owner.groups.everyone
         self._timeout_s: float = _torch.group_timeout(group, device).total_seconds()
         self._interval_s = interval_s
@@ -159,7 +159,7 @@ class AveragingLoop:
 
     def _all_stop(self) -> bool:
         wants_stop = torch.tensor(int(self._wants_stop.is_set()), device="cpu")
-        self._reduce(wants_stop, self.agreement, dist.ReduceOp.MIN)
+        self._reduce(wants_stop, self._agreement, dist.ReduceOp.MIN)
         return bool(wants_stop)
 
     def _make_round(self) -> None:
@@ -251,12 +251,6 @@ class AsyncModelAverageHandle(handle.Handle):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.paused():
             super().load_state_dict(state)
-
-    def detach(self, *, average: bool = True) -> None:
-        is_collective = average and self._is_attached
-        super().detach(average=average)
-        if is_collective:
-            self._loop.agreement.end()
 
     def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
         if self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _events, _torch
 
 Work = Any  # torch.distributed.Work
 Works = list[Work]
@@ -55,6 +56,12 @@ class Communicator:
         """Start replacing `values` by their sum over all ranks."""
         self.sent_bytes += ring_bytes(values.nbytes, self.num_ranks)
         return dist.all_reduce(values, op, group=self.group, async_op=True)
+
+    def collect(self, own: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """Start collecting the few values of each rank, each in a row of their own."""
+        rows = own.new_zeros(self.num_ranks, len(own))
+        rows[self.rank] = own
+        return rows, self.all_reduce(rows)
 
     def mean(self, values: torch.Tensor) -> None:
         """Replace `values` by their mean over all ranks."""
@@ -132,7 +139,9 @@ class Groups:
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
         self.ddp = ddp = Communicator(parent, device)
-        ranks, name = dist.get_process_group_ranks(parent), _new_name(ddp)
+        self._ranks = ranks = dist.get_process_group_ranks(parent)
+        self._agreement: Communicator | None = None
+        name = _new_name(ddp)
         first = ddp.rank - ddp.rank % ranks_per_node
         self.place = (ddp.rank // ranks_per_node, len(ranks) // ranks_per_node)
         self.everyone = _make_group(ddp, name, ranks)
@@ -144,6 +153,11 @@ class Groups:
             self.leaders = None
             if ddp.rank == first:
                 self.leaders = _make_group(ddp, f"{name}-leaders", ranks[::ranks_per_node])
+
+    def make_agreement(self) -> Communicator:
+        """Make a gloo group of all ranks, for flags on the CPU, which `end` ends. Collective."""
+        self._agreement = _make_group(self.ddp, _new_name(self.ddp), self._ranks, "gloo")
+        return self._agreement
 
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
@@ -171,14 +185,9 @@ class Groups:
 
     def end(self) -> None:
         """Destroy the groups, except DDP's, as `Communicator.end` does."""
-        for communicator in filter(None, {self.everyone, self.leaders, self.node}):
+        made = {self.everyone, self.leaders, self.node, self._agreement}
+        for communicator in filter(None, made):
             communicator.end()
-
-
-def make_agreement_group(parent: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """Make a gloo group of the ranks of `parent`, for flags on the CPU. Collective."""
-    ddp = Communicator(parent, device)
-    return _make_group(ddp, _new_name(ddp), dist.get_process_group_ranks(parent), "gloo")
 
 
 def _new_name(parent: Communicator) -> str:
@@ -203,7 +212,6 @@ def _make_group(
 
 
 Complete = Callable[[], object]
-Follow = Callable[[str, int, int, Works], Works]  # what, of which bucket, of how many bytes
 _CACHED = 2**16  # elements of a few tensors that fit into a core's cache
 
 
@@ -211,20 +219,25 @@ class Exchange:
     """Begins exchanges with all ranks of a group, which must all begin them in the same order.
 
     Each method returns works; waiting for all of them ends the exchange, and until then no given
-    tensor may change. `follow` gets the works of an exchange and returns those to wait for.
-    `waited_s` is how long `wait` took, in all.
+    tensor may change. `follow` reports one to a recording of `ddp`. `waited_s` is how long `wait`
+    took, in all.
 
     gloo's own reduce-scatter sends as much as its allreduce, and its all-gather copies. So ranks on
     the CPU send each other the parts, (n - 1) / n of the values, as other backends' collectives do.
     """
 
     def __init__(
-        self, communicator: Communicator, follow: Follow = lambda _what, _k, _size, works: works
+        self, communicator: Communicator, ddp: DistributedDataParallel | None = None
     ) -> None:
-        self.communicator, self.follow = communicator, follow
+        self.communicator = communicator
+        self._find_ddp = (lambda: None) if ddp is None else weakref.ref(ddp)
         self.waited_s = 0.0
         self.rank, self.num_ranks = communicator.rank, communicator.num_ranks
         self._is_pairwise = communicator.is_gloo and communicator.device.type == "cpu"
+
+    def follow(self, what: str, bucket: int, num_bytes: int, works: Works) -> Works:
+        """Return works to wait for in place of those of an exchange that is beginning."""
+        return _events.follow(self._find_ddp(), what, bucket, num_bytes, works)
 
     def wait(self, works: Works) -> None:
         began_s = time.perf_counter()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
@@ -19,6 +18,7 @@ from ddpopt.algorithms.handle import BackgroundHandle, Handle, HierarchicalAlgor
 from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agreement import Fact, communicating
+from ddpopt.ranks.rendezvous import name_ranks
 
 BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 
@@ -130,10 +130,10 @@ class LowPrecisionDecentralizedHandle(Handle):
             for values in flat:
                 self.groups.average_node(values)
             codes = [] if self.replicas is None else _differences(flat, self.replicas)
-            bad_ranks, work = self._ask_for_problems(codes)
+            problems, work = self._collect_problems(codes)
             messages = self._swap(torch.cat(codes)) if codes else []
             work.wait()
-        self._raise_problem(*bad_ranks.tolist())
+        self._raise_problem(problems.tolist())
         if self.replicas is not None:
             sizes = [len(message) for message in codes]
             for replica, message in zip(self.replicas, messages, strict=True):
@@ -196,27 +196,27 @@ class LowPrecisionDecentralizedHandle(Handle):
         ring = [(leaders.rank + step) % leaders.num_ranks for step in (0, -1, 1)]
         return leaders.swap(values, ring)
 
-    def _ask_for_problems(self, codes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
-        """Return the arguments of `_raise_problem`, valid once the returned work is done."""
+    def _collect_problems(self, codes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
+        """Start collecting two flags of each rank: whether codes, and parameters, are wrong."""
         training = self.training
         is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
-        are_fine = torch.tensor([True, is_known], device=training.device)
+        flags = torch.tensor([0, not is_known], dtype=torch.int32, device=training.device)
         for message in codes:
-            are_fine[0] &= are_finite(message.view(1, -1))
-        ranks = torch.where(are_fine, 0, dist.get_rank(training.group) + 1)
-        return ranks, self.groups.everyone.all_reduce(ranks, dist.ReduceOp.MAX)
+            flags[0] |= ~are_finite(message.view(1, -1))
+        return self.groups.everyone.collect(flags)
 
-    def _raise_problem(self, non_finite: int, changed: int) -> None:
-        """Raise on all ranks what is wrong on one; each argument is a rank + 1, or 0 for none."""
+    def _raise_problem(self, flags: Sequence[Sequence[int]]) -> None:
+        """Raise on all ranks what is wrong on one."""
+        non_finite, changed = ([rank for rank, f in enumerate(flags) if f[k]] for k in range(2))
         if changed:
             raise AttachError(
-                f"on rank {changed - 1} a parameter is trainable that DDP does not reduce and the "
-                "algorithm does not know, since it was frozen when DDP was made and the algorithm "
+                f"on {name_ranks(changed)} a parameter is trainable that DDP does not reduce and "
+                "the algorithm does not know, since it was frozen when DDP was made and it was "
                 "attached; detach it, then wrap the model in DDP and attach it again"
             )
         if non_finite:
             raise NonFiniteError(
-                f"on rank {non_finite - 1}, or another one of its node, weights in step "
+                f"on {name_ranks(non_finite)}, or another one of its node, weights in step "
                 f"{self.num_steps} are NaN, infinite or too large for 8-bit codes; no rank has "
                 "mixed its weights; load a checkpoint and look for the cause as without compression"
             )

@@ -301,13 +301,13 @@ class ShardedGradients:
         gradients = [gradient for _, gradient in self.own()]
         is_double = any(parameter.dtype is torch.float64 for parameter in self._parameters)
         kind = torch.float64 if is_double else torch.float32
-        # Of each rank, in its place: a maximum among ranks would lose a NaN.
-        norms = self._parameters[0].new_zeros(self._exchange.num_ranks, dtype=kind)
+        norm = self._parameters[0].new_zeros(1, dtype=kind)
         own = [torch.linalg.vector_norm(g, norm_type).to(kind) for g in gradients if g.numel()]
         if own:
-            norms[self._exchange.rank] = torch.linalg.vector_norm(torch.stack(own), norm_type)
+            norm[0] = torch.linalg.vector_norm(torch.stack(own), norm_type)
         with communicating("adding up the norms of gradients"):
-            self._exchange.communicator.all_reduce(norms).wait()
+            norms, work = self._exchange.communicator.collect(norm)
+            work.wait()  # each rank's, since a maximum among ranks would lose a NaN
         total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of gradients is {total.item()}, so they were not clipped")

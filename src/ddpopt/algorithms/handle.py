@@ -236,6 +236,7 @@ class Handle:
         self._is_reducing = (
             False  # the first bucket of a backward was reduced, and it has not ended
         )
+        self.failure: Exception | None = None  # of a bucket; DDP would show it without its type
         self._updated: set[torch.optim.Optimizer] = set()
         ignored, known = training.ddp.parameters_to_ignore, training.parameters
         named = training.ddp.module.named_parameters()
@@ -459,6 +460,9 @@ class Handle:
     def _end_backward(self) -> None:
         if self._is_reducing:
             self._is_reducing = False
+            failure, self.failure = self.failure, None
+            if failure is not None:
+                raise failure
             self.end_backward()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *given: Any) -> Any:
@@ -519,36 +523,27 @@ class BackgroundHandle(Handle):
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         super().__init__(training, algorithm)
         self.worker = Worker(self, training.device)
-        self._failure: Exception | None = None
 
     def run_behind_backward(
         self, bucket: Bucket, task: Callable[[torch.Tensor], None]
     ) -> GradientFuture:
-        """Let the worker run a task that changes a bucket's flat values in place.
-
-        DDP would show its exception without its type, so it is raised after DDP's part has ended.
-        """
+        """Let the worker run a task that changes a bucket's flat values in place."""
         self.num_communications += 1
         values, what = bucket.buffer(), f"reducing gradients in step {self.num_steps}"
 
         def run() -> Any:
-            if self._failure is None:  # with a broken connection each task would wait long
+            if self.failure is None:  # with a broken connection each task would wait long
                 try:
                     with communicating(what):
                         task(values)
                 except Exception as error:
-                    self._failure = error
+                    self.failure = error
             return values
 
         return self.worker.submit(run)
 
     def close(self) -> None:
         self.worker.close()
-
-    def end_backward(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
 
 def attach(

@@ -7,7 +7,6 @@ and behind the next forward.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import optim
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, _waits
-from ddpopt._events import follow
-from ddpopt.algorithms.comm import Exchange, Works, make_agreement_group
+from ddpopt.algorithms.comm import Exchange
 from ddpopt.algorithms.gradients import ShardedGradients
 from ddpopt.algorithms.handle import (
     Algorithm,
@@ -140,21 +137,19 @@ class ShardedUpdateHandle(Handle):
     def __init__(self, training: Training, algorithm: ShardedUpdate) -> None:
         super().__init__(training, algorithm)
         ddp = training.ddp
-        described = _torch.reducer_parameters(ddp)
-        self._names = [parameter.name for parameter in described.values()]
-        self._parameters: list[torch.Tensor] = list(described)
+        self._names = [described.name for described in training.parameters.values()]
+        self._parameters = list(training.parameters)
         self._index = {parameter: k for k, parameter in enumerate(self._parameters)}
         self._flags = self.groups.everyone
         if training.device.type != "cpu":
-            self._flags = make_agreement_group(training.group, training.device)
-        self.exchange = Exchange(self.groups.everyone, _following(ddp))
+            self._flags = self.groups.make_agreement()
+        self.exchange = Exchange(self.groups.everyone, ddp)
         is_guarded = algorithm.overlap_forward
         self.shards = Shards(self._parameters, self.exchange, self._predict(), is_guarded)
         self._gradients = ShardedGradients(self.shards)
         self._states = ShardedStates(self.shards, training.optimizers)
         self._layouts: dict[optim.Optimizer, _Layout] = {}
         self._stand_ins = {optimizer: _StandIn(optimizer) for optimizer in training.optimizers}
-        self._failure: Exception | None = None
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
         self._earlier_buckets: list[tuple[int, ...]] = []  # of that before the last update
         self._buckets_so_far: list[tuple[int, ...]] = []  # of the running one
@@ -256,8 +251,6 @@ class ShardedUpdateHandle(Handle):
             for name, parameter in zip(self._names, self._parameters, strict=True):
                 parameter.grad = gradients.get(name, parameter.grad)
             super().detach(average=average)
-        if average and self._flags is not self.groups.everyone:
-            self._flags.end()
 
     def close(self) -> None:
         _waits.end_sharded(self.training.ddp)
@@ -340,19 +333,16 @@ class ShardedUpdateHandle(Handle):
         try:
             members = tuple(self._index[parameter] for parameter in bucket.parameters())
             self._buckets_so_far.append(members)
-            if self._failure is None:
+            if self.failure is None:
                 self._gradients.begin_sum(bucket.index(), values, members)
                 _forget_local_gradients(bucket)
-        except Exception as error:  # DDP would show it without its type
-            self._failure = error
+        except Exception as error:
+            self.failure = error
         done: GradientFuture = torch.futures.Future()
         done.set_result(values)  # DDP need not wait
         return done
 
     def end_backward(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
         self._buckets, self._buckets_so_far = self._buckets_so_far, []
         self._will_reduce = False
         self._gradients.end_backward()
@@ -476,10 +466,8 @@ class ShardedUpdateHandle(Handle):
     # ---- what ranks tell each other ----------------------------------------------------------
 
     def _tell(self, *numbers: int) -> _Told:
-        rows = torch.zeros(self._flags.num_ranks, len(numbers), dtype=torch.int64)
-        rows[self._flags.rank] = torch.tensor(numbers)
         with communicating(f"asking all ranks about step {self.num_steps}"):
-            return _Told(rows, self._flags.all_reduce(rows), self.num_steps)
+            return _Told(*self._flags.collect(torch.tensor(numbers)), self.num_steps)
 
     def _check_gradients(self) -> None:
         index = self._gradients.find_local(self._index.values())
@@ -538,7 +526,7 @@ class ShardedUpdateHandle(Handle):
     def _predict(self) -> list[list[int]]:
         """Return the Reducer's buckets, as far as they are known, by parameter index."""
         known = state.of(self.training.ddp)
-        described = list(_torch.reducer_parameters(self.training.ddp).values())
+        described = list(self.training.parameters.values())
         if known.buckets is not None:
             buckets = known_buckets(described, known.buckets, known.rules)
         else:
@@ -590,16 +578,6 @@ def _forget_local_gradients(bucket: Bucket) -> None:
             place = values.storage_offset() + start
             parameter.grad = values.as_strided(parameter.shape, parameter.stride(), place)
         start += parameter.numel()
-
-
-def _following(ddp: DistributedDataParallel) -> Callable[[str, int, int, Works], Works]:
-    """Return a function that reports exchanges to a recording of this module."""
-    find = weakref.ref(ddp)
-
-    def tell(what: str, bucket: int, num_bytes: int, works: Works) -> Works:
-        return follow(find(), what, bucket, num_bytes, works)
-
-    return tell
 
 
 def _wait_for_all() -> None:
