@@ -10,7 +10,7 @@ rank's part, or nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,12 +117,13 @@ class ShardedGradients:
         self._exchange = shards.exchange
         me = weakref.ref(self)
         self._absent = [AbsentGradient(p, k, me) for k, p in enumerate(self._parameters)]
-        self._has_gradient = [False] * len(self._parameters)  # whether the shards have it
         self._reductions: list[Complete] = []
-        self._hidden: list[int] = []  # gradients that are removed for a forward
-        self._lifted: set[int] | None = None  # gradients that were there when a backward began
+        # By index:
+        self._having: set[int] = set()  # parameters whose gradients the shards have
+        self._hidden: list[int] = []  # those whose placeholders are removed for a forward
+        self._lifted: list[int] | None = None  # and for a backward, if one is running
         self._local: dict[int, torch.Tensor] = {}  # this rank's own, to be added to those in shards
-        self._lent: list[int] = []  # gradients that the running update has
+        self._lent: list[int] = []  # those that the running update has
         self._take_in()
 
     def _take_in(self) -> None:
@@ -136,45 +137,43 @@ class ShardedGradients:
             if not having.isdisjoint(shard.indices):
                 self.begin_sum(shard.index, shard.join_gradients(), shard.indices)
         self.finish()
-        for index in having:
-            self._has_gradient[index] = True
+        self._having = having
+        self._place(having)
+
+    # ---- placeholders, in forward and backward -----------------------------------------------
+
+    def _placed(self) -> list[int]:
+        """Return the parameters that have a placeholder, which zero_grad may have removed."""
+        pairs = enumerate(zip(self._parameters, self._absent, strict=True))
+        return [index for index, (parameter, absent) in pairs if parameter.grad is absent]
+
+    def _place(self, indices: Iterable[int]) -> None:
+        for index in indices:
             self._parameters[index].grad = self._absent[index]
-
-    def release(self) -> None:
-        for parameter, absent in zip(self._parameters, self._absent, strict=True):
-            if parameter.grad is absent:
-                parameter.grad = None
-
-    # ---- forward and backward ----------------------------------------------------------------
 
     def hide(self) -> None:
         """Remove the placeholders of gradients, until `show`."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is self._absent[index]:
-                parameter.grad = None
-                self._hidden.append(index)
+        self._hidden += self._placed()
+        for index in self._hidden:
+            self._parameters[index].grad = None
 
     def show(self) -> None:
-        for index in self._hidden:
-            self._parameters[index].grad = self._absent[index]
+        self._place(self._hidden)
         self._hidden.clear()
 
     def lift(self, will_reduce: bool) -> None:
         """Prepare for a backward, in which autograd and DDP read and write gradients.
 
-        What was zeroed since the last backward is forgotten. `end_backward` ends one in which DDP
-        reduces, `end_lift` another.
+        What was zeroed or assigned since the last backward is forgotten. `end_backward` ends one in
+        which DDP reduces, `end_lift` another.
         """
         if self._lifted is not None:
             return
         self.finish()
-        self._lifted = set()
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is self._absent[index]:
-                parameter.grad = self._local.pop(index, None)
-                self._lifted.add(index)
-            else:  # zeroed, or assigned
-                self._has_gradient[index] = False
+        self._lifted = self._placed()
+        self._having.intersection_update(self._lifted)
+        for index in self._lifted:
+            self._parameters[index].grad = self._local.get(index)
         self._local.clear()
         if not will_reduce:
             _torch.at_end_of_backward(self.end_lift)
@@ -184,31 +183,31 @@ class ShardedGradients:
 
         Unless all gradients were zeroed since a backward that has raised.
         """
-        lifted, self._lifted = self._lifted or set(), None
-        own = [
-            g
-            for p, a in zip(self._parameters, self._absent, strict=True)
-            if (g := p.grad) is not None and g is not a
-        ]
-        if lifted and has_raised and not any(bool(gradient.any()) for gradient in own):
-            for index in lifted:
-                self._has_gradient[index] = False
+        lifted, self._lifted = self._lifted or [], None
+        if lifted and has_raised and not self._has_local():
+            self._having.difference_update(lifted)
             return
         for index in lifted:
             local = self._parameters[index].grad
             if local is not None:
                 self._local[index] = local
-            self._parameters[index].grad = self._absent[index]
+        self._place(lifted)
+
+    def _has_local(self) -> bool:
+        """Whether a gradient is there that is not zero."""
+        pairs = zip(self._parameters, self._absent, strict=True)
+        local = [p.grad for p, absent in pairs if p.grad is not None and p.grad is not absent]
+        return any(bool(gradient.any()) for gradient in local)
 
     def end_backward(self) -> None:
         """Replace all gradients by placeholders that raise."""
         # DDP reduces under no_sync, too, if the forward before it had no backward.
         self._local.clear()
-        lifted, self._lifted = self._lifted or set(), None
-        for index, parameter in enumerate(self._parameters):
-            has = parameter.grad is not None or index in lifted  # else no rank has ever used it
-            self._has_gradient[index] = has
-            parameter.grad = self._absent[index] if has else None
+        lifted, self._lifted = self._lifted or [], None
+        pairs = enumerate(self._parameters)
+        self._having = {index for index, parameter in pairs if parameter.grad is not None}
+        self._having.update(lifted)  # a rank may have none for now, but no rank for one never used
+        self._place(self._having)
 
     # ---- sums --------------------------------------------------------------------------------
 
@@ -217,7 +216,7 @@ class ShardedGradients:
 
         `finish` completes this rank's gradients.
         """
-        parts = [self._shards.members[k].gradient for k in members if self._has_gradient[k]]
+        parts = [self._shards.members[k].gradient for k in members if k in self._having]
         earlier = [part.clone() for part in parts]  # to which this backward adds
         own = self._shards.by_indices.get(tuple(members))
         if own is not None:
@@ -258,8 +257,8 @@ class ShardedGradients:
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the index and this rank's gradient (a view) of each parameter that has one."""
         self.finish()
-        for index, has in enumerate(self._has_gradient):
-            if has and self._parameters[index].grad is self._absent[index]:
+        for index in self._placed():
+            if index in self._having:
                 yield index, self._shards.members[index].gradient
 
     def find_local(self, indices: Collection[int]) -> int | None:
@@ -279,8 +278,8 @@ class ShardedGradients:
         self._local.pop(index, None)
         member = self._shards.members[index]
         member.gradient.copy_(member.cut(whole))
-        self._has_gradient[index] = True
-        self._parameters[index].grad = self._absent[index]
+        self._having.add(index)
+        self._place([index])
 
     def gather(self, with_local: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield index and whole gradient (a copy) of each parameter that has one. Collective.

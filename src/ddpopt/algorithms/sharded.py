@@ -247,7 +247,7 @@ class ShardedUpdateHandle(Handle):
                 gradients = {self._names[index]: whole for index, whole in found}
         finally:
             self._states.end(wholes)
-            self._gradients.release()
+            self._gradients.hide()
             for name, parameter in zip(self._names, self._parameters, strict=True):
                 parameter.grad = gradients.get(name, parameter.grad)
             super().detach(average=average)
