@@ -164,7 +164,7 @@ class Groups:
         if self.node is not None:
             self.node.mean(values)
 
-    def tell_node(self, values: torch.Tensor) -> None:
+    def broadcast_to_node(self, values: torch.Tensor) -> None:
         """Overwrite `values` with those of this node's leader, in place. Collective."""
         if self.node is not None:
             self.node.broadcast(values)
@@ -176,7 +176,7 @@ class Groups:
         self.average_node(values)
         if self.leaders is not None:
             by_leaders(self.leaders, values)
-        self.tell_node(values)
+        self.broadcast_to_node(values)
 
     @property
     def sent_bytes(self) -> float:

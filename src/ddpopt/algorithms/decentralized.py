@@ -140,9 +140,9 @@ class LowPrecisionDecentralizedHandle(Handle):
                 for values, part in zip(replica, torch.split(message, sizes), strict=True):
                     values.add_(decompress(part.view(1, -1)).view(-1))
             flat = self.replicas.own
-        with communicating(f"telling each node its weights in step {self.num_steps}"):
+        with communicating(f"sending each node its weights in step {self.num_steps}"):
             for values in flat:
-                self.groups.tell_node(values)
+                self.groups.broadcast_to_node(values)
         self.weights.assign(flat)
         self.num_communications += 1
 
@@ -155,9 +155,9 @@ class LowPrecisionDecentralizedHandle(Handle):
         self.settle()
         if self.groups.leaders is not None:
             with communicating("sending the neighbours uncompressed weights"):
-                told = [self._swap(values) for values in self.weights.copy()]
+                swapped = [self._swap(values) for values in self.weights.copy()]
             # Copies, since with one or two ranks a replica would be another one's memory.
-            self.replicas = Replicas(*([t[k].clone() for t in told] for k in range(3)))
+            self.replicas = Replicas(*([t[k].clone() for t in swapped] for k in range(3)))
 
     def average(self) -> None:
         super().average()

@@ -124,9 +124,9 @@ class ShardedGradients:
         self._lifted: list[int] | None = None  # and for a backward, if one is running
         self._local: dict[int, torch.Tensor] = {}  # this rank's own, to be added to those in shards
         self._lent: list[int] = []  # those that the running update has
-        self._take_in()
+        self._average_existing()
 
-    def _take_in(self) -> None:
+    def _average_existing(self) -> None:
         """Average the gradients that are there: a backward under no_sync may have made them."""
         has = [float(parameter.grad is not None) for parameter in self._parameters]
         num_having = self._parameters[0].new_tensor(has, dtype=torch.float32)

@@ -79,7 +79,7 @@ class _StandIn:
 class _Layout(NamedTuple):
     """What an update has in place of the parameters of the user's groups.
 
-    `foreign` are those that DDP does not reduce. Each of `turns` has the shards that are updated at
+    `foreign` are those that DDP does not reduce. Each of `batches` has shards that are updated at
     once, and their pieces by group: a bucket, or several small ones, in the order in which forward
     reads.
     """
@@ -88,12 +88,12 @@ class _Layout(NamedTuple):
     ids: list[list[int]]
     pieces: Members
     foreign: Members
-    turns: list[tuple[list[Shard], Members]]
+    batches: list[tuple[list[Shard], Members]]
     members: frozenset[int]
     digest: int
 
 
-# What forbids an update, of which all ranks are told before it.
+# What forbids an update, which all ranks learn before it.
 _LOCAL, _MOVED, _DISTURBED = 1, 2, 3
 _TEXTS = {
     _LOCAL: "has a gradient that is not the average of all ranks: its last backward ran under "
@@ -108,8 +108,8 @@ _TEXTS = {
 }
 
 
-class _Told(NamedTuple):
-    """What ranks tell each other about a step: a row of numbers each, once `work` has ended."""
+class _Reports(NamedTuple):
+    """What ranks report of a step: a row of numbers each, once `work` has ended."""
 
     rows: torch.Tensor
     work: Any
@@ -156,7 +156,7 @@ class ShardedUpdateHandle(Handle):
         self._unsent: list[Shard] | None = None  # of the running update
         self._updated_members: Collection[int] = ()  # of that
         self._has_failed = False  # an update raised on this rank, and no forward has run since
-        self._sent: _Told | None = None
+        self._sent: _Reports | None = None
         self._will_reduce = False  # the next backward, after a forward of DDP's
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
@@ -225,7 +225,7 @@ class ShardedUpdateHandle(Handle):
         """As `wait`; raise on all ranks if a parameter was disturbed on its way. Collective."""
         self.settle()
         self.wait()
-        self._check(self._ask())
+        self._check(self._report_problem())
 
     def begin_pause(self) -> None:
         self.wait()
@@ -371,12 +371,12 @@ class ShardedUpdateHandle(Handle):
         theirs = [group["params"] for group in optimizer.param_groups]
         held = getattr(args[0], "held", theirs)  # by another handle's stand-in
         layout = self._lay_out(optimizer, held)
-        told = self._ask(layout.members, layout.digest)  # while gradients arrive
+        reports = self._report_problem(layout.members, layout.digest)  # while gradients arrive
         super().on_update(optimizer, args, kwargs, is_compiled)
-        self._check(told)
-        self._unsent = [shard for shards, _ in layout.turns for shard in shards]
+        self._check(reports)
+        self._unsent = [shard for shards, _ in layout.batches for shard in shards]
         self._updated_members = layout.members
-        self._states.take_in(optimizer)
+        self._states.cut(optimizer)
         self._gradients.lend()
         own, members = self._stand_ins[optimizer], layout.pieces
         step = None
@@ -385,7 +385,7 @@ class ShardedUpdateHandle(Handle):
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
         if step is not None:
             try:
-                for shards, pieces in layout.turns:
+                for shards, pieces in layout.batches:
                     step(own.hold(pieces))
                     for _ in shards:
                         self._send_next()
@@ -418,7 +418,7 @@ class ShardedUpdateHandle(Handle):
                 self._send_next()
             self._unsent = None
             self._gradients.take_back()
-            self._sent = self._tell(has_failed)
+            self._sent = self._report(has_failed)
             if not self.algorithm.overlap_forward:
                 self._receive()
 
@@ -433,54 +433,52 @@ class ShardedUpdateHandle(Handle):
         found = self._layouts.get(optimizer)
         if found is not None and found.ids == ids:
             return found
-        indices = [[self._index.get(p) for p in group] for group in groups]
-        pairs = [list(zip(g, i, strict=True)) for g, i in zip(groups, indices, strict=True)]
-        group_of = {k: number for number, own in enumerate(indices) for k in own if k is not None}
-        turns: list[tuple[list[Shard], Members]] = []
+        index, members = self._index, self.shards.members
+        indices = [[index[p] for p in group if p in index] for group in groups]
+        group_of = {k: number for number, own in enumerate(indices) for k in own}
+        batches: list[tuple[list[Shard], Members]] = []
         open_bytes = LEAST_BYTES
         for shard in reversed(self.shards):
             if group_of.keys().isdisjoint(shard.indices):
                 continue
             if open_bytes >= LEAST_BYTES:
                 open_bytes = 0
-                turns.append(([], [[] for _ in groups]))
-            shards, members = turns[-1]
+                batches.append(([], [[] for _ in groups]))
+            shards, pieces = batches[-1]
             shards.append(shard)
             for member in shard.members:
                 if member.index in group_of:
-                    members[group_of[member.index]].append(member.piece)
+                    pieces[group_of[member.index]].append(member.piece)
                     open_bytes += member.piece.nbytes
         layout = self._layouts[optimizer] = _Layout(
             kept=[list(group) for group in groups],
             ids=ids,
-            pieces=[
-                [p if k is None else self.shards.members[k].piece for p, k in g] for g in pairs
-            ],
-            foreign=[[p for p, k in group if k is None] for group in pairs],
-            turns=turns,
+            pieces=[[members[index[p]].piece if p in index else p for p in g] for g in groups],
+            foreign=[[p for p in group if p not in index] for group in groups],
+            batches=batches,
             members=frozenset(group_of),
-            digest=zlib.crc32(repr([[k for k in g if k is not None] for g in indices]).encode()),
+            digest=zlib.crc32(repr(indices).encode()),
         )
         return layout
 
-    # ---- what ranks tell each other ----------------------------------------------------------
+    # ---- what ranks report -----------------------------------------------------------------
 
-    def _tell(self, *numbers: int) -> _Told:
+    def _report(self, *numbers: int) -> _Reports:
         with communicating(f"asking all ranks about step {self.num_steps}"):
-            return _Told(*self._flags.collect(torch.tensor(numbers)), self.num_steps)
+            return _Reports(*self._flags.collect(torch.tensor(numbers)), self.num_steps)
 
     def _check_gradients(self) -> None:
         index = self._gradients.find_local(self._index.values())
-        told = self._tell(0 if index is None else _LOCAL, index or 0, 0)
+        reports = self._report(0 if index is None else _LOCAL, index or 0, 0)
         self._gradients.finish()  # meanwhile
-        self._check(told)
+        self._check(reports)
 
-    def _ask(self, members: Collection[int] = (), digest: int = 0) -> _Told:
-        """Take in parameters that were moved, and start telling what forbids an update of these."""
+    def _report_problem(self, members: Collection[int] = (), digest: int = 0) -> _Reports:
+        """Collect parameters that were moved, and report what forbids an update of these."""
         self._gradients.end_lift(has_raised=True)  # of a backward that raised
         index = self._gradients.find_local(members)
         problem = 0 if index is None else _LOCAL
-        misfit = self.shards.take_in()
+        misfit = self.shards.collect_strays()
         if misfit is not None:
             problem, index = _MOVED, misfit
         for shard in self.shards:
@@ -488,11 +486,11 @@ class ShardedUpdateHandle(Handle):
             if disturbed is not None:
                 problem, index = _DISTURBED, disturbed
         self.shards.announce()  # where they are now
-        return self._tell(problem, index or 0, digest)
+        return self._report(problem, index or 0, digest)
 
-    def _check(self, told: _Told) -> None:
+    def _check(self, reports: _Reports) -> None:
         """Raise on all ranks what was found on one."""
-        rows = told.read()
+        rows = reports.read()
         for rank, (problem, index, _) in enumerate(rows):
             if problem:
                 raise OptionError(f"on rank {rank}: {self._names[index]} {_TEXTS[problem]}")
@@ -537,7 +535,7 @@ class ShardedUpdateHandle(Handle):
         """Divide these buckets in place of the previous ones. Collective."""
         self._receive()
         self._gradients.finish()
-        self.shards.take_in()
+        self.shards.collect_strays()
         missing = {*self._index.values()}.difference(*buckets)
         self._states.divide([*filter(None, buckets), *([index] for index in sorted(missing))])
         self._layouts.clear()

@@ -270,7 +270,7 @@ class Shards:
         self.members = [found[index] for index in range(len(self.parameters))]
         self.announce()
 
-    def take_in(self) -> int | None:
+    def collect_strays(self) -> int | None:
         """Copy this rank's pieces of strays to the buffers; return a parameter that does not fit.
 
         Strays may be in each other's places, as after `a.data, b.data = b.data, a.data`: these are
@@ -390,9 +390,9 @@ class ShardedStates:
         self._shards = shards
         self._optimizers = tuple(optimizers)
         for optimizer in optimizers:
-            self.take_in(optimizer)
+            self.cut(optimizer)
 
-    def take_in(self, optimizer: optim.Optimizer) -> None:
+    def cut(self, optimizer: optim.Optimizer) -> None:
         """Cut the states that an optimizer has of whole parameters."""
         for member in self._shards.members:
             if member.parameter in optimizer.state:
@@ -449,7 +449,7 @@ class ShardedStates:
         for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
             self._forget(optimizer)
             stand_in(optimizer).load_state_dict(saved)
-            self.take_in(optimizer)
+            self.cut(optimizer)
 
     def _states_in(self, given: Any) -> list[Any]:
         if not isinstance(given, dict):
