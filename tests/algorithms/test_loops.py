@@ -63,6 +63,15 @@ class Loops:
             for handle in self.handles:
                 handle.wait()
 
+    def state(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the state of the only optimizer, by the last handle that it has."""
+        if self.handles:
+            return self.handles[-1].state_dict()["optimizers"][0]
+        return optimizer.state_dict()
+
+    def load(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        (self.handles[-1] if self.handles else optimizer).load_state_dict(state)
+
     def clip(self, ddp: nn.Module, norm: float, kind: float) -> torch.Tensor:
         if self.handles:
             return self.handles[0].clip_grad_norm_(norm, kind)  # type: ignore[no-any-return]
@@ -134,6 +143,31 @@ def two_modules(loops: Loops, inputs: Any) -> Any:
         _step(decoder(encoder(x)).pow(2).mean(), optimizer)
         loops.settle()
         yield _whole(encoder, decoder)
+
+
+def scaled_together(loops: Loops, inputs: Any) -> Any:
+    """As above: calls on all gradients of the optimizer at once, and its states."""
+    encoder, decoder = (DistributedDataParallel(MLP(d), bucket_cap_mb=0.005) for d in (2, 4))
+    parameters = [*encoder.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.05, foreach=True)
+    for module in (encoder, decoder):
+        loops.attach(module, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    for k, x in enumerate(inputs):
+        scaler.scale(decoder(encoder(x)).pow(2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+        loops.settle()
+        if k == 3:
+            kept = copy.deepcopy(loops.state(optimizer))
+    loops.load(optimizer, kept)
+    scaler.scale(decoder(encoder(x)).pow(2).mean()).backward()
+    scaler.step(optimizer)
+    loops.settle()
+    yield _whole(encoder, decoder)
+    for state in loops.state(optimizer)["state"].values():
+        yield torch.cat([state["exp_avg"].flatten(), state["step"].reshape(1)])
 
 
 def assigned(loops: Loops, inputs: Any) -> Any:
@@ -454,6 +488,7 @@ LOOPS: list[Loop] = [
     reentrant,
     temperature,
     two_modules,
+    scaled_together,
     assigned,
     between,
     thawed,

@@ -68,18 +68,18 @@ class AbsentGradient(torch.Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if name in _ZERO or name == _UNSCALE:
             values = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-            absent = [value for value in values if isinstance(value, AbsentGradient)]
             others = [value for value in values if not isinstance(value, AbsentGradient)]
-            owner = absent[0].owner()
-            if owner is not None:
+            absent: dict[ShardedGradients | None, list[int]] = {}  # one optimizer, several handles
+            for value in values:
+                if isinstance(value, AbsentGradient):
+                    absent.setdefault(value.owner(), []).append(value.parameter_index)
+            if None not in absent:
                 if others:
                     function(others, *args[1:], **kwargs or {})
-                if name == _UNSCALE:
-                    owner.unscale([value.parameter_index for value in absent], *args[1:])
-                    return None
-                for value in absent:
-                    owner.zero(value.parameter_index)
-                return args[0]
+                for owner, indices in absent.items():
+                    change = owner.unscale if name == _UNSCALE else owner.zero
+                    change(indices, *args[1:])
+                return None if name == _UNSCALE else args[0]
         raise AbsentGradientError(_text(name))
 
     @classmethod
@@ -330,10 +330,11 @@ class ShardedGradients:
             piece.grad = None
         self._lent.clear()
 
-    def zero(self, index: int) -> None:
+    def zero(self, indices: Sequence[int]) -> None:
         self.finish()
-        self._shards.members[index].gradient.zero_()
-        self._local.pop(index, None)
+        for index in indices:
+            self._shards.members[index].gradient.zero_()
+            self._local.pop(index, None)
 
     def unscale(self, indices: Sequence[int], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
         """Multiply gradients by `scale`; `found_inf` is 1.0 if any rank's are not finite."""

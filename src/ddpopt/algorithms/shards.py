@@ -416,19 +416,20 @@ class ShardedStates:
 
     def gather(self) -> list[dict[torch.Tensor, State]]:
         """Return the states of whole parameters, of each optimizer. Collective."""
-        return [self._gather(optimizer) for optimizer in self._optimizers]
+        return [self._gather(optimizer.state) for optimizer in self._optimizers]
 
     def end(self, wholes: Sequence[dict[torch.Tensor, State]] = ()) -> None:
         """Remove pieces from optimizers; give them whole states as `gather` returned them."""
         for optimizer in self._optimizers:
-            self._forget(optimizer)
+            self._forget(optimizer.state)
         for optimizer, states in zip(self._optimizers, wholes, strict=False):
             optimizer.state.update(states)
 
     # ---- saving and loading ------------------------------------------------------------------
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        return [self._whole_state_dict(optimizer) for optimizer in self._optimizers]
+        """Return whole state dicts, by the hooks of all handles of an optimizer. Collective."""
+        return [_whole_state_dict(optimizer) for optimizer in self._optimizers]
 
     def check(self, given: Any) -> list[Fact]:
         """Return what in a state has to be equal on all ranks; raise why it cannot be loaded."""
@@ -447,7 +448,7 @@ class ShardedStates:
 
     def load(self, given: dict[str, Any]) -> None:
         for optimizer, saved in zip(self._optimizers, self._states_in(given), strict=True):
-            self._forget(optimizer)
+            self._forget(optimizer.state)
             stand_in(optimizer).load_state_dict(saved)
             self.cut(optimizer)
 
@@ -465,11 +466,21 @@ class ShardedStates:
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks that make optimizers refuse to save or load by themselves."""
-        refuse = weakly(self._refuse)
+        saving, loading = weakly(self._before_saving), weakly(self._before_loading)
         for optimizer in self._optimizers:
-            for what in ("state_dict", "load_state_dict"):
-                register = getattr(optimizer, f"register_{what}_pre_hook")
-                yield register(lambda of, *_, what=what: refuse(of, what))
+            yield optimizer.register_state_dict_pre_hook(saving)
+            yield optimizer.register_load_state_dict_pre_hook(loading)
+
+    def _before_saving(self, optimizer: optim.Optimizer) -> None:
+        """Give a stand-in whole states to save. Collective."""
+        self._refuse(optimizer, "state_dict")
+        if all(optimizer.state is not own.state for own in self._optimizers):  # not in an update
+            wholes = self._gather(optimizer.state)
+            self._forget(optimizer.state)
+            optimizer.state.update(wholes)
+
+    def _before_loading(self, optimizer: optim.Optimizer, _state: object) -> None:
+        self._refuse(optimizer, "load_state_dict")
 
     def _refuse(self, optimizer: optim.Optimizer, what: str) -> None:
         if optimizer in self._optimizers:  # and not a stand-in
@@ -484,23 +495,22 @@ class ShardedStates:
         if whole:
             optimizer.state[member.piece] = member.cut_state(whole)
 
-    def _forget(self, optimizer: optim.Optimizer) -> None:
+    def _forget(self, of_optimizer: dict[torch.Tensor, State]) -> None:
         for member in self._shards.members:
-            optimizer.state.pop(member.piece, None)
+            of_optimizer.pop(member.piece, None)
 
-    def _gather(self, optimizer: optim.Optimizer) -> dict[torch.Tensor, State]:
+    def _gather(self, of_optimizer: dict[torch.Tensor, State]) -> dict[torch.Tensor, State]:
         found: dict[int, State] = {}
         for shard in self._shards:
-            states = [optimizer.state.get(m.piece, {}) for m in shard.members]
+            states = [of_optimizer.get(m.piece, {}) for m in shard.members]
             found.update(zip(shard.indices, shard.gather_states(states), strict=True))
         return {m.parameter: found[m.index] for m in self._shards.members if found[m.index]}
 
-    def _whole_state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        pieces = {member.piece for member in self._shards.members}
-        others = {t: state for t, state in optimizer.state.items() if t not in pieces}
-        states = others | self._gather(optimizer)
-        saved: dict[str, Any] = stand_in(optimizer, state=lambda: states).state_dict()
-        return saved
+
+def _whole_state_dict(optimizer: optim.Optimizer) -> dict[str, Any]:
+    states = dict(optimizer.state)
+    saved: dict[str, Any] = stand_in(optimizer, state=lambda: states).state_dict()
+    return saved
 
 
 def stand_in(optimizer: optim.Optimizer, **own: Callable[[], Any]) -> Any:

@@ -243,9 +243,9 @@ def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
         case = dataclasses.replace(case, copied="", actions=_without(case, "ema", "copy"))
     if case.copied:  # the encoder is not
         case = dataclasses.replace(case, arrangement="")
-    if "encoder" in case.arrangement:  # some of the states are of the other handle
+    if "encoder" in case.arrangement:
         # A rank's forward alone may rebuild one module's buckets, and then another module's.
-        case = dataclasses.replace(case, actions=_without(case, "states"), extras=())
+        case = dataclasses.replace(case, extras=())
     if "thawed" in case.freezes or case.ignored:  # handles clip what DDP reduces
         case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
     # Sums of squares are rounded otherwise, and most optimizers make an update of any size of a
