@@ -66,21 +66,23 @@ class AbsentGradient(torch.Tensor):
             return args[0]
         if name in _KNOWN:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if name in _ZERO or name == _UNSCALE:
-            values = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-            others = [value for value in values if not isinstance(value, AbsentGradient)]
-            absent: dict[ShardedGradients | None, list[int]] = {}  # one optimizer, several handles
-            for value in values:
-                if isinstance(value, AbsentGradient):
-                    absent.setdefault(value.owner(), []).append(value.parameter_index)
-            if None not in absent:
-                if others:
-                    function(others, *args[1:], **kwargs or {})
-                for owner, indices in absent.items():
-                    change = owner.unscale if name == _UNSCALE else owner.zero
-                    change(indices, *args[1:])
-                return None if name == _UNSCALE else args[0]
-        raise AbsentGradientError(_text(name))
+        if name not in _ZERO and name != _UNSCALE:
+            raise AbsentGradientError(_text(name))
+        values = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        others = [value for value in values if not isinstance(value, AbsentGradient)]
+        owned: dict[ShardedGradients, list[int]] = {}  # an optimizer may have several handles
+        for value in values:
+            if isinstance(value, AbsentGradient):
+                owner = value.owner()
+                if owner is None:
+                    raise AbsentGradientError(_text(name))
+                owned.setdefault(owner, []).append(value.parameter_index)
+        if others:
+            function(others, *args[1:], **kwargs or {})
+        for owner, indices in owned.items():
+            change = owner.unscale if name == _UNSCALE else owner.zero
+            change(indices, *args[1:])
+        return None if name == _UNSCALE else args[0]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own has no types
