@@ -212,7 +212,6 @@ def _make_group(
 
 
 Complete = Callable[[], object]
-_CACHED = 2**16  # elements of a few tensors that fit into a core's cache
 
 
 class Exchange:
@@ -273,12 +272,9 @@ class Exchange:
         received.insert(self.rank, own)  # which no rank sends
 
         def complete() -> None:
-            # Piece by piece, so that sums are still cached when they are divided.
-            pieces = (torch.split(t, _CACHED) for t in (mean, own, *others))
-            for sums, *addends in zip(*pieces, strict=True):
-                for addend in addends:
-                    sums.add_(addend)
-                sums.div_(divisor)
+            for addend in (own, *others):
+                mean.add_(addend)
+            mean.div_(divisor)
 
         return self._swap(parts, received), complete
 

@@ -552,7 +552,7 @@ class ShardedUpdateHandle(Handle):
             yield from self._guards()
 
     def _guards(self) -> Iterator[Any]:
-        _torch.while_compiling(_wait_for_all)  # not at import, which would import Dynamo
+        _torch.while_compiling(_waits.wait_for_all)  # not at import, which would import Dynamo
         whole = ModuleHook(_torch.uncompiled(weakly(self.on_state)))
         for module in self.training.ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]
@@ -578,14 +578,10 @@ def _forget_local_gradients(bucket: Bucket) -> None:
         start += parameter.numel()
 
 
-def _wait_for_all() -> None:
-    _waits.wait_for_all()
-
-
 def _waiting_for(parameters: Sequence[torch.Tensor]) -> Callable[..., None]:
     def wait(*_: object) -> None:
         if torch.compiler.is_compiling():
-            _wait_for_all()  # now: other backends than ours compile code without waits
+            _waits.wait_for_all()  # now: other backends than ours compile code without waits
         else:
             _waits.wait_for(parameters)
 
