@@ -84,8 +84,7 @@ class _Layout(NamedTuple):
     reads.
     """
 
-    kept: Members  # so that `ids` stay theirs
-    ids: list[list[int]]
+    groups: Members
     pieces: Members
     foreign: Members
     batches: list[tuple[list[Shard], Members]]
@@ -429,9 +428,8 @@ class ShardedUpdateHandle(Handle):
             self._end_update(has_failed=True)
 
     def _lay_out(self, optimizer: optim.Optimizer, groups: Members) -> _Layout:
-        ids = [[*map(id, group)] for group in groups]
         found = self._layouts.get(optimizer)
-        if found is not None and found.ids == ids:
+        if found is not None and _ids(found.groups) == _ids(groups):
             return found
         index, members = self._index, self.shards.members
         indices = [[index[p] for p in group if p in index] for group in groups]
@@ -451,8 +449,7 @@ class ShardedUpdateHandle(Handle):
                     pieces[group_of[member.index]].append(member.piece)
                     open_bytes += member.piece.nbytes
         layout = self._layouts[optimizer] = _Layout(
-            kept=[list(group) for group in groups],
-            ids=ids,
+            groups=[list(group) for group in groups],
             pieces=[[members[index[p]].piece if p in index else p for p in g] for g in groups],
             foreign=[[p for p in group if p not in index] for group in groups],
             batches=batches,
@@ -562,6 +559,10 @@ class ShardedUpdateHandle(Handle):
             hooked: Any = module  # its methods for hooks have no types
             yield hooked.register_state_dict_pre_hook(whole)
             yield hooked.register_load_state_dict_pre_hook(whole)
+
+
+def _ids(groups: Members) -> list[list[int]]:
+    return [[*map(id, group)] for group in groups]
 
 
 def _forget_local_gradients(bucket: Bucket) -> None:
