@@ -233,9 +233,8 @@ class Handle:
         self._num_pauses = 0
         self._is_open = False  # a step has begun and has not ended
         self._has_run_backward = False
-        self._is_reducing = (
-            False  # the first bucket of a backward was reduced, and it has not ended
-        )
+        # The first bucket of a backward was reduced, and it has not ended.
+        self._is_reducing = False
         self.failure: Exception | None = None  # of a bucket; DDP would show it without its type
         self._updated: set[torch.optim.Optimizer] = set()
         ignored, known = training.ddp.parameters_to_ignore, training.parameters

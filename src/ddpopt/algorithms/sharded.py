@@ -377,23 +377,22 @@ class ShardedUpdateHandle(Handle):
         self._updated_members = layout.members
         self._states.cut(optimizer)
         self._gradients.lend()
-        own, members = self._stand_ins[optimizer], layout.pieces
-        step = None
+        own, step = self._stand_ins[optimizer], None
         if not is_compiled and type(optimizer) in ELEMENTWISE:
             # Users' hooks after this one would find the update done already.
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
-        if step is not None:
-            try:
-                for shards, pieces in layout.batches:
-                    step(own.hold(pieces))
-                    for _ in shards:
-                        self._send_next()
-            except BaseException:
-                self._end_failed()
-                raise
-            self._end_update()
-            members = layout.foreign
-        return (own.hold(members), *args[1:]), kwargs
+        if step is None:
+            return (own.hold(layout.pieces), *args[1:]), kwargs
+        try:
+            for shards, pieces in layout.batches:
+                step(own.hold(pieces))
+                for _ in shards:
+                    self._send_next()
+        except BaseException:
+            self._end_failed()
+            raise
+        self._end_update()
+        return (own.hold(layout.foreign), *args[1:]), kwargs
 
     def on_updated(self, optimizer: optim.Optimizer) -> None:
         """Send what was not sent, before others see parameters; then as `Handle.on_updated`.
