@@ -235,7 +235,7 @@ class Handle:
         self._has_run_backward = False
         # The first bucket of a backward was reduced, and it has not ended.
         self._is_reducing = False
-        self.failure: Exception | None = None  # of a bucket; DDP would show it without its type
+        self._failure: Exception | None = None  # of a bucket; DDP would show it without its type
         self._updated: set[torch.optim.Optimizer] = set()
         ignored, known = training.ddp.parameters_to_ignore, training.parameters
         named = training.ddp.module.named_parameters()
@@ -246,19 +246,18 @@ class Handle:
         metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
         hook = ModuleHook(_torch.uncompiled(self._before_forward))  # the model keeps this alive
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        hooks = (weakly(self._before_update), weakly(self._after_update))
-        before, after = map(_torch.uncompiled, hooks)
-        self._update_hooks = {
-            optimizer: optimizer.register_step_pre_hook(
-                lambda *given: before(*given, torch.compiler.is_compiling())
-            )
-            for optimizer in training.optimizers
-        }
-        self._removable += self._update_hooks.values()
+        before = _torch.uncompiled(weakly(self._before_update))
+        after = _torch.uncompiled(weakly(self._after_update))
+
+        def begin(*given: Any) -> Any:
+            return before(*given, torch.compiler.is_compiling())
+
+        self._update_hooks: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in training.optimizers:
+            self._update_hooks[optimizer] = optimizer.register_step_pre_hook(begin)
             ended = optimizer.register_step_post_hook(after)
             _torch.run_first(optimizer, ended)
-            self._removable.append(ended)
+            self._removable += [self._update_hooks[optimizer], ended]
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -459,7 +458,7 @@ class Handle:
     def _end_backward(self) -> None:
         if self._is_reducing:
             self._is_reducing = False
-            failure, self.failure = self.failure, None
+            failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure
             self.end_backward()
@@ -531,12 +530,12 @@ class BackgroundHandle(Handle):
         values, what = bucket.buffer(), f"reducing gradients in step {self.num_steps}"
 
         def run() -> Any:
-            if self.failure is None:  # with a broken connection each task would wait long
+            if self._failure is None:  # with a broken connection each task would wait long
                 try:
                     with communicating(what):
                         task(values)
                 except Exception as error:
-                    self.failure = error
+                    self._failure = error
             return values
 
         return self.worker.submit(run)

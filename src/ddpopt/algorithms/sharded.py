@@ -332,11 +332,11 @@ class ShardedUpdateHandle(Handle):
         try:
             members = tuple(self._index[parameter] for parameter in bucket.parameters())
             self._buckets_so_far.append(members)
-            if self.failure is None:
+            if self._failure is None:
                 self._gradients.begin_sum(bucket.index(), values, members)
                 _forget_local_gradients(bucket)
         except Exception as error:
-            self.failure = error
+            self._failure = error
         done: GradientFuture = torch.futures.Future()
         done.set_result(values)  # DDP need not wait
         return done
