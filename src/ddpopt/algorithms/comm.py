@@ -139,25 +139,31 @@ class Groups:
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
         self.ddp = ddp = Communicator(parent, device)
+        name = [f"ddpopt-{uuid.uuid4().hex}"]  # that was never used before
+        dist.broadcast_object_list(name, group=parent, group_src=0, device=device)
+        self._name = name[0]
+        self._made: list[Communicator] = []
         self._ranks = ranks = dist.get_process_group_ranks(parent)
-        self._agreement: Communicator | None = None
-        name = _new_name(ddp)
         first = ddp.rank - ddp.rank % ranks_per_node
         self.place = (ddp.rank // ranks_per_node, len(ranks) // ranks_per_node)
-        self.everyone = _make_group(ddp, name, ranks)
+        self.everyone = self._make("everyone", ranks)
         self.leaders: Communicator | None = self.everyone
         self.node: Communicator | None = None
         if ranks_per_node > 1:
             node = ranks[first : first + ranks_per_node]
-            self.node = _make_group(ddp, f"{name}-node-{first}", node)
+            self.node = self._make(f"node-{first}", node)
             self.leaders = None
             if ddp.rank == first:
-                self.leaders = _make_group(ddp, f"{name}-leaders", ranks[::ranks_per_node])
+                self.leaders = self._make("leaders", ranks[::ranks_per_node])
 
     def make_agreement(self) -> Communicator:
         """Make a gloo group of all ranks, for flags on the CPU, which `end` ends. Collective."""
-        self._agreement = _make_group(self.ddp, _new_name(self.ddp), self._ranks, "gloo")
-        return self._agreement
+        return self._make("agreement", self._ranks, "gloo")
+
+    def _make(self, name: str, ranks: Sequence[int], backend: str = "") -> Communicator:
+        made = _make_group(self.ddp, f"{self._name}-{name}", ranks, backend)
+        self._made.append(made)
+        return made
 
     def average_node(self, values: torch.Tensor) -> None:
         """Replace `values` by its mean over the ranks of this node, in place. Collective."""
@@ -185,16 +191,8 @@ class Groups:
 
     def end(self) -> None:
         """Destroy the groups, except DDP's, as `Communicator.end` does."""
-        made = {self.everyone, self.leaders, self.node, self._agreement}
-        for communicator in filter(None, made):
+        for communicator in self._made:
             communicator.end()
-
-
-def _new_name(parent: Communicator) -> str:
-    """Return a name that was never used before, the same on all ranks. Collective."""
-    name = [f"ddpopt-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, group=parent.group, group_src=0, device=parent.device)
-    return name[0]
 
 
 def _make_group(
