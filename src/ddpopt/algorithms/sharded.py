@@ -52,6 +52,7 @@ class _StandIn:
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.layout: _Layout | None = None  # of the last update
         self.members: Members = []
         self._theirs = optimizer
         self._groups: list[dict[str, Any]] | None = None
@@ -147,7 +148,6 @@ class ShardedUpdateHandle(Handle):
         self.shards = Shards(self._parameters, self.exchange, self._predict(), is_guarded)
         self._gradients = ShardedGradients(self.shards)
         self._states = ShardedStates(self.shards, training.optimizers)
-        self._layouts: dict[optim.Optimizer, _Layout] = {}
         self._stand_ins = {optimizer: _StandIn(optimizer) for optimizer in training.optimizers}
         self._buckets: list[tuple[int, ...]] = []  # of the last backward that ended
         self._earlier_buckets: list[tuple[int, ...]] = []  # of that before the last update
@@ -369,7 +369,8 @@ class ShardedUpdateHandle(Handle):
         self._receive()
         theirs = [group["params"] for group in optimizer.param_groups]
         held = getattr(args[0], "held", theirs)  # by another handle's stand-in
-        layout = self._lay_out(optimizer, held)
+        own = self._stand_ins[optimizer]
+        layout = own.layout = self._lay_out(held, own.layout)
         reports = self._report_problem(layout.members, layout.digest)  # while gradients arrive
         super().on_update(optimizer, args, kwargs, is_compiled)
         self._check(reports)
@@ -377,7 +378,7 @@ class ShardedUpdateHandle(Handle):
         self._updated_members = layout.members
         self._states.cut(optimizer)
         self._gradients.lend()
-        own, step = self._stand_ins[optimizer], None
+        step = None
         if not is_compiled and type(optimizer) in ELEMENTWISE:
             # Users' hooks after this one would find the update done already.
             step = _torch.step_without_hooks(optimizer, self._update_hooks[optimizer])
@@ -426,10 +427,9 @@ class ShardedUpdateHandle(Handle):
             self._has_failed = True
             self._end_update(has_failed=True)
 
-    def _lay_out(self, optimizer: optim.Optimizer, groups: Members) -> _Layout:
-        found = self._layouts.get(optimizer)
-        if found is not None and _ids(found.groups) == _ids(groups):
-            return found
+    def _lay_out(self, groups: Members, earlier: _Layout | None) -> _Layout:
+        if earlier is not None and _ids(earlier.groups) == _ids(groups):
+            return earlier
         index, members = self._index, self.shards.members
         indices = [[index[p] for p in group if p in index] for group in groups]
         group_of = {k: number for number, own in enumerate(indices) for k in own}
@@ -447,7 +447,7 @@ class ShardedUpdateHandle(Handle):
                 if member.index in group_of:
                     pieces[group_of[member.index]].append(member.piece)
                     open_bytes += member.piece.nbytes
-        layout = self._layouts[optimizer] = _Layout(
+        return _Layout(
             groups=[list(group) for group in groups],
             pieces=[[members[index[p]].piece if p in index else p for p in g] for g in groups],
             foreign=[[p for p in group if p not in index] for group in groups],
@@ -455,7 +455,6 @@ class ShardedUpdateHandle(Handle):
             members=frozenset(group_of),
             digest=zlib.crc32(repr(indices).encode()),
         )
-        return layout
 
     # ---- what ranks report -----------------------------------------------------------------
 
@@ -534,7 +533,8 @@ class ShardedUpdateHandle(Handle):
         self.shards.collect_strays()
         missing = {*self._index.values()}.difference(*buckets)
         self._states.divide([*filter(None, buckets), *([index] for index in sorted(missing))])
-        self._layouts.clear()
+        for own in self._stand_ins.values():
+            own.layout = None
 
     # ---- hooks -------------------------------------------------------------------------------
 

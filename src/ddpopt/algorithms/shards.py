@@ -51,7 +51,8 @@ class Member:
         first = min(max(-offset, 0), size)
         last = min(max(parameter.numel() - offset, first), size)
         self.own = slice(first, last)
-        self._cut = slice(first + offset, last + offset) if first < last else slice(0)
+        # Where the piece is among the parameter's own values.
+        self._piece = slice(first + offset, last + offset) if first < last else slice(0)
         if parameter.numel() and _may_move(parameter, self.place):
             self.bring_home(parameter.detach())
         else:
@@ -69,7 +70,7 @@ class Member:
 
     def cut_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """As `cut`, for values of shape [num_elements], in the order of the member's memory."""
-        return flat[self._cut]
+        return flat[self._piece]
 
     def cut_state(self, state: State) -> State:
         """Return this rank's piece of a parameter's state, in its own memory."""
