@@ -13,7 +13,7 @@ import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt._torch.names import ModuleName, Need, PrivateName
+from ddpopt._torch.names import Need, PrivateName
 from ddpopt.errors import Fallback, TorchDriftError
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
@@ -92,7 +92,7 @@ def test_a_function_of_a_module_that_moved_is_not_made_anew(
 
 def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any other is changed."""
-    moved = ModuleName("torch._dynamo.config", "moved", Need.SPLIT)
+    moved = PrivateName("torch._dynamo.config", "moved", Need.SPLIT)
     with (
         pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),
         names.settings({names.RECOMPILE_LIMIT: 99, moved: 1}),
