@@ -9,5 +9,4 @@ from ddpopt._torch.aot import *
 from ddpopt._torch.ddp import *
 from ddpopt._torch.dynamo import *
 from ddpopt._torch.names import LOG_NAME as LOG_NAME
-from ddpopt._torch.names import do_without as do_without
 from ddpopt._torch.runtime import *

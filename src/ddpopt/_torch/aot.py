@@ -21,7 +21,7 @@ from torch import fx
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import CompilerFn, fake_mode_of, lookup_backend
 from ddpopt._torch.names import PrivateName
-from ddpopt.errors import CutRefusedError, ForwardInstead, TorchDriftError
+from ddpopt.errors import CutRefusedError, ForwardInstead
 
 
 @contextlib.contextmanager
@@ -185,13 +185,11 @@ def _cached() -> Any:
     """Return the module `cached`, None if this release has no such cache."""
     if not names.OUTPUT_CODE.is_expected:
         return None
-    try:
+    with names.doing_without(names.Need.CACHE):
         names.CACHE_KEY.get(names.OUTPUT_CODE.get()())
         names.OUTPUT_LOADABLE.get()
         return importlib.import_module("ddpopt._torch.cached")  # which loads Inductor
-    except TorchDriftError as error:
-        names.do_without(str(error), names.Need.CACHE)
-        return None
+    return None
 
 
 def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
@@ -372,11 +370,9 @@ def coming_later(inputs: Iterable[Any]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         is_on_cpu = {v.device.type for v in inputs if isinstance(v, torch.Tensor)} <= {"cpu"}
-        try:
+        with names.doing_without(names.Need.SIDE_BY_SIDE):
             if is_on_cpu and not names.PROFILE_BANDWIDTH_OUTPUT.get():
                 stack.enter_context(_replaced_wait())
-        except TorchDriftError as error:
-            names.do_without(str(error), names.Need.SIDE_BY_SIDE)
         yield
 
 

@@ -490,7 +490,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
     """Return the function that `torch.compile` was given; for an original's method, its copy's."""
-    original = names.ORIG_CALLABLE.get(function)
+    original: Any = vars(function)["__wrapped__"]  # as functools.wraps leaves it
     if not inspect.ismethod(original):
         return original
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))

@@ -89,11 +89,9 @@ def traces_backward_around(ddp: torch.nn.Module) -> bool:
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """Return the exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
-    try:
+    with names.doing_without(names.Need.ERRORS):  # the caller handles another, not to be hidden
         return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
-    except TorchDriftError as error:  # the caller is handling another, which this must not hide
-        names.do_without(str(error), names.Need.ERRORS)
-        return ()
+    return ()
 
 
 def dynamo_settings(
@@ -165,12 +163,11 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
         return
 
     def create(builder: Any, _guard: Any) -> None:
-        try:
+        # Dynamo calls this after the graph was compiled, too late for an error.
+        with names.doing_without(names.Need.GUARD):
             root = names.GUARD_ROOT.get(names.BUILT_GUARDS.get(builder))
             root.add_lambda_guard(lambda _: check(), [description], None)
             code.append(names.CHECK_FN_MANAGER.get(builder))
-        except TorchDriftError as error:  # Dynamo calls this after the graph was compiled
-            names.do_without(str(error), names.Need.GUARD)
 
     guard = names.GUARD.get()(names.GLOBAL_STATE_SOURCE.get()(), create)
     names.DYNAMO_GUARDS.get(names.GUARDS_CONTEXT.get(tracing)).add(guard)
@@ -182,13 +179,11 @@ def forget_code(code: Sequence[Any]) -> None:
     Dynamo does so itself when an object dies for which code was compiled. It keeps such code in its
     list, and would count it for the current object; so the code is noted as another object's.
     """
-    try:
+    with names.doing_without(names.Need.GUARD):
         for manager in code:
             names.INVALIDATE.get(manager)("DDP's bucket rules")
             of_others = {"": weakref.ref(forget_code)}
             names.ID_MATCHED_OBJS.get(names.GUARD_MANAGER.get(manager)).update(of_others)
-    except TorchDriftError as error:
-        names.do_without(str(error), names.Need.GUARD)
 
 
 def checkpointed_region() -> object | None:
@@ -198,19 +193,16 @@ def checkpointed_region() -> object | None:
     a release hides it from us, that affects only the case of several compiled versions of one
     region.
     """
-    try:
+    with names.doing_without(names.Need.CHECKPOINT):
         hooks = names.SAVED_TENSOR_HOOKS.get()(True)
         if hooks is None:  # as in nearly all calls; guards ask in each
             return None
         frame_class = names.CHECKPOINT_FRAME.get()
-    except TorchDriftError as error:
-        names.do_without(str(error), names.Need.CHECKPOINT)
-        return None
-    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        found = cell.cell_contents
-        found = found() if isinstance(found, weakref.ref) else found
-        if isinstance(found, frame_class):
-            return found
+        for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+            found = cell.cell_contents
+            found = found() if isinstance(found, weakref.ref) else found
+            if isinstance(found, frame_class):
+                return found
     return None
 
 
@@ -322,13 +314,10 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     Under Dynamo its code is made when it is first needed. `fx.GraphModule` makes it at once, and
     anew after each change, at a cost of 20 ms for 500 nodes.
     """
-    try:
+    make: Callable[..., fx.GraphModule] = fx.GraphModule
+    with names.doing_without(names.Need.LAZY):
         make = names.MAKE_GRAPH_MODULE.get()
-    except TorchDriftError as error:
-        names.do_without(str(error), names.Need.LAZY)
-        make = fx.GraphModule
-    made: fx.GraphModule = make(root, graph)
-    return made
+    return make(root, graph)
 
 
 def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
@@ -516,18 +505,12 @@ def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
 
 def graph_logger() -> logging.Logger:
     """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one if it has moved."""
-    try:
+    with names.doing_without(names.Need.LOGS):
         return names.ARTIFACT_LOGGER.get()(names.LOG_NAME, "ddp_graphs")
-    except TorchDriftError as error:
-        names.do_without(str(error), names.Need.LOGS)
-        return logging.getLogger(f"{names.LOG_NAME}.ddp_graphs")
+    return logging.getLogger(f"{names.LOG_NAME}.ddp_graphs")
 
 
 def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
     """Write a payload to torch's structured trace, which tlparse reads; do nothing if it is off."""
-    try:
-        trace = names.TRACE_STRUCTURED.get()
-    except TorchDriftError as error:
-        names.do_without(str(error), names.Need.TRACE)
-    else:
-        trace(name, lambda: metadata, payload_fn=payload)
+    with names.doing_without(names.Need.TRACE):
+        names.TRACE_STRUCTURED.get()(name, lambda: metadata, payload_fn=payload)

@@ -154,9 +154,18 @@ def settings(values: Mapping[PrivateName, Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def doing_without(need: Need) -> Iterator[None]:
+    """End this block at a name that is missing, with a warning: only `need` is lost then."""
+    try:
+        yield
+    except TorchDriftError as error:
+        warn_of(str(error), need)
+
+
 @functools.cache
-def do_without(missing: str, need: Need) -> None:
-    """Warn, once per process, of a missing name without which only one thing is lost."""
+def warn_of(missing: str, need: Need) -> None:
+    """Warn, once per process, of a name without which only one thing is lost."""
     logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, need.value)
 
 
@@ -180,8 +189,8 @@ _GRAPHS, _COMPILED = f"{_DYNAMO}.output_graph", f"{_DYNAMO}.compiled_autograd"
 
 DDP_OPTIMIZER = PrivateName(f"{_DYNAMO}.backends.distributed", "DDPOptimizer", Need.WHOLE)
 ORIG_BACKEND = PrivateName("frame callback", "_torchdynamo_orig_backend", Need.WHOLE)
-COMPILER_FN = PrivateName("torch.compile's wrapper", "compiler_fn", Need.WHOLE)
-BACKEND_OPTIONS = PrivateName("torch.compile's wrapper", "kwargs", Need.COPY)
+COMPILER_FN = PrivateName("wrapper of torch.compile", "compiler_fn", Need.WHOLE)
+BACKEND_OPTIONS = PrivateName("wrapper of torch.compile", "kwargs", Need.COPY)
 LOOKUP_BACKEND = PrivateName(f"{_DYNAMO}.backends.registry", "lookup_backend", Need.SPLIT)
 TRACE_RULES_CHECK = PrivateName(f"{_DYNAMO}.trace_rules", "check", Need.WATCH)
 AUTOGRAD_ENABLED = PrivateName(_COMPILED, "compiled_autograd_enabled", Need.SPLIT)
@@ -221,7 +230,6 @@ CALLBACK = PrivateName("OptimizeContext", "callback", Need.COPY)
 FULLGRAPH = PrivateName("OptimizeContext", "fullgraph", Need.COPY)
 DYNAMIC = PrivateName("OptimizeContext", "_dynamic", Need.COPY)
 GET_COMPILER_CONFIG = PrivateName("compiled function", "get_compiler_config", Need.COPY)
-ORIG_CALLABLE = PrivateName("compiled function", "_torchdynamo_orig_callable", Need.COPY)
 
 # ---- DDP and process groups --------------------------------------------------------------------
 

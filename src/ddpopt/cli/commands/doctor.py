@@ -176,7 +176,7 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "compiled function": lambda: compiled.forward,
         "OptimizeContext": lambda: names.DYNAMO_CTX.get(compiled),
         "frame callback": lambda: names.CALLBACK.get(names.DYNAMO_CTX.get(compiled)),
-        "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.get(compiled)),
+        "wrapper of torch.compile": lambda: _torch.compiler_of(names.DYNAMO_CTX.get(compiled)),
         "OpOverload": lambda: torch.ops.aten.add.Tensor,
         "Optimizer": _optimizer,
         "Optimizer.step": lambda: type(_optimizer()).step,  # the first optimizer adds its hooks
