@@ -114,3 +114,14 @@ def test_the_supported_range_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch
         assert (names.BUCKET_CONFIG.is_expected, gone.is_expected) == expected
     monkeypatch.setattr(torch, "__version__", "3.0.0a0+git1")
     assert (names.BUCKET_CONFIG.is_expected, gone.is_expected) == (True, False)
+
+
+def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any other is changed."""
+    moved = PrivateName("torch._dynamo.config", "moved", Need.SPLIT)
+    with (
+        pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),
+        names.settings({names.RECOMPILE_LIMIT: 99, moved: 1}),
+    ):
+        pass
+    assert names.RECOMPILE_LIMIT.get() != 99

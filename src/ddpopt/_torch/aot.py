@@ -78,8 +78,11 @@ def _no_donated_buffers(further_tag: str = "") -> Iterator[None]:
     backward needs. AOTAutograd's own cache avoids that, but a section's first call bypasses it.
     """
     settings = names.settings({names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True})
-    with settings, _tagging_cache(f"{_cache_tag()} ddpopt: no donated buffers{further_tag}"):
+    with settings, _tagging_cache(f"{_cache_tag()}{_NOT_DONATED}{further_tag}"):
         yield
+
+
+_NOT_DONATED = " ddpopt: no donated buffers"
 
 
 def _cache_tag() -> str:
@@ -131,8 +134,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         compile_fx_inner = names.COMPILE_FX_INNER.get()
         cached = None if cutting.key is None else _cached()
-        with _no_donated_buffers():
-            tag = _cache_tag()
+        tag = _cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> tuple[Any, Finish]:
             # Inductor's own cache, which bundling turns off, need not know what this belongs to.

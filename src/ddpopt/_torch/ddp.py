@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._torch import names
@@ -160,7 +161,7 @@ def _describe(
     for name, parameter in ddp.module.named_parameters():
         if parameter in wanted:
             owner = ddp.module.get_submodule(name.rpartition(".")[0])
-            is_embedding = isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
             found[parameter] = Parameter(
                 index=len(found),
                 name=name,
@@ -426,13 +427,13 @@ def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], di
 class CompiledCopy(NamedTuple):
     """What was made: `model`, the `ddp` in it, and the copy of each module below."""
 
-    model: torch.nn.Module
+    model: nn.Module
     ddp: DistributedDataParallel
-    copies: dict[torch.nn.Module, torch.nn.Module]
+    copies: dict[nn.Module, nn.Module]
 
 
 def copy_compiled(
-    model: torch.nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, is_apart: bool
+    model: nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, is_apart: bool
 ) -> CompiledCopy:
     """Return a copy of a compiled DDP model with a Reducer of its own.
 
@@ -458,7 +459,7 @@ def copy_compiled(
 
 
 def _copy_ddp(
-    ddp: DistributedDataParallel, twin: DistributedDataParallel, module: torch.nn.Module
+    ddp: DistributedDataParallel, twin: DistributedDataParallel, module: nn.Module
 ) -> None:
     """Make `twin` a DDP module like `ddp` around `module`; DDP's constructor would communicate."""
     state = vars(ddp)
@@ -499,16 +500,16 @@ def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callabl
 _HOOKS = (names.FORWARD_PRE_HOOKS, names.FORWARD_HOOKS)
 
 
-def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that run before and after the forward of a module and its submodules."""
     return [hook for m in module.modules() for row in _HOOKS for hook in row.get(m).values()]
 
 
 def replica(
-    module: torch.nn.Module,
+    module: nn.Module,
     tensors: Mapping[torch.Tensor, torch.Tensor],
     hooks: Mapping[int, Callable[..., Any]],
-) -> torch.nn.Module:
+) -> nn.Module:
     """Return a copy of a module's structure with other tensors and hooks, all else shared.
 
     It is like those of `torch.nn.DataParallel`, except that its `parameters()` works. `tensors` has
@@ -516,11 +517,11 @@ def replica(
     `forward_hooks`, by the hook's `id`.
     """
     copies = {m: names.REPLICATE.get(m)() for m in module.modules()}
-    for path, child in module.named_modules(remove_duplicate=False):
-        if path:
-            parent, _, name = path.rpartition(".")
-            setattr(copies[module.get_submodule(parent)], name, copies[child])
     for original, copied in copies.items():
+        children = names.MODULES.get(original)  # `named_children` has shared ones once
+        names.MODULES.get(copied).update(
+            {n: None if child is None else copies[child] for n, child in children.items()}
+        )
         for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
             setattr(copied, name, tensors.get(buffer, buffer))
         parameters = names.PARAMETERS.get(original).items()

@@ -76,7 +76,7 @@ def is_compiled_autograd_on() -> bool:
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
-def traces_backward_around(ddp: torch.nn.Module) -> bool:
+def traces_backward_around(ddp: nn.Module) -> bool:
     """Whether Dynamo compiles what calls a DDP module that runs, and a `backward()` in it too."""
     if not names.TRACE_AUTOGRAD.get():
         return False
@@ -138,7 +138,7 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     return names.TRACE_RULES_CHECK.get()(function)
 
 
-def find_reached_limit(module: torch.nn.Module) -> str | None:
+def find_reached_limit(module: nn.Module) -> str | None:
     """Say which forward in a module Dynamo has compiled as often as a limit of its allows."""
     for part, row in itertools.product(
         module.modules(), (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT)
@@ -220,13 +220,13 @@ def is_whole_forward(path: tuple[str, ...]) -> bool:
     return path in ((), (names.ORIG_MOD.name,))
 
 
-def is_compiled_module(module: torch.nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
     """Whether `torch.compile` made this module, or its `compile` was called."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
     return is_wrapper or names.COMPILED_CALL.get(module) is not None
 
 
-def compiled_parts(model: torch.nn.Module) -> list[Any]:
+def compiled_parts(model: nn.Module) -> list[Any]:
     """Return what compiles each part of a model for which `torch.compile` was called, once each.
 
     Parts are modules that it wrapped, and functions that are attributes of modules, including the
@@ -242,7 +242,7 @@ def compiled_parts(model: torch.nn.Module) -> list[Any]:
     return list({id(context): context for context in contexts}.values())
 
 
-def compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
+def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return a module's own attributes that are functions which `torch.compile` returned."""
     own = vars(module).items()
     is_compiled = names.GET_COMPILER_CONFIG.is_in
@@ -287,7 +287,7 @@ def compiler_of(context: Any) -> Any:
     return backend
 
 
-def calling_model(ddp: torch.nn.Module) -> torch.nn.Module | None:
+def calling_model(ddp: nn.Module) -> nn.Module | None:
     """Return the result of `torch.compile(ddp)` whose forward is running, None if there is none."""
     optimized = names.OPTIMIZED_MODULE.get()
     for frame in frames():
@@ -423,8 +423,8 @@ def is_of_functorch(tensor: torch.Tensor) -> bool:
 
 def is_subclass(value: object) -> bool:
     """Whether AOTAutograd takes a tensor apart into others, as it does with a DTensor."""
-    takes_part = (hasattr(value, f"__tensor_{way}__") for way in ("flatten", "unflatten"))
-    return isinstance(value, torch.Tensor) and all(takes_part)
+    protocol = ("__tensor_flatten__", "__tensor_unflatten__")
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in protocol)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -432,8 +432,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
     AOTAutograd checks the operators of a graph's first run with a mode that refuses others.
     """
-    kinds = (torch.Tensor, torch.nn.Parameter, names.FAKE_TENSOR.get())
-    return isinstance(tensor, torch.nn.Parameter) or type(tensor) in kinds
+    kinds = (torch.Tensor, nn.Parameter, names.FAKE_TENSOR.get())
+    return isinstance(tensor, nn.Parameter) or type(tensor) in kinds
 
 
 def fake_mode_of(inputs: object) -> Any:

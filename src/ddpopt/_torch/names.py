@@ -378,6 +378,7 @@ COMPILED_CALL = PrivateName("Module", "_compiled_call_impl", Need.REPLICAS)
 FORWARD_PRE_HOOKS = PrivateName("Module", "_forward_pre_hooks", Need.REPLICAS)
 FORWARD_HOOKS = PrivateName("Module", "_forward_hooks", Need.REPLICAS)
 REPLICATE = PrivateName("Module", "_replicate_for_data_parallel", Need.REPLICAS)
+MODULES = PrivateName("Module", "_modules", Need.REPLICAS)
 PARAMETERS = PrivateName("Module", "_parameters", Need.REPLICAS)
 
 ARTIFACT_LOGGER = PrivateName("torch._logging", "getArtifactLogger", Need.LOGS)
