@@ -97,24 +97,21 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_autocast_on() -> bool:
-    return any(map(torch.is_autocast_enabled, _autocast_devices()))
+    return bool(_autocasting_devices())
 
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for device in _autocast_devices():
+        for device in _autocasting_devices():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
-def _autocast_devices() -> list[str]:
+def _autocasting_devices() -> list[str]:
     accelerator = torch.accelerator.current_accelerator()
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-
-
-def is_profiling() -> bool:
-    return names.PROFILER_ENABLED.get()()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [device for device in devices if torch.is_autocast_enabled(device)]
 
 
 def shows_ranges() -> bool:
