@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.backend
@@ -107,6 +108,7 @@ def _hidden_in(home: types.ModuleType | type, name: str) -> Iterator[None]:
                 _refuse_ddpopt(name)
             return find(module, wanted)
 
+        skip_code(look_up.__code__)
         return look_up
 
     ways = ("__getattribute__", "__getattr__")  # the second is what config modules have
@@ -145,6 +147,10 @@ class _Hidden:
     def __set__(self, owner: Any, value: Any) -> None:
         _refuse_ddpopt(self.name)
         vars(owner)[self.name] = value
+
+
+for _function in (_refuse_ddpopt, _Hidden.__get__, _Hidden.__set__):
+    skip_code(_function.__code__)  # else Dynamo would compile them
 
 
 # ---- Training without a name ------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_training_goes_on_if_a_name_is_missing(ranks: Ranks) -> None:
 def test_training_goes_on_with_one_warning_whichever_name_is_missing(ranks: Ranks) -> None:
     """All names that the forward split asks for, one by one, on two ranks."""
     asked = set(_train_as_it_is(ranks, FORWARD).asked)
-    assert len(asked) > 60
+    assert len(asked) > 50
     _check_training(ranks, asked, FORWARD)
 
 
