@@ -73,7 +73,7 @@ def test_where_torch_has_moved_its_flag_sections_run_without_ranges(
 ) -> None:
     """A step is not the place to fail for that."""
     runtime._profiler_enabled.cache_clear()
-    moved = names.ModuleName("torch._C._autograd", "_moved", names.Need.RECORD)
+    moved = names.PrivateName("torch._C._autograd", "_moved", names.Need.RECORD)
     monkeypatch.setattr(names, "PROFILER_ENABLED", moved)
     with profile(activities=[ProfilerActivity.CPU]):
         assert _events.listening() is None

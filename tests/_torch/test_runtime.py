@@ -1,4 +1,4 @@
-"""When a backward ends, where one runs within another."""
+"""When a backward ends, where one runs within another; autocast."""
 
 from __future__ import annotations
 
@@ -92,3 +92,15 @@ def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
         parameter.register_hook(lambda _: ends.watch())
     ddp(torch.ones(2, WIDTH)).sum().backward()
     assert told == [0, 7]
+
+
+def test_autocast_is_off_where_it_was_switched_off() -> None:
+    """On all devices, as around AOTAutograd's own backward; and on again after that."""
+    x = torch.ones(2, 2)
+    assert not _torch.is_autocast_on()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _torch.is_autocast_on()
+        with _torch.no_autocast():
+            assert not _torch.is_autocast_on()
+            assert (x @ x).dtype is torch.float32
+        assert (x @ x).dtype is torch.bfloat16

@@ -1,7 +1,8 @@
 """Torch without one of the private names that ddpopt touches, as ddpopt sees it.
 
-In a release that moved a name, torch itself finds it. So it is not deleted, but hidden from the
-two functions of the table by which all look-ups and writes come.
+In a release that moved a name, torch itself finds it. So it is not deleted, but hidden from what
+ddpopt's modules run: in torch's modules and classes, so that nothing gets past the table; and in
+other objects from the two functions of the table by which all look-ups and writes come.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import sys
 import traceback
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt.backend
@@ -49,10 +53,12 @@ def looking_up(missing: Use | None = None) -> Iterator[set[Use]]:
     """
     asked: set[Use] = set()
     read, write = names._read, names._write
+    is_read = missing is not None and not missing.is_write
+    home = _home_of(missing.row) if is_read else None
 
     def look_up(row: names.PrivateName, owner: Any) -> Any:
         asked.add(Use(row))
-        if Use(row) == missing:
+        if Use(row) == missing and home is None:
             raise AttributeError(f"{row} has moved")
         return read(row, owner)
 
@@ -62,8 +68,89 @@ def looking_up(missing: Use | None = None) -> Iterator[set[Use]]:
             raise AttributeError(f"{row} has moved")
         write(row, owner, value)
 
-    with mock.patch.multiple(names, _read=look_up, _write=set_to):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(names, _read=look_up, _write=set_to))
+        if missing is not None and home is not None:
+            stack.enter_context(_hidden_in(home, missing.row.name))
         yield asked
+
+
+# ---- Torch itself without a name --------------------------------------------------------------
+
+
+def _home_of(row: names.PrivateName) -> types.ModuleType | type | None:
+    """Return the module or class of torch's that has a name; None if only objects do."""
+    if row.owner == names.REDUCER.owner:
+        return DistributedDataParallel
+    home = row._find_owner(None) if row.is_global else None
+    return home if isinstance(home, types.ModuleType | type) else None
+
+
+@contextlib.contextmanager
+def _hidden_in(home: types.ModuleType | type, name: str) -> Iterator[None]:
+    if isinstance(home, type):
+        original = vars(home).get(name, _NOTHING)
+        setattr(home, name, _Hidden(name, original))
+        try:
+            yield
+        finally:
+            if original is _NOTHING:
+                delattr(home, name)
+            else:
+                setattr(home, name, original)
+        return
+
+    kind: Any = type(home)
+
+    def hiding(find: Any) -> Any:
+        def look_up(module: types.ModuleType, wanted: str) -> Any:
+            if wanted == name:
+                _refuse_ddpopt(name)
+            return find(module, wanted)
+
+        skip_code(look_up.__code__)
+        return look_up
+
+    ways = ("__getattribute__", "__getattr__")  # the second is what config modules have
+    members = {way: hiding(getattr(kind, way)) for way in ways if hasattr(kind, way)}
+    change = types.ModuleType.__setattr__  # theirs is for settings
+    change(home, "__class__", type(kind.__name__, (kind,), members))
+    try:
+        yield
+    finally:
+        change(home, "__class__", kind)
+
+
+def _refuse_ddpopt(name: str) -> None:
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if caller.partition(".")[0] == "ddpopt":
+        raise AttributeError(f"{name} has moved")
+
+
+_NOTHING = object()
+
+
+class _Hidden:
+    """An attribute of a class, or of its objects, that ddpopt does not find, but torch does."""
+
+    def __init__(self, name: str, original: Any) -> None:
+        self.name, self.original = name, original
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        _refuse_ddpopt(self.name)
+        if owner is not None and self.name in vars(owner):
+            return vars(owner)[self.name]
+        if self.original is _NOTHING:
+            raise AttributeError(self.name)
+        return self.original.__get__(owner, kind)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        _refuse_ddpopt(self.name)
+        vars(owner)[self.name] = value
+
+
+for _function in (_refuse_ddpopt, _Hidden.__get__, _Hidden.__set__):
+    skip_code(_function.__code__)  # else Dynamo would compile them
 
 
 # ---- Training without a name ------------------------------------------------------------------
@@ -118,7 +205,7 @@ def _train_without(
     error = difference = ""
     with _warnings() as said, looking_up(use) as asked:
         ddpopt.backend.install()
-        _torch.do_without.cache_clear()
+        names.warn_of.cache_clear()
         cap_mb = 1 if use is not None and use.row in WHOLE else 0.03
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)

@@ -1,24 +1,27 @@
-"""AOTAutograd and Inductor: compiling a section, cutting a backward, and what both describe."""
+"""AOTAutograd and Inductor: compiling a section, cutting a backward, and what both describe.
+
+Inductor would wait for the C++ kernels of each graph; here those of sections are compiled side by
+side.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from ddpopt._torch import kernels, names
-from ddpopt._torch.dynamo import CompilerFn, lookup_backend
-from ddpopt._torch.graphs import fake_mode_of
-from ddpopt._torch.names import ModuleName
-from ddpopt._torch.runtime import do_without
-from ddpopt.errors import CutRefusedError, ForwardInstead, TorchDriftError
+from ddpopt._torch import names
+from ddpopt._torch.dynamo import CompilerFn, fake_mode_of, lookup_backend
+from ddpopt._torch.names import PrivateName
+from ddpopt.errors import CutRefusedError, ForwardInstead
 
 
 @contextlib.contextmanager
@@ -37,17 +40,15 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
         yield lambda *_: None
         return
     context = copy.copy(outer)
-    parameters = (names.PARAMS_FLAT, names.PARAMS_UNWRAPPED, names.PARAMS_INDEX)
-    for row in (names.FW_METADATA, names.AOT_GRAPH_NAME, names.OUTPUT_STRIDES, *parameters):
-        row.set(context, None)
-    names.FAKIFY_FIRST_CALL.set(context, True)
+    names.FW_METADATA.set(None, context)
+    names.FAKIFY_FIRST_CALL.set(True, context)
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
 
     def call_first(compiled: Callable[..., Any], args: Sequence[Any], has_parts: bool) -> Any:
-        metadata = names.FW_METADATA.of(context)
+        metadata = names.FW_METADATA.get(context)
         if metadata is None:
             return None
-        if not has_parts and not names.TOKENS.of(metadata):
+        if not has_parts and not names.TOKENS.get(metadata):
             return compiled(*args)
         with contextlib.suppress(Exception):  # it may make a view of what is a token or a part
             compiled(*args)
@@ -57,17 +58,18 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
         with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():
             yield call_first
     finally:
-        names.FAKIFY_FIRST_CALL.set(context, False)
+        names.FAKIFY_FIRST_CALL.set(False, context)
         _forget_donated(context)
 
 
 def _forget_donated(context: Any) -> None:
-    metadata = None if context is None else names.FW_METADATA.of(context)
+    metadata = None if context is None else names.FW_METADATA.get(context)
     if metadata is not None:
-        names.DONATED_IDXS.set(metadata, [])  # AOTAutograd's spelling of "none"
+        names.DONATED_IDXS.set([], metadata)  # AOTAutograd's spelling of "none"
 
 
-def _no_donated_buffers() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _no_donated_buffers(further_tag: str = "") -> Iterator[None]:
     """Compile backward now, and make it leave saved tensors unchanged.
 
     Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
@@ -75,14 +77,23 @@ def _no_donated_buffers() -> contextlib.AbstractContextManager[None]:
     (torch 2.11 to 2.13): a backward with retain_graph could get one that overwrites what the next
     backward needs. AOTAutograd's own cache avoids that, but a section's first call bypasses it.
     """
-    tag = _tag_of(names.CACHE_KEY_TAG.get())
-    return names.settings(
-        {names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True, names.CACHE_KEY_TAG: tag}
-    )
+    settings = names.settings({names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True})
+    with settings, _tagging_cache(f"{_cache_tag()}{_NOT_DONATED}{further_tag}"):
+        yield
 
 
-def _tag_of(tag: str) -> str:
-    return f"{tag} ddpopt: no donated buffers"
+_NOT_DONATED = " ddpopt: no donated buffers"
+
+
+def _cache_tag() -> str:
+    return str(torch.compiler.config.cache_key_tag)
+
+
+def _tagging_cache(tag: str) -> contextlib.AbstractContextManager[None]:
+    """Let torch's caches find, in a block, only what was stored with this tag."""
+    config: Any = torch.compiler.config  # its `patch` has no types
+    patched: contextlib.AbstractContextManager[None] = config.patch(cache_key_tag=tag)
+    return patched
 
 
 Compiled = Callable[..., Any]  # takes a list and empties it
@@ -123,22 +134,22 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         compile_fx_inner = names.COMPILE_FX_INNER.get()
         cached = None if cutting.key is None else _cached()
-        tag = names.CACHE_KEY_TAG.get()
+        tag = _cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> tuple[Any, Finish]:
             # Inductor's own cache, which bundling turns off, need not know what this belongs to.
-            own = {names.CACHE_KEY_TAG: _tag_of(tag), names.BUNDLED_AUTOGRAD_CACHE: False}
-            with names.settings(own), kernels.collecting() as waits:
+            not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
+            with _tagging_cache(tag), not_bundled, collecting() as waits:
                 compiled = compile_fx_inner(graph, values, **options)
-            return compiled, functools.partial(kernels.finish, waits, compiled)
+            return compiled, functools.partial(finish, waits, compiled)
 
         forwards: list[Finish] = []
 
         def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
             if not options.get("is_backward", False):
                 cutting.edit_forward(graph)
-                compiled, finish = compile_inner(graph, graph_inputs, **options)
-                forwards.append(finish)
+                compiled, finish_forward = compile_inner(graph, graph_inputs, **options)
+                forwards.append(finish_forward)
                 return compiled
             static = set(options.pop("static_input_idxs", ()))
 
@@ -153,18 +164,18 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 return compile_inner(section, section_inputs, static_input_idxs=kept, **options)[1]
 
             sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
-            graphs = [*(finish() for finish in forwards), *sections]
+            graphs = [*(finish_forward() for finish_forward in forwards), *sections]
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
             if cached is not None and cached.are_storable(graphs):
                 return cached.CutBackward(sections, data)
             # Without bundling nothing is stored. The block around restores it, changed or not.
-            names.BUNDLED_AUTOGRAD_CACHE.replace(False)
+            names.BUNDLED_AUTOGRAD_CACHE.set(False)
             return cutting.run(sections, data)
 
-        compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.of(inductor)
+        compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(inductor)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_cut_backward_settings(cutting.key if cached else None))
-            stack.enter_context(kernels.coming_later(inputs))
+            stack.enter_context(coming_later(inputs))
             if cached is not None:
                 stack.enter_context(cached.running_by(cutting.run))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
@@ -176,13 +187,11 @@ def _cached() -> Any:
     """Return the module `cached`, None if this release has no such cache."""
     if not names.OUTPUT_CODE.is_expected:
         return None
-    try:
-        names.CACHE_KEY.of(names.OUTPUT_CODE.get()())
+    with names.doing_without(names.Need.CACHE):
+        names.CACHE_KEY.get(names.OUTPUT_CODE.get()())
         names.OUTPUT_LOADABLE.get()
         return importlib.import_module("ddpopt._torch.cached")  # which loads Inductor
-    except TorchDriftError as error:
-        do_without(str(error), names.Need.CACHE)
-        return None
+    return None
 
 
 def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
@@ -213,16 +222,12 @@ def _cut_backward_settings(key: str | None) -> Iterator[None]:
     With a key, AOTAutograd searches its cache for a backward that was cut with that key, and stores
     the whole result in one entry. Without one, the caches of compiled sections stay on.
     """
-    tag = names.CACHE_KEY_TAG.get()
     if key is None:
         caches = (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE)
-        settings: dict[ModuleName, Any] = dict.fromkeys(caches, False)
+        settings: dict[PrivateName, Any] = dict.fromkeys(caches, False)
     else:
-        settings = {
-            names.BUNDLED_AUTOGRAD_CACHE: True,
-            names.CACHE_KEY_TAG: f"{_tag_of(tag)}; {key}",
-        }
-    with _no_donated_buffers(), names.settings(settings):
+        settings = {names.BUNDLED_AUTOGRAD_CACHE: True}
+    with _no_donated_buffers("" if key is None else f"; {key}"), names.settings(settings):
         yield
     _forget_donated(names.TRACING_CONTEXT.get().try_get())
 
@@ -239,12 +244,14 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
     Inductor may have chosen other strides in the forward for what it saved than were traced. What
     was a view with the traced strides may not be one with those, as after channels-last pooling.
     """
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp  # noqa: PLC0415  # as rarely used
+
     values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     if not all(map(_has_strides_of, values, inputs)):
         for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             view.target = torch.ops.aten.reshape.default
         gm.recompile()
-        propagation = names.FAKE_TENSOR_PROP.get()(gm, mode=fake_mode_of(inputs))
+        propagation: Any = FakeTensorProp(gm, mode=fake_mode_of(inputs))
         propagation.propagate_dont_convert_inputs(*inputs)
 
 
@@ -338,10 +345,71 @@ def inductor_options() -> list[str]:
 
 def has_cuda_graphs(inductor: CompilerFn) -> bool:
     """Whether a compiler that `inductor()` made records CUDA graphs."""
-    default = names.CUDAGRAPHS.of(names.TRITON.get())
-    return bool(names.INDUCTOR_CONFIG.of(inductor).get("triton.cudagraphs", default))
+    options = names.INDUCTOR_CONFIG.get(inductor)
+    return bool(options.get("triton.cudagraphs", names.CUDAGRAPHS.get()))
 
 
 def drawing_as_eager() -> contextlib.AbstractContextManager[None]:
     """Make Inductor compile random operators in this block so that they draw what eager draws."""
     return names.settings({names.FALLBACK_RANDOM: True})
+
+
+# ---- Kernels -----------------------------------------------------------------------------------
+
+
+Wait = Callable[[], None]
+# What this thread is to wait for later, None if it waits at once
+_waits: contextvars.ContextVar[list[Wait] | None]
+_waits = contextvars.ContextVar("ddpopt_waits", default=None)
+
+
+@contextlib.contextmanager
+def coming_later(inputs: Iterable[Any]) -> Iterator[None]:
+    """Allow `collecting` in this block, if that is possible for graphs with such inputs.
+
+    It is possible neither on devices other than the CPU, where Inductor collects results right
+    after each graph, nor if Inductor runs each graph once to measure it.
+    """
+    with contextlib.ExitStack() as stack:
+        is_on_cpu = {v.device.type for v in inputs if isinstance(v, torch.Tensor)} <= {"cpu"}
+        with names.doing_without(names.Need.SIDE_BY_SIDE):
+            if is_on_cpu and not names.PROFILE_BANDWIDTH_OUTPUT.get():
+                stack.enter_context(_replaced_wait())
+        yield
+
+
+@contextlib.contextmanager
+def _replaced_wait() -> Iterator[None]:
+    """Replace it for the process; blocks do not overlap, since Dynamo compiles under a lock."""
+    wait = names.WAIT_FOR_KERNELS.get()
+
+    def wait_later(compiler: Any, scope: dict[str, Any]) -> None:
+        waits = _waits.get()
+        if waits is None:
+            wait(compiler, scope)
+        else:
+            waits.append(lambda: wait(compiler, scope))
+
+    with names.WAIT_FOR_KERNELS.replaced_by(wait_later):
+        yield
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Wait]]:
+    """Yield what waits for the kernels of a graph that Inductor's threads compile in this block.
+
+    The graph must not be called earlier. There is nothing to wait for outside `coming_later`.
+    """
+    waits: list[Wait] = []
+    token = _waits.set(waits)
+    try:
+        yield waits
+    finally:
+        _waits.reset(token)
+
+
+def finish(waits: Iterable[Wait], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled graph once its kernels are compiled."""
+    for wait in waits:
+        wait()
+    return compiled

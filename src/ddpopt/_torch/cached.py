@@ -73,5 +73,6 @@ class CutBackward(_OutputCode):
 def are_storable(graphs: Sequence[Any]) -> bool:
     """Whether Inductor compiled all of them, and would store each in its own cache."""
     return all(
-        isinstance(graph, _OutputCode) and names.CACHE_KEY.of(graph) is not None for graph in graphs
+        isinstance(graph, _OutputCode) and names.CACHE_KEY.get(graph) is not None
+        for graph in graphs
     )

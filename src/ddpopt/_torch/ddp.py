@@ -1,28 +1,44 @@
-"""DDP's state: which module runs, how its Reducer forms buckets, which modes and hooks it has."""
+"""DDP: how a module's Reducer forms buckets, which modes and hooks it has, and copies of it.
+
+Process groups are here too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
+import inspect
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import frames, innermost_backend
+from ddpopt._torch.dynamo import (
+    compiled_functions,
+    compiled_parts,
+    context_apart,
+    context_of,
+    frames,
+    innermost_backend,
+    unwrap_compiled,
+)
 from ddpopt._torch.runtime import queue_callback
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Parameter
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    return names.GET_ACTIVE_DDP.of(DistributedDataParallel)()
+    return names.GET_ACTIVE_DDP.get(DistributedDataParallel)()
 
 
 # ---- Buckets -----------------------------------------------------------------------------------
@@ -40,7 +56,7 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     has a Reducer of its own. So it is trusted only for Reducers that were seen before; for others
     DDP's log decides, a step later.
     """
-    has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.of(ddp), names.REDUCER.of(ddp)
+    has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.get(ddp), names.REDUCER.get(ddp)
     if not follows_arrival_order(ddp) or (has_rebuilt and reducer in _seen_before_rebuild):
         return False
     if not has_rebuilt:
@@ -73,7 +89,7 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
 
 def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
     """Return what DDP has logged about the module's current Reducer."""
-    return names.GET_LOGGING_DATA.of(ddp)()
+    return names.GET_LOGGING_DATA.get(ddp)()
 
 
 class LoggedStep(NamedTuple):
@@ -111,10 +127,10 @@ def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
     """Return the limits in bytes at which this module's Reducer closes buckets."""
-    if caps := tuple(names.CAPS_BYTES.of(ddp)):
+    if caps := tuple(names.CAPS_BYTES.get(ddp)):
         return caps
-    first, cap = int(names.FIRST_CAP_BYTES.get()), int(names.CAP_BYTES.of(ddp))
-    return (first, cap) if names.CAP_IS_DEFAULT.of(ddp) and first < cap else (cap,)
+    first, cap = int(names.FIRST_CAP_BYTES.get()), int(names.CAP_BYTES.get(ddp))
+    return (first, cap) if names.CAP_IS_DEFAULT.get(ddp) and first < cap else (cap,)
 
 
 # ---- Parameters --------------------------------------------------------------------------------
@@ -145,7 +161,7 @@ def _describe(
     for name, parameter in ddp.module.named_parameters():
         if parameter in wanted:
             owner = ddp.module.get_submodule(name.rpartition(".")[0])
-            is_embedding = isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
             found[parameter] = Parameter(
                 index=len(found),
                 name=name,
@@ -165,9 +181,9 @@ def _ask_buckets(ddp: DistributedDataParallel) -> tuple[tuple[torch.Tensor, ...]
 
     None if it does not tell: a sparse gradient has no bucket before the first backward.
     """
-    reducer = names.REDUCER.of(ddp)
+    reducer = names.REDUCER.get(ddp)
     if reducer not in _asked:
-        ask, mode = names.ZEROS_LIKE_BUCKETS.of(reducer), names.FAKE_TENSOR_MODE.get()
+        ask, mode = names.ZEROS_LIKE_BUCKETS.get(reducer), names.FAKE_TENSOR_MODE.get()
         try:
             with mode(allow_non_fake_inputs=True):  # else it would allocate all buckets again
                 _asked[reducer] = tuple(tuple(bucket.parameters()) for bucket in ask())
@@ -183,7 +199,7 @@ def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
 
 
 def _required_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
-    return frozenset(names.BUILD_PARAMS.of(ddp)()[0])
+    return frozenset(names.BUILD_PARAMS.get(ddp)()[0])
 
 
 @contextlib.contextmanager
@@ -214,7 +230,7 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
 
 
 def is_in_join(ddp: DistributedDataParallel) -> bool:
-    return bool(names.JOIN_CONFIG.of(ddp).enable)
+    return bool(names.JOIN_CONFIG.get(ddp).enable)
 
 
 def has_optimizer_in_backward(ddp: DistributedDataParallel) -> bool:
@@ -224,18 +240,18 @@ def has_optimizer_in_backward(ddp: DistributedDataParallel) -> bool:
 
 def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
     """Whether DDP reduces some parameters after backward (`delay_all_reduce_named_params`)."""
-    return bool(names.DELAYED_PARAMS.of(ddp))
+    return bool(names.DELAYED_PARAMS.get(ddp))
 
 
 def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[int, ...]:
     """Return the parameters, by index, whose gradient makes DDP reduce the delayed ones."""
     if not has_delayed_parameters(ddp):
         return ()
-    hook = names.DELAYED_HOOK.of(type(ddp))
+    hook = names.DELAYED_HOOK.get(type(ddp))
     return tuple(
         p.index
         for tensor, p in reducer_parameters(ddp).items()
-        for found in (names.TENSOR_HOOKS.of(tensor) or {}).values()
+        for found in (names.TENSOR_HOOKS.get(tensor) or {}).values()
         if getattr(found, "__func__", None) is hook
     )
 
@@ -247,7 +263,7 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return the states of comm hooks registered in Python, except None and process groups."""
-    kinds = (type(None), torch.distributed.ProcessGroup)
+    kinds = (type(None), dist.ProcessGroup)
     return [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
 
 
@@ -256,7 +272,7 @@ def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
 
     Copies of a module have its list of hooks, but a Reducer without any.
     """
-    return list(names.COMM_HOOKS.of(ddp)) if _log_of(ddp).get("comm_hook") else []
+    return list(names.COMM_HOOKS.get(ddp)) if _log_of(ddp).get("comm_hook") else []
 
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
@@ -273,10 +289,10 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     """Raise TorchDriftError now if a name that changing buckets in a step needs has moved."""
     for row in names.TABLE:
         if row.need is names.Need.REBUCKET and row.is_expected:
-            if isinstance(row, names.ModuleName):
+            if row.is_global:
                 row.get()
             elif row.owner == names.REDUCER.owner and row is not names.STATIC_ENQUEUED:
-                row.of(ddp)
+                row.get(ddp)
     names.GROUP_STORE.get()
     queue_callback()
 
@@ -291,22 +307,22 @@ def replace_reducer(
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
-    names.CAPS_BYTES.set(ddp, list(caps_bytes))
+    names.CAPS_BYTES.set(list(caps_bytes), ddp)
     if names.BUCKET_CONFIG.is_expected:
-        config = names.BUCKET_CONFIG.of(ddp)
+        config = names.BUCKET_CONFIG.get(ddp)
         changed = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
-        names.BUCKET_CONFIG.set(ddp, changed)
-    names.HAS_REBUILT_BUCKETS.set(ddp, False)
+        names.BUCKET_CONFIG.set(changed, ddp)
+    names.HAS_REBUILT_BUCKETS.set(False, ddp)
     _drop_reducer(ddp)
     # DDP reverses the buckets that it is given.
     assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
     with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
         make_reducer(ddp, list(reduced), list(reduced.values()))
-    names.COMM_HOOKS.set(ddp, [])
+    names.COMM_HOOKS.set([], ddp)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)
     if own_hook is not None:
-        names.REGISTER_BUILTIN_HOOK.of(ddp)(own_hook)
+        names.REGISTER_BUILTIN_HOOK.get(ddp)(own_hook)
 
 
 def _drop_reducer(ddp: DistributedDataParallel) -> None:
@@ -315,9 +331,9 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
     `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
     would keep the Reducer alive, and so would its logger, which they have too.
     """
-    names.REMOVE_AUTOGRAD_HOOKS.of(ddp)()
+    names.REMOVE_AUTOGRAD_HOOKS.get(ddp)()
     attributes = (names.REDUCER.name, names.LOGGER.name)
-    for owner in gc.get_referrers(names.REDUCER.of(ddp)):
+    for owner in gc.get_referrers(names.REDUCER.get(ddp)):
         if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
             owner.update(dict.fromkeys(attributes))
 
@@ -329,16 +345,16 @@ def make_reducer(
     is_sparse = [parameter.is_sparse for parameter in parameters]
     named = {parameter.index: parameter.name for parameter in parameters}
     with requiring_grad(tensors):
-        names.DDP_INIT_HELPER.of(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
+        names.DDP_INIT_HELPER.get(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
     if ddp.static_graph:
-        names.STATIC_ENQUEUED.set(ddp, False)
-        names.REDUCER_SET_STATIC.of(names.REDUCER.of(ddp))()
-        names.LOGGER_SET_STATIC.of(names.LOGGER.of(ddp))()
+        names.STATIC_ENQUEUED.set(False, ddp)
+        names.REDUCER_SET_STATIC.get(names.REDUCER.get(ddp))()
+        names.LOGGER_SET_STATIC.get(names.LOGGER.get(ddp))()
 
 
 def prepare_reducer(ddp: DistributedDataParallel) -> None:
     """Tell a Reducer that was made inside DDP's forward that this forward has begun."""
-    names.PREPARE_FOR_FORWARD.of(names.REDUCER.of(ddp))()
+    names.PREPARE_FOR_FORWARD.get(names.REDUCER.get(ddp))()
 
 
 # ---- Forwards ----------------------------------------------------------------------------------
@@ -354,7 +370,7 @@ def watch_ddp_forward(
     has no hook there, so the context that it opens around its forward is replaced by one that also
     opens it; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
     """
-    original = names.INSIDE_DDP_FORWARD.of(DistributedDataParallel)
+    original = names.INSIDE_DDP_FORWARD.get(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
         return
     disable: Any = torch.compiler.disable  # it has no types
@@ -390,14 +406,187 @@ def watch_ddp_forward(
         skip_code(function.__code__)
     watched: Any = functools.wraps(original)(inside_ddp_forward)
     watched.ddpopt_replaces = original
-    names.INSIDE_DDP_FORWARD.set(DistributedDataParallel, watched)
+    names.INSIDE_DDP_FORWARD.set(watched, DistributedDataParallel)
 
 
 def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the DDP forward that is running."""
-    code = names.RUN_DDP_FORWARD.of(DistributedDataParallel).__code__
+    code = DistributedDataParallel.forward.__code__
     for frame in frames():
-        found = frame.f_locals if frame.f_code is code else {}
-        if found.get("self") is ddp and {"inputs", "kwargs"} <= found.keys():
-            return found["inputs"], found["kwargs"]
-    raise names.RUN_DDP_FORWARD.drift()
+        if frame.f_code is code and frame.f_locals.get("self") is ddp:
+            found: Any = inspect.getargvalues(frame)
+            return found.locals[found.varargs], found.locals[found.keywords]
+    raise TorchDriftError(
+        f"torch {torch.__version__} calls DDP's module elsewhere than in DDP's forward"
+    )
+
+
+# ---- Copies ------------------------------------------------------------------------------------
+
+
+class CompiledCopy(NamedTuple):
+    """What was made: `model`, the `ddp` in it, and the copy of each module below."""
+
+    model: nn.Module
+    ddp: DistributedDataParallel
+    copies: dict[nn.Module, nn.Module]
+
+
+def copy_compiled(
+    model: nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, is_apart: bool
+) -> CompiledCopy:
+    """Return a copy of a compiled DDP model with a Reducer of its own.
+
+    Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
+    same compiled code for both, unless the copy `is_apart`: then it is compiled separately.
+    """
+    parts = compiled_parts(model)
+    contexts = {id(part): context_apart(part) if is_apart else part for part in parts}
+    ddp = unwrap_compiled(model)
+    assert isinstance(ddp, DistributedDataParallel)
+    twin: DistributedDataParallel = object.__new__(type(ddp))
+    copies: dict[int, Any] = {**contexts, id(ddp): twin}  # by the original's id
+    _copy_ddp(ddp, twin, deep_copy(ddp.module, copies))
+    optimized = names.OPTIMIZED_MODULE.get()
+    modules = {part: copies[id(part)] for part in ddp.modules() if id(part) in copies}
+    for part, copied in modules.items():
+        if not isinstance(part, optimized):  # those compile themselves
+            for name, function in compiled_functions(part).items():
+                compile_alike = contexts[id(context_of(function))]
+                vars(copied)[name] = compile_alike(_rebound(function, copies))
+    outer = None if model is ddp else contexts[id(names.DYNAMO_CTX.get(model))]
+    return CompiledCopy(twin if outer is None else outer(twin), twin, modules)
+
+
+def _copy_ddp(
+    ddp: DistributedDataParallel, twin: DistributedDataParallel, module: nn.Module
+) -> None:
+    """Make `twin` a DDP module like `ddp` around `module`; DDP's constructor would communicate."""
+    state = vars(ddp)
+    copied = {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
+    vars(twin).update({**state, **copied})
+    twin.module = module
+    names.COMM_HOOKS.set([], twin)
+    names.HAS_REBUILT_BUCKETS.set(False, twin)
+    for row in (names.SYNCS_GRADIENTS, names.SYNCS_BUFFERS):
+        row.set(True, twin)
+    for row in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
+        row.set(None, twin)
+    ignored = names.IGNORED_PARAMETERS.get(ddp)
+    own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+    names.MODULE_PARAMETERS.set(own, twin)
+    names.ASSIGN_BUFFERS.get(twin)()
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    reduced = list(reducer_parameters(ddp).values())
+    make_reducer(twin, [tensors[parameter.name] for parameter in reduced], reduced)
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Keep a module that was just made from communicating, in forward and in backward."""
+    names.SYNCS_GRADIENTS.set(False, ddp)
+    names.SYNCS_BUFFERS.set(False, ddp)
+    if ddp.static_graph:  # its first backward would allreduce despite no_sync
+        names.STATIC_ENQUEUED.set(True, ddp)
+
+
+def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
+    """Return the function that `torch.compile` was given; for an original's method, its copy's."""
+    original: Any = vars(function)["__wrapped__"]  # as functools.wraps leaves it
+    if not inspect.ismethod(original):
+        return original
+    return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
+
+
+_HOOKS = (names.FORWARD_PRE_HOOKS, names.FORWARD_HOOKS)
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run before and after the forward of a module and its submodules."""
+    return [hook for m in module.modules() for row in _HOOKS for hook in row.get(m).values()]
+
+
+def replica(
+    module: nn.Module,
+    tensors: Mapping[torch.Tensor, torch.Tensor],
+    hooks: Mapping[int, Callable[..., Any]],
+) -> nn.Module:
+    """Return a copy of a module's structure with other tensors and hooks, all else shared.
+
+    It is like those of `torch.nn.DataParallel`, except that its `parameters()` works. `tensors` has
+    all parameters; buffers that are not in it are kept. `hooks` has the replacement for each of
+    `forward_hooks`, by the hook's `id`.
+    """
+    copies = {m: names.REPLICATE.get(m)() for m in module.modules()}
+    for original, copied in copies.items():
+        children = names.MODULES.get(original)  # `named_children` has shared ones once
+        names.MODULES.get(copied).update(
+            {n: None if child is None else copies[child] for n, child in children.items()}
+        )
+        for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(copied, name, tensors.get(buffer, buffer))
+        parameters = names.PARAMETERS.get(original).items()
+        own = {name: None if p is None else tensors[p] for name, p in parameters}
+        for name, tensor in own.items():
+            if tensor is not None:
+                setattr(copied, name, tensor)  # RNNs rebuild their list of weights when one is set
+        names.PARAMETERS.set(own, copied)
+        for row in _HOOKS:
+            if found := row.get(original):
+                row.set(type(found)((key, hooks[id(h)]) for key, h in found.items()), copied)
+    return copies[module]
+
+
+def compiling_replicas(num_devices: int) -> contextlib.AbstractContextManager[None]:
+    """Compile, in a block, what is to run on this many devices concurrently.
+
+    A function may be compiled as often on each device as otherwise on one. Hooks that come or go
+    are noticed. Backward is compiled with its forward, not concurrently by autograd's threads.
+    """
+    return names.settings(
+        {
+            names.RECOMPILE_LIMIT: names.RECOMPILE_LIMIT.get() * num_devices,
+            names.SKIP_HOOK_GUARDS: False,
+            names.COMPILE_BACKWARD_NOW: True,
+        }
+    )
+
+
+# ---- Process groups ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def making_groups_apart(name: str) -> Iterator[None]:
+    """Let some ranks make a process group of this name in a block, with no part for the others.
+
+    torch names a group that only its members make by the number of groups that the rank is in.
+    That differs between ranks, which then wait for each other until their timeout; and it recurs
+    when groups are destroyed: then ranks look for connections that are gone. And if
+    `init_process_group` was given a device, NCCL splits a group off the default one, for which all
+    of its ranks have to call; without the device it makes a group by itself, when it is first used.
+    """
+    named = names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
+    with named, names.GROUP_DEVICE.replaced_by(None, dist.group.WORLD):
+        yield
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return what communicates tensors of a device on a group, such as `gloo`.
+
+    `dist.get_backend` gives the name by which the group was made: `cpu:gloo`, or `undefined`.
+    """
+    return str(names.GROUP_BACKEND.get(group)(device).name())
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the time after which a collective on `group` fails, a `datetime.timedelta`."""
+    return names.GROUP_TIMEOUT.get(names.GROUP_BACKEND.get(group)(device).options)
+
+
+def num_collectives(group: dist.ProcessGroup) -> int:
+    """Return how many collectives `group` has launched; RuntimeError if it does not count them."""
+    return names.SEQUENCE_NUMBER.get(group)()
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store through which the ranks of a group found each other."""
+    return names.GROUP_STORE.get()(group)

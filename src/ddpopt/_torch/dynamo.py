@@ -1,4 +1,4 @@
-"""Dynamo: who compiles a graph, when it is recompiled, and what `torch.compile` made."""
+"""Dynamo: who compiles a graph and when anew, what `torch.compile` made, and what graphs hold."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import fx, nn
 
 from ddpopt._torch import names
-from ddpopt._torch.runtime import do_without
 from ddpopt.errors import TorchDriftError
 
 CompilerFn = Callable[..., Callable[..., Any]]
@@ -44,7 +45,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
     members = {**copied, "__new__": construct, "ddpopt_replaces": original}
     replacement = type(original.__name__, (original,), members)
-    names.DDP_OPTIMIZER.replace(replacement)
+    names.DDP_OPTIMIZER.set(replacement)
 
 
 def innermost_backend(backend: Any) -> Any:
@@ -53,9 +54,9 @@ def innermost_backend(backend: Any) -> Any:
         if isinstance(backend, functools.partial):
             backend = backend.func
         elif names.ORIG_BACKEND.is_in(backend):
-            backend = names.ORIG_BACKEND.of(backend)
+            backend = names.ORIG_BACKEND.get(backend)
         elif names.COMPILER_FN.is_in(backend):
-            backend = names.COMPILER_FN.of(backend)
+            backend = names.COMPILER_FN.get(backend)
         else:
             return backend
 
@@ -67,14 +68,15 @@ def lookup_backend(name: str) -> CompilerFn:
 
 def optimize_ddp_mode() -> str:
     """Return Dynamo's `optimize_ddp`, spelled out: False is `no_optimization`."""
-    return names.GET_OPTIMIZE_DDP_MODE.get()()
+    mode = names.OPTIMIZE_DDP.get()
+    return {True: "ddp_optimizer", False: "no_optimization"}.get(mode, mode)
 
 
 def is_compiled_autograd_on() -> bool:
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
-def traces_backward_around(ddp: torch.nn.Module) -> bool:
+def traces_backward_around(ddp: nn.Module) -> bool:
     """Whether Dynamo compiles what calls a DDP module that runs, and a `backward()` in it too."""
     if not names.TRACE_AUTOGRAD.get():
         return False
@@ -87,11 +89,9 @@ def traces_backward_around(ddp: torch.nn.Module) -> bool:
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """Return the exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
-    try:
+    with names.doing_without(names.Need.ERRORS):  # the caller handles another, not to be hidden
         return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
-    except TorchDriftError as error:  # the caller is handling another, which this must not hide
-        do_without(str(error), names.Need.ERRORS)
-        return ()
+    return ()
 
 
 def dynamo_settings(
@@ -138,7 +138,7 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     return names.TRACE_RULES_CHECK.get()(function)
 
 
-def find_reached_limit(module: torch.nn.Module) -> str | None:
+def find_reached_limit(module: nn.Module) -> str | None:
     """Say which forward in a module Dynamo has compiled as often as a limit of its allows."""
     for part, row in itertools.product(
         module.modules(), (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT)
@@ -163,15 +163,14 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
         return
 
     def create(builder: Any, _guard: Any) -> None:
-        try:
-            root = names.GUARD_ROOT.of(names.BUILT_GUARDS.of(builder))
+        # Dynamo calls this after the graph was compiled, too late for an error.
+        with names.doing_without(names.Need.GUARD):
+            root = names.GUARD_ROOT.get(names.BUILT_GUARDS.get(builder))
             root.add_lambda_guard(lambda _: check(), [description], None)
-            code.append(names.CHECK_FN_MANAGER.of(builder))
-        except TorchDriftError as error:  # Dynamo calls this after the graph was compiled
-            do_without(str(error), names.Need.GUARD)
+            code.append(names.CHECK_FN_MANAGER.get(builder))
 
     guard = names.GUARD.get()(names.GLOBAL_STATE_SOURCE.get()(), create)
-    names.DYNAMO_GUARDS.of(names.GUARDS_CONTEXT.of(tracing)).add(guard)
+    names.DYNAMO_GUARDS.get(names.GUARDS_CONTEXT.get(tracing)).add(guard)
 
 
 def forget_code(code: Sequence[Any]) -> None:
@@ -180,13 +179,11 @@ def forget_code(code: Sequence[Any]) -> None:
     Dynamo does so itself when an object dies for which code was compiled. It keeps such code in its
     list, and would count it for the current object; so the code is noted as another object's.
     """
-    try:
+    with names.doing_without(names.Need.GUARD):
         for manager in code:
-            names.INVALIDATE.of(manager)("DDP's bucket rules")
+            names.INVALIDATE.get(manager)("DDP's bucket rules")
             of_others = {"": weakref.ref(forget_code)}
-            names.ID_MATCHED_OBJS.of(names.GUARD_MANAGER.of(manager)).update(of_others)
-    except TorchDriftError as error:
-        do_without(str(error), names.Need.GUARD)
+            names.ID_MATCHED_OBJS.get(names.GUARD_MANAGER.get(manager)).update(of_others)
 
 
 def checkpointed_region() -> object | None:
@@ -196,19 +193,16 @@ def checkpointed_region() -> object | None:
     a release hides it from us, that affects only the case of several compiled versions of one
     region.
     """
-    try:
+    with names.doing_without(names.Need.CHECKPOINT):
         hooks = names.SAVED_TENSOR_HOOKS.get()(True)
         if hooks is None:  # as in nearly all calls; guards ask in each
             return None
         frame_class = names.CHECKPOINT_FRAME.get()
-    except TorchDriftError as error:
-        do_without(str(error), names.Need.CHECKPOINT)
-        return None
-    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        found = cell.cell_contents
-        found = found() if isinstance(found, weakref.ref) else found
-        if isinstance(found, frame_class):
-            return found
+        for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+            found = cell.cell_contents
+            found = found() if isinstance(found, weakref.ref) else found
+            if isinstance(found, frame_class):
+                return found
     return None
 
 
@@ -218,7 +212,7 @@ def checkpointed_region() -> object | None:
 def unwrap_compiled(module: Any) -> Any:
     """Return the module that `torch.compile` wrapped, or the object itself."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
-    return names.ORIG_MOD.of(module) if is_wrapper else module
+    return names.ORIG_MOD.get(module) if is_wrapper else module
 
 
 def is_whole_forward(path: tuple[str, ...]) -> bool:
@@ -226,13 +220,13 @@ def is_whole_forward(path: tuple[str, ...]) -> bool:
     return path in ((), (names.ORIG_MOD.name,))
 
 
-def is_compiled_module(module: torch.nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
     """Whether `torch.compile` made this module, or its `compile` was called."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
-    return is_wrapper or names.COMPILED_CALL.of(module) is not None
+    return is_wrapper or names.COMPILED_CALL.get(module) is not None
 
 
-def compiled_parts(model: torch.nn.Module) -> list[Any]:
+def compiled_parts(model: nn.Module) -> list[Any]:
     """Return what compiles each part of a model for which `torch.compile` was called, once each.
 
     Parts are modules that it wrapped, and functions that are attributes of modules, including the
@@ -242,13 +236,13 @@ def compiled_parts(model: torch.nn.Module) -> list[Any]:
     contexts = []
     for part in model.modules():
         if isinstance(part, optimized):
-            contexts.append(names.DYNAMO_CTX.of(part))
+            contexts.append(names.DYNAMO_CTX.get(part))
         else:
             contexts += map(context_of, compiled_functions(part).values())
     return list({id(context): context for context in contexts}.values())
 
 
-def compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
+def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return a module's own attributes that are functions which `torch.compile` returned."""
     own = vars(module).items()
     is_compiled = names.GET_COMPILER_CONFIG.is_in
@@ -257,7 +251,7 @@ def compiled_functions(module: torch.nn.Module) -> dict[str, Callable[..., Any]]
 
 def context_of(function: Callable[..., Any]) -> Any:
     """Return what compiles a function that `torch.compile` made, which has it in its closure."""
-    getter = names.GET_COMPILER_CONFIG.of(function)
+    getter = names.GET_COMPILER_CONFIG.get(function)
     try:
         return inspect.getclosurevars(getter).nonlocals["self"]
     except KeyError as error:
@@ -266,7 +260,7 @@ def context_of(function: Callable[..., Any]) -> Any:
 
 def backend_of(context: Any) -> Any:
     """Return the innermost backend of one of `compiled_parts`."""
-    return innermost_backend(names.CALLBACK.of(context))
+    return innermost_backend(names.CALLBACK.get(context))
 
 
 def compile_options(context: Any) -> dict[str, Any]:
@@ -276,22 +270,24 @@ def compile_options(context: Any) -> dict[str, Any]:
 
 def context_apart(context: Any) -> Any:
     """Return what compiles as `context` does, but shares its code with nothing else."""
-    return names.OPTIMIZE.get()(
+    compiled = torch.compile(
+        lambda: None,
         backend=functools.partial(compiler_of(context)),  # backends are distinguished by identity
-        nopython=names.FULLGRAPH.of(context),
-        dynamic=names.DYNAMIC.of(context),
+        fullgraph=names.FULLGRAPH.get(context),
+        dynamic=names.DYNAMIC.get(context),
     )
+    return context_of(compiled)
 
 
 def compiler_of(context: Any) -> Any:
     """Return the backend as `torch.compile` wrapped it, with its options bound."""
-    backend = names.CALLBACK.of(context)
+    backend = names.CALLBACK.get(context)
     while names.ORIG_BACKEND.is_in(backend):
-        backend = names.ORIG_BACKEND.of(backend)
+        backend = names.ORIG_BACKEND.get(backend)
     return backend
 
 
-def calling_model(ddp: torch.nn.Module) -> torch.nn.Module | None:
+def calling_model(ddp: nn.Module) -> nn.Module | None:
     """Return the result of `torch.compile(ddp)` whose forward is running, None if there is none."""
     optimized = names.OPTIMIZED_MODULE.get()
     for frame in frames():
@@ -307,3 +303,214 @@ def frames() -> Iterator[types.FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# ---- Graphs ------------------------------------------------------------------------------------
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return a module of a graph that finds in `root` what the graph refers to.
+
+    Under Dynamo its code is made when it is first needed. `fx.GraphModule` makes it at once, and
+    anew after each change, at a cost of 20 ms for 500 nodes.
+    """
+    make: Callable[..., fx.GraphModule] = fx.GraphModule
+    with names.doing_without(names.Need.LAZY):
+        make = names.MAKE_GRAPH_MODULE.get()
+    return make(root, graph)
+
+
+def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
+    """Give `target`, whose placeholders are copies of some of `source`'s, Dynamo's metadata.
+
+    From it AOTAutograd recognises a graph of Dynamo's, deduplicates inputs by their source and
+    finds out which inputs are parameters. New placeholders get the source None.
+    """
+    target.meta = dict(source.meta)
+    for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
+        if row.is_in(source):
+            row.mark(target, row.get(source))
+    given = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
+    for node in target.graph.find_nodes(op="placeholder"):
+        names.DYNAMO_SOURCE.mark(node, names.DYNAMO_SOURCE.find(given.get(node.name)))
+
+
+def mark_as_new(placeholder: fx.Node) -> None:
+    """Tell AOTAutograd that Dynamo knows no source for a placeholder."""
+    names.DYNAMO_SOURCE.mark(placeholder, None)
+
+
+def depth_below_frame(placeholder: fx.Node) -> int:
+    """Return how many modules lie between the object that a frame was given and a parameter.
+
+    1 for `self.linear.weight`, 0 for `self.weight`.
+    """
+    name = names.SOURCE_NAME.find(names.DYNAMO_SOURCE.find(placeholder), "")
+    return str(name() if callable(name) else name).count("._modules[")  # a method in some releases
+
+
+def ends_in_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether another graph follows this one in its frame; True if Dynamo does not tell."""
+    return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
+
+
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
+
+
+def without_memory(kind: type[TensorT], like: torch.Tensor) -> TensorT:
+    """Return a tensor of this subclass that has `like`'s shape, dtype and device, but no values."""
+    make: Any = names.MAKE_WRAPPER.get(torch.Tensor)
+    return make(kind, like.shape, dtype=like.dtype, device=like.device)
+
+
+_OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+RUNNING_AVERAGES = ("running_mean", "running_var")
+
+
+def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
+    """Return the places (None: keyword only) and names of the arguments that an operator writes to.
+
+    `target` is the operator, or else it is ATen's operator `name`. All overloads count if it is not
+    known which is called. Running averages count too, although schemas do not declare them.
+    """
+    if isinstance(target, _OVERLOAD):
+        overloads = [target]
+    else:
+        packet: Any = target if isinstance(target, _PACKET) else getattr(torch.ops.aten, name, None)
+        is_packet = isinstance(packet, _PACKET)
+        overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
+    for overload in overloads:
+        schema = names.SCHEMA.get(overload)  # looked up each time; some cannot be hashed
+        if overload not in _writes:
+            _writes[overload] = _find_writes(schema)
+    return {place for overload in overloads for place in _writes[overload]}
+
+
+_writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
+
+
+def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    return tuple(
+        (None if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in RUNNING_AVERAGES
+    )
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether a call's target is an operator that takes graphs or kernels as arguments."""
+    return isinstance(target, names.HIGHER_ORDER.get())
+
+
+def namespace_of(target: object) -> str | None:
+    """Return the library that an operator belongs to, such as `aten`; None for anything else."""
+    return str(target).partition(".")[0] if isinstance(target, _OVERLOAD | _PACKET) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identify a tensor's memory, so that aliases compare equal; None if it has no storage."""
+    try:
+        return id(tensor.untyped_storage())  # torch makes one such object for each memory
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and other storage-less layouts
+
+
+def is_of_functorch(tensor: torch.Tensor) -> bool:
+    """Whether vmap, grad or jvp work on a tensor: it does not say then whether it requires grad."""
+    return names.IS_OF_FUNCTORCH.get()(tensor)
+
+
+def is_subclass(value: object) -> bool:
+    """Whether AOTAutograd takes a tensor apart into others, as it does with a DTensor."""
+    protocol = ("__tensor_flatten__", "__tensor_unflatten__")
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in protocol)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what a parameter holds, is of no class that somebody derived.
+
+    AOTAutograd checks the operators of a graph's first run with a mode that refuses others.
+    """
+    kinds = (torch.Tensor, nn.Parameter, names.FAKE_TENSOR.get())
+    return isinstance(tensor, nn.Parameter) or type(tensor) in kinds
+
+
+def fake_mode_of(inputs: object) -> Any:
+    """Return the fake mode with which Dynamo traced, or a new one outside Dynamo."""
+    return names.DETECT_FAKE_MODE.get()(inputs) or names.FAKE_TENSOR_MODE.get()()
+
+
+def to_fake(value: Any, fake_mode: Any) -> Any:
+    """Return the fake tensor that stands for `value` in this compile; other values unchanged."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, names.FAKE_TENSOR.get()):
+        return value
+    return names.TO_FAKE_TENSOR.get()(value, fake_mode)
+
+
+def own_memory(fake: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor like the given one, strides included, that shares no memory with it."""
+    return fake.clone()
+
+
+def free_symbols(value: object) -> frozenset[Any]:
+    from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  # it imports sympy
+
+    if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return frozenset(symbolic_shapes.free_symbols(value))
+    return frozenset()
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size as it was in the first call; 1 if it depends on data."""
+    if isinstance(size, int):
+        return size
+    hint = names.HINT.get(names.SYM_NODE.get(size))
+    return 1 if hint is None else int(hint)
+
+
+def constant_of(value: object) -> int | None:
+    """Return the number that a symbolic integer is known to equal, None if it may vary."""
+    from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  # it imports sympy
+
+    if isinstance(value, torch.SymInt) and symbolic_shapes.is_concrete_int(value):
+        return int(value)
+    return None
+
+
+@contextlib.contextmanager
+def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
+    """Hide the symbols of float arguments that do not occur in `graph` from AOTAutograd.
+
+    It turns all float symbols that it finds unused into constants, and makes Dynamo start over.
+    That is right for a whole graph; a section would be recompiled at each new value.
+    """
+    shape_env = names.SHAPE_ENV.get(fake_mode)
+    if shape_env is None:
+        yield
+        return
+    values: dict[Any, Any] = names.VALUES.get(shape_env)
+    used = {s for node in graph.nodes for s in free_symbols(node.meta.get("example_value"))}
+    hidden = {s: v for s, v in values.items() if not s.is_integer and s not in used}
+    for symbol in hidden:
+        del values[symbol]
+    try:
+        yield
+    finally:
+        values.update(hidden)
+
+
+# ---- Logs --------------------------------------------------------------------------------------
+
+
+def graph_logger() -> logging.Logger:
+    """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one if it has moved."""
+    with names.doing_without(names.Need.LOGS):
+        return names.ARTIFACT_LOGGER.get()(names.LOG_NAME, "ddp_graphs")
+    return logging.getLogger(f"{names.LOG_NAME}.ddp_graphs")
+
+
+def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
+    """Write a payload to torch's structured trace, which tlparse reads; do nothing if it is off."""
+    with names.doing_without(names.Need.TRACE):
+        names.TRACE_STRUCTURED.get()(name, lambda: metadata, payload_fn=payload)

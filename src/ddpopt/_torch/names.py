@@ -1,16 +1,20 @@
 """Every private name of torch that ddpopt touches, one per row; other modules here use the rows.
 
-Private is what torch does not document: what has an underscore in its name or in its module's, and
-undocumented attributes of DDP and Dynamo. A row is looked up when it is used, for writing as well
-as reading: with a release that moved it this raises `TorchDriftError`, the backend reports that as
-`Fallback.TORCH_DRIFT`, and training goes on unsplit. See tests/system/test_drift.py.
+Private is what has an underscore in its path, and what torch does not document of its objects. A
+row is looked up when it is used, for writing as well as reading: with a release that moved it this
+raises `TorchDriftError`, the backend reports that as `Fallback.TORCH_DRIFT`, and training goes on
+unsplit. A name without which only one thing is lost is done without, after a warning. See
+tests/system/test_drift.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import importlib
+import logging
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -63,7 +67,11 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """A name, its owner (a module, or the usual name of a kind of object), and its releases."""
+    """A name, its owner, and the releases that have it.
+
+    The owner is the path of one of torch's modules or classes, where the name is looked up; or else
+    the usual name of a kind of object, and callers give such an object.
+    """
 
     owner: str
     name: str
@@ -73,6 +81,10 @@ class PrivateName:
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}"
+
+    @property
+    def is_global(self) -> bool:
+        return self.owner.partition(".")[0] == "torch"
 
     @property
     def is_expected(self) -> bool:
@@ -87,11 +99,11 @@ class PrivateName:
             f"ddpopt was tested with torch {tested_range()}"
         )
 
-    def of(self, owner: Any) -> Any:
-        """Return the name's value in `owner`, or raise TorchDriftError."""
+    def get(self, owner: Any = None) -> Any:
+        """Return the name's value, or raise TorchDriftError."""
         try:
-            return _read(self, owner)
-        except AttributeError as error:
+            return _read(self, self._find_owner(owner))
+        except (AttributeError, ImportError) as error:
             raise self.drift() from error
 
     def find(self, owner: Any, default: Any = None) -> Any:
@@ -104,50 +116,35 @@ class PrivateName:
     def is_in(self, owner: Any) -> bool:
         return self.find(owner, _read) is not _read
 
-    def set(self, owner: Any, value: Any) -> None:
-        """Give an existing attribute another value, or raise TorchDriftError."""
+    def set(self, value: Any, owner: Any = None) -> None:
+        """Give the name, which has to exist, another value, or raise TorchDriftError."""
         try:
-            _write(self, owner, value)
-        except AttributeError as error:
+            _write(self, self._find_owner(owner), value)
+        except (AttributeError, ImportError) as error:
             raise self.drift() from error
+
+    @contextlib.contextmanager
+    def replaced_by(self, value: Any, owner: Any = None) -> Iterator[None]:
+        """Give the name another value in this block."""
+        original = self.get(owner)
+        self.set(value, owner)
+        try:
+            yield
+        finally:
+            self.set(original, owner)
 
     def mark(self, own: Any, value: Any) -> None:
         """Set on an object of ours what torch looks for on such objects, existing or not."""
         setattr(own, self.name, value)
 
-
-class ModuleName(PrivateName):
-    """An attribute of one of torch's modules, which is imported if it is not yet."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        """Return its value, or raise TorchDriftError."""
-        return self.of(self._module())
-
-    def replace(self, value: Any) -> None:
-        """Put another value in its place, or raise TorchDriftError."""
-        self.set(self._module(), value)
-
-    @contextlib.contextmanager
-    def replaced_by(self, value: Any) -> Iterator[None]:
-        """Put another value in its place in this block."""
-        original = self.get()
-        self.replace(value)
-        try:
-            yield
-        finally:
-            self.replace(original)
-
-    def _module(self) -> Any:
-        try:
-            return sys.modules.get(self.owner) or importlib.import_module(self.owner)
-        except ImportError as error:
-            raise self.drift() from error
+    def _find_owner(self, given: Any) -> Any:
+        if given is not None or not self.is_global:
+            return given
+        return sys.modules.get(self.owner) or pkgutil.resolve_name(self.owner)
 
 
 @contextlib.contextmanager
-def settings(values: Mapping[ModuleName, Any]) -> Iterator[None]:
+def settings(values: Mapping[PrivateName, Any]) -> Iterator[None]:
     """Give settings of torch's `config` modules these values in this block."""
     with contextlib.ExitStack() as stack:
         for row, value in values.items():
@@ -157,7 +154,22 @@ def settings(values: Mapping[ModuleName, Any]) -> Iterator[None]:
         yield
 
 
-# All lookups and writes go through these two, so that tests can hide names.
+@contextlib.contextmanager
+def doing_without(need: Need) -> Iterator[None]:
+    """End this block at a name that is missing, with a warning: only `need` is lost then."""
+    try:
+        yield
+    except TorchDriftError as error:
+        warn_of(str(error), need)
+
+
+@functools.cache
+def warn_of(missing: str, need: Need) -> None:
+    """Warn, once per process, of a name without which only one thing is lost."""
+    logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, need.value)
+
+
+# All look-ups and writes go through these two, so that tests can hide names.
 
 
 def _read(row: PrivateName, owner: Any) -> Any:
@@ -175,31 +187,30 @@ _DYNAMO, _GUARDS, _EVAL = "torch._dynamo", "torch._guards", "torch._C._dynamo.ev
 _CONFIG, _EXC, _UTILS = f"{_DYNAMO}.config", f"{_DYNAMO}.exc", f"{_DYNAMO}.utils"
 _GRAPHS, _COMPILED = f"{_DYNAMO}.output_graph", f"{_DYNAMO}.compiled_autograd"
 
-DDP_OPTIMIZER = ModuleName(f"{_DYNAMO}.backends.distributed", "DDPOptimizer", Need.WHOLE)
+DDP_OPTIMIZER = PrivateName(f"{_DYNAMO}.backends.distributed", "DDPOptimizer", Need.WHOLE)
 ORIG_BACKEND = PrivateName("frame callback", "_torchdynamo_orig_backend", Need.WHOLE)
-COMPILER_FN = PrivateName("torch.compile's wrapper", "compiler_fn", Need.WHOLE)
-BACKEND_OPTIONS = PrivateName("torch.compile's wrapper", "kwargs", Need.COPY)
-LOOKUP_BACKEND = ModuleName(f"{_DYNAMO}.backends.registry", "lookup_backend", Need.SPLIT)
-TRACE_RULES_CHECK = ModuleName(f"{_DYNAMO}.trace_rules", "check", Need.WATCH)
-GET_OPTIMIZE_DDP_MODE = ModuleName(_UTILS, "get_optimize_ddp_mode", Need.SPLIT)
-AUTOGRAD_ENABLED = ModuleName(_COMPILED, "compiled_autograd_enabled", Need.SPLIT)
-COMPILED_AUTOGRAD = ModuleName(_CONFIG, "compiled_autograd", Need.SPLIT)
-TRACE_AUTOGRAD = ModuleName(_CONFIG, "trace_autograd_ops", Need.SPLIT)
-SKIP_FRAME = ModuleName(_EXC, "SkipFrame", Need.ERRORS)
-RESTART_ANALYSIS = ModuleName(_EXC, "RestartAnalysis", Need.ERRORS)
-UNSUPPORTED = ModuleName(_EXC, "Unsupported", Need.ERRORS)
-ALLOWED_FALLBACKS = ModuleName(_GRAPHS, "exceptions_allowed_to_be_fallback", Need.ERRORS)
-OPTIMIZE_DDP = ModuleName(_CONFIG, "optimize_ddp", Need.SPLIT)
-RECOMPILE_LIMIT = ModuleName(_CONFIG, "recompile_limit", Need.REPLICAS)
-ACCUMULATED_LIMIT = ModuleName(_CONFIG, "accumulated_recompile_limit", Need.WATCH)
-SKIP_HOOK_GUARDS = ModuleName(_CONFIG, "skip_nnmodule_hook_guards", Need.REPLICAS)
-ERROR_ON_FX_TRACE = ModuleName(_CONFIG, "error_on_nested_fx_trace", Need.ESTIMATE)
+COMPILER_FN = PrivateName("wrapper of torch.compile", "compiler_fn", Need.WHOLE)
+BACKEND_OPTIONS = PrivateName("wrapper of torch.compile", "kwargs", Need.COPY)
+LOOKUP_BACKEND = PrivateName(f"{_DYNAMO}.backends.registry", "lookup_backend", Need.SPLIT)
+TRACE_RULES_CHECK = PrivateName(f"{_DYNAMO}.trace_rules", "check", Need.WATCH)
+AUTOGRAD_ENABLED = PrivateName(_COMPILED, "compiled_autograd_enabled", Need.SPLIT)
+COMPILED_AUTOGRAD = PrivateName(_CONFIG, "compiled_autograd", Need.SPLIT)
+TRACE_AUTOGRAD = PrivateName(_CONFIG, "trace_autograd_ops", Need.SPLIT)
+SKIP_FRAME = PrivateName(_EXC, "SkipFrame", Need.ERRORS)
+RESTART_ANALYSIS = PrivateName(_EXC, "RestartAnalysis", Need.ERRORS)
+UNSUPPORTED = PrivateName(_EXC, "Unsupported", Need.ERRORS)
+ALLOWED_FALLBACKS = PrivateName(_GRAPHS, "exceptions_allowed_to_be_fallback", Need.ERRORS)
+OPTIMIZE_DDP = PrivateName(_CONFIG, "optimize_ddp", Need.SPLIT)
+RECOMPILE_LIMIT = PrivateName(_CONFIG, "recompile_limit", Need.REPLICAS)
+ACCUMULATED_LIMIT = PrivateName(_CONFIG, "accumulated_recompile_limit", Need.WATCH)
+SKIP_HOOK_GUARDS = PrivateName(_CONFIG, "skip_nnmodule_hook_guards", Need.REPLICAS)
+ERROR_ON_FX_TRACE = PrivateName(_CONFIG, "error_on_nested_fx_trace", Need.ESTIMATE)
 
-TRACING_CONTEXT = ModuleName(_GUARDS, "TracingContext", Need.SPLIT)
-TRACING = ModuleName(_GUARDS, "tracing", Need.SPLIT)
-DETECT_FAKE_MODE = ModuleName(_GUARDS, "detect_fake_mode", Need.SPLIT)
-GUARD = ModuleName(_GUARDS, "Guard", Need.GUARD)
-GLOBAL_STATE_SOURCE = ModuleName(f"{_DYNAMO}.source", "GlobalStateSource", Need.GUARD)
+TRACING_CONTEXT = PrivateName(_GUARDS, "TracingContext", Need.SPLIT)
+TRACING = PrivateName(_GUARDS, "tracing", Need.SPLIT)
+DETECT_FAKE_MODE = PrivateName(_GUARDS, "detect_fake_mode", Need.SPLIT)
+GUARD = PrivateName(_GUARDS, "Guard", Need.GUARD)
+GLOBAL_STATE_SOURCE = PrivateName(f"{_DYNAMO}.source", "GlobalStateSource", Need.GUARD)
 GUARDS_CONTEXT = PrivateName("TracingContext", "guards_context", Need.GUARD)
 DYNAMO_GUARDS = PrivateName("GuardsContext", "dynamo_guards", Need.GUARD)
 GUARD_ROOT = PrivateName("GuardManagerWrapper", "root", Need.GUARD)
@@ -208,19 +219,17 @@ CHECK_FN_MANAGER = PrivateName("GuardBuilder", "check_fn_manager", Need.GUARD)
 INVALIDATE = PrivateName("CheckFunctionManager", "invalidate", Need.GUARD)
 GUARD_MANAGER = PrivateName("CheckFunctionManager", "guard_manager", Need.GUARD)
 ID_MATCHED_OBJS = PrivateName("GuardManagerWrapper", "id_matched_objs", Need.GUARD)
-FRAME_CALLBACK = ModuleName(_EVAL, "get_eval_frame_callback", Need.WATCH)
-CACHE_ENTRIES = ModuleName(_EVAL, "_debug_get_cache_entry_list", Need.WATCH)
-SKIP_CODE = ModuleName(f"{_DYNAMO}.eval_frame", "skip_code", Need.WATCH)
+FRAME_CALLBACK = PrivateName(_EVAL, "get_eval_frame_callback", Need.WATCH)
+CACHE_ENTRIES = PrivateName(_EVAL, "_debug_get_cache_entry_list", Need.WATCH)
+SKIP_CODE = PrivateName(f"{_DYNAMO}.eval_frame", "skip_code", Need.WATCH)
 
-OPTIMIZE = ModuleName(_DYNAMO, "optimize", Need.COPY)
-OPTIMIZED_MODULE = ModuleName(_DYNAMO, "OptimizedModule", Need.COPY)
+OPTIMIZED_MODULE = PrivateName(_DYNAMO, "OptimizedModule", Need.COPY)
 ORIG_MOD = PrivateName("OptimizedModule", "_orig_mod", Need.COPY)
 DYNAMO_CTX = PrivateName("OptimizedModule", "dynamo_ctx", Need.COPY)
 CALLBACK = PrivateName("OptimizeContext", "callback", Need.COPY)
 FULLGRAPH = PrivateName("OptimizeContext", "fullgraph", Need.COPY)
 DYNAMIC = PrivateName("OptimizeContext", "_dynamic", Need.COPY)
 GET_COMPILER_CONFIG = PrivateName("compiled function", "get_compiler_config", Need.COPY)
-ORIG_CALLABLE = PrivateName("compiled function", "_torchdynamo_orig_callable", Need.COPY)
 
 # ---- DDP and process groups --------------------------------------------------------------------
 
@@ -229,7 +238,6 @@ _C10D = f"{_DIST}.distributed_c10d"
 
 GET_ACTIVE_DDP = PrivateName(_DDP, "_get_active_ddp_module", Need.SPLIT)
 INSIDE_DDP_FORWARD = PrivateName(_DDP, "_inside_ddp_forward", Need.WATCH)
-RUN_DDP_FORWARD = PrivateName(_DDP, "_run_ddp_forward", Need.COPY)
 REDUCER = PrivateName(_DDP, "reducer", Need.SPLIT)
 LOGGER = PrivateName(_DDP, "logger", Need.REBUCKET)
 HAS_REBUILT_BUCKETS = PrivateName(_DDP, "_has_rebuilt_buckets", Need.SPLIT)
@@ -259,12 +267,12 @@ ZEROS_LIKE_BUCKETS = PrivateName("Reducer", "_get_zeros_like_grad_buckets", Need
 PREPARE_FOR_FORWARD = PrivateName("Reducer", "prepare_for_forward", Need.REBUCKET)
 REDUCER_SET_STATIC = PrivateName("Reducer", "_set_static_graph", Need.REBUCKET)
 LOGGER_SET_STATIC = PrivateName("Logger", "_set_static_graph", Need.REBUCKET)
-BUILTIN_HOOKS = ModuleName(_DIST, "BuiltinCommHookType", Need.REBUCKET)
-ASSIGN_BUCKETS = ModuleName(_DIST, "_compute_bucket_assignment_by_size", Need.REBUCKET)
-FIRST_CAP_BYTES = ModuleName(_DIST, "_DEFAULT_FIRST_BUCKET_BYTES", Need.SPLIT)
+BUILTIN_HOOKS = PrivateName(_DIST, "BuiltinCommHookType", Need.REBUCKET)
+ASSIGN_BUCKETS = PrivateName(_DIST, "_compute_bucket_assignment_by_size", Need.REBUCKET)
+FIRST_CAP_BYTES = PrivateName(_DIST, "_DEFAULT_FIRST_BUCKET_BYTES", Need.SPLIT)
 
-GROUP_NAME = ModuleName(_C10D, "_process_group_name", Need.ALGORITHMS)
-GROUP_STORE = ModuleName(_C10D, "_get_process_group_store", Need.STORE)
+GROUP_NAME = PrivateName(_C10D, "_process_group_name", Need.ALGORITHMS)
+GROUP_STORE = PrivateName(_C10D, "_get_process_group_store", Need.STORE)
 GROUP_DEVICE = PrivateName("ProcessGroup", "bound_device_id", Need.ALGORITHMS)
 GROUP_BACKEND = PrivateName("ProcessGroup", "_get_backend", Need.ALGORITHMS)
 SEQUENCE_NUMBER = PrivateName("ProcessGroup", "_get_sequence_number_for_group", Need.REBUCKET)
@@ -280,25 +288,22 @@ HOOKED = PrivateName("Optimizer.step", "hooked", Need.ALGORITHMS)
 # ---- Autograd ----------------------------------------------------------------------------------
 
 _C, _C_AUTOGRAD = "torch._C", "torch._C._autograd"
+_ENGINE = "torch.autograd.Variable._execution_engine"
 
-TASK_ID = ModuleName(_C, "_current_graph_task_id", Need.SPLIT)
-AUTOGRAD_NODE = ModuleName(_C, "_current_autograd_node", Need.BACKWARD)
-IS_AUTOCAST_ON = ModuleName(_C, "_is_any_autocast_enabled", Need.BACKWARD)
-DISABLE_AUTOCAST = ModuleName(_C, "_DisableAutocast", Need.BACKWARD)
-EXECUTION_ENGINE = PrivateName("Variable", "_execution_engine", Need.RECORD)
-QUEUE_CALLBACK = PrivateName("ImperativeEngine", "queue_callback", Need.RECORD)
-RECORD_SCOPE = ModuleName("torch._C._profiler", "RecordScope", Need.RECORD)
-PREPARE_PROFILER = ModuleName(_C_AUTOGRAD, "_prepare_profiler", Need.RECORD)
-ENABLE_PROFILER = ModuleName(_C_AUTOGRAD, "_enable_profiler", Need.RECORD)
-DISABLE_PROFILER = ModuleName(_C_AUTOGRAD, "_disable_profiler", Need.RECORD)
-PROFILER_ENABLED = ModuleName(_C_AUTOGRAD, "_profiler_enabled", Need.RECORD)
-SAVED_TENSOR_HOOKS = ModuleName(_C_AUTOGRAD, "_top_saved_tensors_default_hooks", Need.CHECKPOINT)
-CHECKPOINT_FRAME = ModuleName("torch.utils.checkpoint", "_CheckpointFrame", Need.CHECKPOINT)
+TASK_ID = PrivateName(_C, "_current_graph_task_id", Need.SPLIT)
+AUTOGRAD_NODE = PrivateName(_C, "_current_autograd_node", Need.BACKWARD)
+QUEUE_CALLBACK = PrivateName(_ENGINE, "queue_callback", Need.RECORD)
+RECORD_SCOPE = PrivateName("torch._C._profiler", "RecordScope", Need.RECORD)
+PREPARE_PROFILER = PrivateName(_C_AUTOGRAD, "_prepare_profiler", Need.RECORD)
+ENABLE_PROFILER = PrivateName(_C_AUTOGRAD, "_enable_profiler", Need.RECORD)
+DISABLE_PROFILER = PrivateName(_C_AUTOGRAD, "_disable_profiler", Need.RECORD)
+PROFILER_ENABLED = PrivateName(_C_AUTOGRAD, "_profiler_enabled", Need.RECORD)
+SAVED_TENSOR_HOOKS = PrivateName(_C_AUTOGRAD, "_top_saved_tensors_default_hooks", Need.CHECKPOINT)
+CHECKPOINT_FRAME = PrivateName("torch.utils.checkpoint", "_CheckpointFrame", Need.CHECKPOINT)
 
 # ---- Graphs, operators, symbols ----------------------------------------------------------------
 
-_OPS, _FAKE, _SYMBOL = "torch._ops", "torch._subclasses.fake_tensor", "torch.utils._sympy.symbol"
-_PYTHON, _GRAPH = "torch.utils._python_dispatch", "Dynamo's GraphModule"
+_FAKE, _GRAPH = "torch._subclasses.fake_tensor", "Dynamo's GraphModule"
 
 PARAMETER_SOURCES = PrivateName(_GRAPH, "_param_name_to_source", Need.SPLIT)
 USER_STACKS = PrivateName(_GRAPH, "_source_to_user_stacks", Need.SPLIT, since=(2, 12))
@@ -306,28 +311,18 @@ STOP_REASON = PrivateName(_GRAPH, "compile_subgraph_reason", Need.SPLIT)
 GRAPH_BREAK = PrivateName("GraphCompileReason", "graph_break", Need.SPLIT)
 DYNAMO_SOURCE = PrivateName("Dynamo's placeholder", "_dynamo_source", Need.SPLIT)
 SOURCE_NAME = PrivateName("Source", "name", Need.SPLIT)
-OVERLOAD = ModuleName(_OPS, "OpOverload", Need.SPLIT)
-PACKET = ModuleName(_OPS, "OpOverloadPacket", Need.SPLIT)
-HIGHER_ORDER = ModuleName(_OPS, "HigherOrderOperator", Need.SPLIT)
+HIGHER_ORDER = PrivateName("torch._ops", "HigherOrderOperator", Need.SPLIT)
 SCHEMA = PrivateName("OpOverload", "_schema", Need.SPLIT)
-STORAGE_DATA = PrivateName("UntypedStorage", "_cdata", Need.SPLIT)
-IS_OF_FUNCTORCH = ModuleName("torch._C._functorch", "is_functorch_wrapped_tensor", Need.SPLIT)
+IS_OF_FUNCTORCH = PrivateName("torch._C._functorch", "is_functorch_wrapped_tensor", Need.SPLIT)
 MAKE_WRAPPER = PrivateName("Tensor", "_make_wrapper_subclass", Need.ALGORITHMS)
-IS_SUBCLASS = ModuleName(_PYTHON, "is_traceable_wrapper_subclass", Need.BACKWARD)
-FAKE_TENSOR = ModuleName(_FAKE, "FakeTensor", Need.SPLIT)
-FAKE_TENSOR_MODE = ModuleName(_FAKE, "FakeTensorMode", Need.SPLIT)
-TO_FAKE_TENSOR = ModuleName(_UTILS, "to_fake_tensor", Need.SPLIT)
-FAKE_MODE = PrivateName("FakeTensor", "fake_mode", Need.BACKWARD)
+FAKE_TENSOR = PrivateName(_FAKE, "FakeTensor", Need.SPLIT)
+FAKE_TENSOR_MODE = PrivateName(_FAKE, "FakeTensorMode", Need.SPLIT)
+TO_FAKE_TENSOR = PrivateName(_UTILS, "to_fake_tensor", Need.SPLIT)
 SHAPE_ENV = PrivateName("FakeTensorMode", "shape_env", Need.SPLIT)
 VALUES = PrivateName("ShapeEnv", "backed_var_to_val", Need.SPLIT)
-MAKE_GRAPH_MODULE = ModuleName("torch.fx._lazy_graph_module", "_make_graph_module", Need.LAZY)
-FREE_SYMBOLS = ModuleName("torch.fx.experimental.symbolic_shapes", "free_symbols", Need.SPLIT)
-SYMBOL_IS_TYPE = ModuleName(_SYMBOL, "symbol_is_type", Need.SPLIT)
-SYMBOL_TYPES = ModuleName(_SYMBOL, "SymT", Need.SPLIT)
+MAKE_GRAPH_MODULE = PrivateName("torch.fx._lazy_graph_module", "_make_graph_module", Need.LAZY)
 SYM_NODE = PrivateName("SymInt", "node", Need.SPLIT)
-HAS_HINT = PrivateName("SymNode", "has_hint", Need.BACKWARD)
 HINT = PrivateName("SymNode", "hint", Need.BACKWARD)
-MAYBE_AS_INT = PrivateName("SymNode", "maybe_as_int", Need.SPLIT)
 
 # ---- AOTAutograd and Inductor ------------------------------------------------------------------
 
@@ -335,56 +330,47 @@ _AOT = "torch._functorch._aot_autograd.descriptors"
 _AOT_CONFIG, _INDUCTOR = "torch._functorch.config", "torch._inductor"
 
 FW_METADATA = PrivateName("TracingContext", "fw_metadata", Need.SPLIT)
-AOT_GRAPH_NAME = PrivateName("TracingContext", "aot_graph_name", Need.SPLIT)
-PARAMS_FLAT = PrivateName("TracingContext", "params_flat", Need.SPLIT)
-PARAMS_UNWRAPPED = PrivateName("TracingContext", "params_flat_unwrap_subclasses", Need.SPLIT)
-PARAMS_INDEX = PrivateName("TracingContext", "params_unwrapped_to_flat_index", Need.SPLIT)
-OUTPUT_STRIDES = PrivateName("TracingContext", "output_strides", Need.SPLIT)
 FAKIFY_FIRST_CALL = PrivateName("TracingContext", "fakify_first_call", Need.SPLIT)
 DONATED_IDXS = PrivateName("ViewAndMutationMeta", "bw_donated_idxs", Need.SPLIT)
 TOKENS = PrivateName("ViewAndMutationMeta", "tokens", Need.SPLIT)
-NO_SAVED_TENSOR_HOOKS = ModuleName(
+NO_SAVED_TENSOR_HOOKS = PrivateName(
     _UTILS, "_disable_saved_tensors_hooks_during_tracing", Need.SPLIT
 )
-DONATED_BUFFER = ModuleName(_AOT_CONFIG, "donated_buffer", Need.SPLIT)
-COMPILE_BACKWARD_NOW = ModuleName(_AOT_CONFIG, "force_non_lazy_backward_lowering", Need.SPLIT)
-AUTOGRAD_CACHE = ModuleName(_AOT_CONFIG, "enable_autograd_cache", Need.BACKWARD)
-REMOTE_AUTOGRAD_CACHE = ModuleName(_AOT_CONFIG, "enable_remote_autograd_cache", Need.BACKWARD)
-BUNDLED_AUTOGRAD_CACHE = ModuleName(_AOT_CONFIG, "bundled_autograd_cache", Need.BACKWARD)
-CACHE_KEY_TAG = ModuleName("torch.compiler.config", "cache_key_tag", Need.SPLIT)
-GRADIENT_OUTPUT = ModuleName(_AOT, "GradAOTOutput", Need.BACKWARD)
-PLAIN_INPUT = ModuleName(_AOT, "PlainAOTInput", Need.BACKWARD)
-TANGENT_INPUT = ModuleName(_AOT, "TangentAOTInput", Need.BACKWARD)
-PLAIN_OUTPUT = ModuleName(_AOT, "PlainAOTOutput", Need.BACKWARD)
-MUTATION_OUTPUT = ModuleName(_AOT, "InputMutationAOTOutput", Need.BACKWARD)
-BASE_OUTPUT = ModuleName(_AOT, "IntermediateBaseAOTOutput", Need.BACKWARD)
-FORWARD_TOKEN = ModuleName(_AOT, "ForwardTokenAOTOutput", Need.BACKWARD)
-BACKWARD_TOKEN = ModuleName(_AOT, "BackwardTokenAOTOutput", Need.BACKWARD)
+DONATED_BUFFER = PrivateName(_AOT_CONFIG, "donated_buffer", Need.SPLIT)
+COMPILE_BACKWARD_NOW = PrivateName(_AOT_CONFIG, "force_non_lazy_backward_lowering", Need.SPLIT)
+AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "enable_autograd_cache", Need.BACKWARD)
+REMOTE_AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "enable_remote_autograd_cache", Need.BACKWARD)
+BUNDLED_AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "bundled_autograd_cache", Need.BACKWARD)
+GRADIENT_OUTPUT = PrivateName(_AOT, "GradAOTOutput", Need.BACKWARD)
+PLAIN_INPUT = PrivateName(_AOT, "PlainAOTInput", Need.BACKWARD)
+TANGENT_INPUT = PrivateName(_AOT, "TangentAOTInput", Need.BACKWARD)
+PLAIN_OUTPUT = PrivateName(_AOT, "PlainAOTOutput", Need.BACKWARD)
+MUTATION_OUTPUT = PrivateName(_AOT, "InputMutationAOTOutput", Need.BACKWARD)
+BASE_OUTPUT = PrivateName(_AOT, "IntermediateBaseAOTOutput", Need.BACKWARD)
+FORWARD_TOKEN = PrivateName(_AOT, "ForwardTokenAOTOutput", Need.BACKWARD)
+BACKWARD_TOKEN = PrivateName(_AOT, "BackwardTokenAOTOutput", Need.BACKWARD)
 BOXED_CALL = PrivateName("boxed function", "_boxed_call", Need.BACKWARD)
 # Earlier releases were not examined; with them everything is compiled anew.
-OUTPUT_CODE = ModuleName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))
+OUTPUT_CODE = PrivateName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))
 CACHE_KEY = PrivateName("OutputCode", "_fx_graph_cache_key", Need.CACHE, since=(2, 13))
-OUTPUT_LOADABLE = ModuleName(
+OUTPUT_LOADABLE = PrivateName(
     "torch._functorch._aot_autograd.aot_autograd_result",
     "BundledOutputCodeLoadable",
     Need.CACHE,
     since=(2, 13),
 )
-BOXED_NOP = ModuleName(f"{_DYNAMO}.backends.debugging", "boxed_nop", Need.BACKWARD)
-COMPILE_FX = ModuleName(f"{_INDUCTOR}.compile_fx", "compile_fx", Need.BACKWARD)
-COMPILE_FX_INNER = ModuleName(f"{_INDUCTOR}.compile_fx", "compile_fx_inner", Need.BACKWARD)
-FAKE_TENSOR_PROP = ModuleName("torch.fx.passes.fake_tensor_prop", "FakeTensorProp", Need.BACKWARD)
-INDUCTOR = ModuleName("torch", "_TorchCompileInductorWrapper", Need.SPLIT)
+BOXED_NOP = PrivateName(f"{_DYNAMO}.backends.debugging", "boxed_nop", Need.BACKWARD)
+COMPILE_FX = PrivateName(f"{_INDUCTOR}.compile_fx", "compile_fx", Need.BACKWARD)
+COMPILE_FX_INNER = PrivateName(f"{_INDUCTOR}.compile_fx", "compile_fx_inner", Need.BACKWARD)
+INDUCTOR = PrivateName("torch", "_TorchCompileInductorWrapper", Need.SPLIT)
 INDUCTOR_CONFIG = PrivateName("Inductor wrapper", "config", Need.BACKWARD)
-INDUCTOR_OPTIONS = ModuleName(_INDUCTOR, "list_options", Need.SPLIT)
-TRITON = ModuleName(f"{_INDUCTOR}.config", "triton", Need.BACKWARD)
-CUDAGRAPHS = PrivateName("Inductor's triton config", "cudagraphs", Need.BACKWARD)
-ASYNC_COMPILE = ModuleName(f"{_INDUCTOR}.async_compile", "AsyncCompile", Need.SIDE_BY_SIDE)
-WAIT_FOR_KERNELS = PrivateName("AsyncCompile", "wait", Need.SIDE_BY_SIDE)
-PROFILE_BANDWIDTH_OUTPUT = ModuleName(
+INDUCTOR_OPTIONS = PrivateName(_INDUCTOR, "list_options", Need.SPLIT)
+CUDAGRAPHS = PrivateName(f"{_INDUCTOR}.config.triton", "cudagraphs", Need.BACKWARD)
+WAIT_FOR_KERNELS = PrivateName(f"{_INDUCTOR}.async_compile.AsyncCompile", "wait", Need.SIDE_BY_SIDE)
+PROFILE_BANDWIDTH_OUTPUT = PrivateName(
     f"{_INDUCTOR}.config", "profile_bandwidth_output", Need.SIDE_BY_SIDE
 )
-FALLBACK_RANDOM = ModuleName(f"{_INDUCTOR}.config", "fallback_random", Need.COPY)
+FALLBACK_RANDOM = PrivateName(f"{_INDUCTOR}.config", "fallback_random", Need.COPY)
 
 # ---- Modules and logs --------------------------------------------------------------------------
 
@@ -393,10 +379,13 @@ FORWARD_PRE_HOOKS = PrivateName("Module", "_forward_pre_hooks", Need.REPLICAS)
 FORWARD_HOOKS = PrivateName("Module", "_forward_hooks", Need.REPLICAS)
 REPLICATE = PrivateName("Module", "_replicate_for_data_parallel", Need.REPLICAS)
 MODULES = PrivateName("Module", "_modules", Need.REPLICAS)
-BUFFERS = PrivateName("Module", "_buffers", Need.REPLICAS)
 PARAMETERS = PrivateName("Module", "_parameters", Need.REPLICAS)
 
-ARTIFACT_LOGGER = ModuleName("torch._logging", "getArtifactLogger", Need.LOGS)
-TRACE_STRUCTURED = ModuleName("torch._logging", "trace_structured", Need.TRACE)
+ARTIFACT_LOGGER = PrivateName("torch._logging", "getArtifactLogger", Need.LOGS)
+TRACE_STRUCTURED = PrivateName("torch._logging", "trace_structured", Need.TRACE)
+
+# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is shown
+# under dynamo, distributed and ddp alike.
+LOG_NAME = f"{DDP_OPTIMIZER.owner}.ddpopt"
 
 TABLE = tuple(row for row in list(globals().values()) if isinstance(row, PrivateName))

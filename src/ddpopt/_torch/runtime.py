@@ -1,15 +1,13 @@
-"""What runs alongside a model: autograd and its profiler, process groups and stores, logs."""
+"""What runs alongside a model: autograd and its profiler, and optimizers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt._torch import names
@@ -70,7 +68,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def queue_callback() -> Callable[[Callable[[], None]], None]:
     """Return what makes autograd call a function at the end of the running backward."""
-    return names.QUEUE_CALLBACK.of(names.EXECUTION_ENGINE.of(torch.autograd.Variable))
+    return names.QUEUE_CALLBACK.get()
 
 
 def step_without_hooks(
@@ -90,24 +88,30 @@ def step_without_hooks(
 
 def run_first(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
     """Let a hook after updates run before the optimizer's other ones."""
-    names.STEP_POST_HOOKS.of(optimizer).move_to_end(hook.id, last=False)
+    names.STEP_POST_HOOKS.get(optimizer).move_to_end(hook.id, last=False)
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return a number that grows with each write to a tensor."""
-    return names.VERSION.of(tensor)
+    return names.VERSION.get(tensor)
 
 
 def is_autocast_on() -> bool:
-    return names.IS_AUTOCAST_ON.get()()
+    return bool(_autocasting_devices())
 
 
-def no_autocast() -> contextlib.AbstractContextManager[None]:
-    return names.DISABLE_AUTOCAST.get()()
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in _autocasting_devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
-def is_profiling() -> bool:
-    return names.PROFILER_ENABLED.get()()
+def _autocasting_devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [device for device in devices if torch.is_autocast_enabled(device)]
 
 
 def shows_ranges() -> bool:
@@ -144,78 +148,3 @@ def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
         yield events
     finally:
         events += disable().events()
-
-
-@contextlib.contextmanager
-def making_groups_apart(name: str) -> Iterator[None]:
-    """Let some ranks make a process group of this name in a block, with no part for the others.
-
-    torch names a group that only its members make by the number of groups that the rank is in.
-    That differs between ranks, which then wait for each other until their timeout; and it recurs
-    when groups are destroyed: then ranks look for connections that are gone. And if
-    `init_process_group` was given a device, NCCL splits a group off the default one, for which all
-    of its ranks have to call; without the device it makes a group by itself, when it is first used.
-    """
-    default = dist.group.WORLD
-    device = names.GROUP_DEVICE.of(default)
-    with names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name):
-        if device is not None:
-            names.GROUP_DEVICE.set(default, None)
-        try:
-            yield
-        finally:
-            if device is not None:
-                names.GROUP_DEVICE.set(default, device)
-
-
-def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return what communicates tensors of a device on a group, such as `gloo`.
-
-    `dist.get_backend` gives the name by which the group was made: `cpu:gloo`, or `undefined`.
-    """
-    return str(names.GROUP_BACKEND.of(group)(device).name())
-
-
-def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the time after which a collective on `group` fails, a `datetime.timedelta`."""
-    return names.GROUP_TIMEOUT.of(names.GROUP_BACKEND.of(group)(device).options)
-
-
-def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives `group` has launched; RuntimeError if it does not count them."""
-    return names.SEQUENCE_NUMBER.of(group)()
-
-
-def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store through which the ranks of a group found each other."""
-    return names.GROUP_STORE.get()(group)
-
-
-# TORCH_LOGS knows loggers by the modules of torch that own them: a child of this one is shown
-# under dynamo, distributed and ddp alike.
-LOG_NAME = f"{names.DDP_OPTIMIZER.owner}.ddpopt"
-
-
-@functools.cache
-def do_without(missing: str, need: names.Need) -> None:
-    """Warn, once per process, of a missing name without which only one thing is lost."""
-    logging.getLogger(LOG_NAME).warning("%s; training is split without %s", missing, need.value)
-
-
-def graph_logger() -> logging.Logger:
-    """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one if it has moved."""
-    try:
-        return names.ARTIFACT_LOGGER.get()(LOG_NAME, "ddp_graphs")
-    except TorchDriftError as error:
-        do_without(str(error), names.Need.LOGS)
-        return logging.getLogger(f"{LOG_NAME}.ddp_graphs")
-
-
-def trace_structured(name: str, metadata: dict[str, Any], payload: Callable[[], str]) -> None:
-    """Write a payload to torch's structured trace, which tlparse reads; do nothing if it is off."""
-    try:
-        trace = names.TRACE_STRUCTURED.get()
-    except TorchDriftError as error:
-        do_without(str(error), names.Need.TRACE)
-    else:
-        trace(name, lambda: metadata, payload_fn=payload)

@@ -115,7 +115,7 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     recorder = _Recorder(ddp, clock)
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
     # It would see nothing of sharded updates, and torch warns of works that another thread ends.
-    is_unneeded = _torch.is_profiling() or _waits.is_sharded(ddp)
+    is_unneeded = _torch.shows_ranges() or _waits.is_sharded(ddp)
     profile = contextlib.nullcontext() if is_unneeded else _torch.profile_ranges(has_cuda)
     with listen(recorder), recorder.watching(ddp), profile as events:
         yield recording

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config
 from ddpopt._torch import names
-from ddpopt._torch.names import ModuleName, PrivateName
+from ddpopt._torch.names import PrivateName
 from ddpopt.cli.choices import choices_data, choices_table, communication_s
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.cli.process_groups import one_rank_group, torchrun_group
@@ -155,15 +155,12 @@ def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
     examples = _examples(ddp)
     found = {}
     for row in sorted((row for row in names.TABLE if row.is_expected), key=str):
-        if not isinstance(row, ModuleName) and row.owner not in examples:
+        if not row.is_global and row.owner not in examples:
             continue
         found[row] = False
         # Whatever an import or a constructor raises, the name cannot be used.
         with contextlib.suppress(Exception):
-            if isinstance(row, ModuleName):
-                row.get()
-            else:
-                row.of(examples[row.owner]())
+            row.get(None if row.is_global else examples[row.owner]())
             found[row] = True
     return found
 
@@ -177,33 +174,27 @@ def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any
         "Tensor": lambda: torch.Tensor,
         "OptimizedModule": lambda: compiled,
         "compiled function": lambda: compiled.forward,
-        "OptimizeContext": lambda: names.DYNAMO_CTX.of(compiled),
-        "frame callback": lambda: names.CALLBACK.of(names.DYNAMO_CTX.of(compiled)),
-        "torch.compile's wrapper": lambda: _torch.compiler_of(names.DYNAMO_CTX.of(compiled)),
+        "OptimizeContext": lambda: names.DYNAMO_CTX.get(compiled),
+        "frame callback": lambda: names.CALLBACK.get(names.DYNAMO_CTX.get(compiled)),
+        "wrapper of torch.compile": lambda: _torch.compiler_of(names.DYNAMO_CTX.get(compiled)),
         "OpOverload": lambda: torch.ops.aten.add.Tensor,
         "Optimizer": _optimizer,
         "Optimizer.step": lambda: type(_optimizer()).step,  # the first optimizer adds its hooks
-        "UntypedStorage": lambda: torch.empty(0).untyped_storage(),
-        "Variable": lambda: torch.autograd.Variable,
-        "ImperativeEngine": lambda: names.EXECUTION_ENGINE.of(torch.autograd.Variable),
         "TracingContext": lambda: names.TRACING_CONTEXT.get()(None),
-        "GuardsContext": lambda: names.GUARDS_CONTEXT.of(names.TRACING_CONTEXT.get()(None)),
+        "GuardsContext": lambda: names.GUARDS_CONTEXT.get(names.TRACING_CONTEXT.get()(None)),
         "FakeTensorMode": lambda: mode.get()(shape_env=None),
-        "FakeTensor": lambda: mode.get()().from_tensor(torch.empty(0)),
         "boxed function": lambda: names.BOXED_NOP.get()(fx.GraphModule({}, fx.Graph()), []),
         "Inductor wrapper": lambda: _torch.inductor(None, {}),
-        "Inductor's triton config": names.TRITON.get,
-        "AsyncCompile": names.ASYNC_COMPILE.get,
         "OutputCode": lambda: names.OUTPUT_CODE.get()(),  # noqa: PLW0108  # not before it is called
     }
     if ddp is not None:
         group, device = ddp.process_group, torch.device("cpu")
         examples |= {
             "DistributedDataParallel": lambda: ddp,
-            "Reducer": lambda: names.REDUCER.of(ddp),
-            "Logger": lambda: names.LOGGER.of(ddp),
+            "Reducer": lambda: names.REDUCER.get(ddp),
+            "Logger": lambda: names.LOGGER.get(ddp),
             "ProcessGroup": lambda: group,
-            "ProcessGroup options": lambda: names.GROUP_BACKEND.of(group)(device).options,
+            "ProcessGroup options": lambda: names.GROUP_BACKEND.get(group)(device).options,
         }
     return examples
 

@@ -13,7 +13,7 @@ import torch
 
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt._torch.names import TABLE, ModuleName, Need, PrivateName
+from ddpopt._torch.names import TABLE, Need, PrivateName
 from ddpopt.errors import TorchDriftError
 
 ROOM = Path(_torch.__file__).parent
@@ -82,7 +82,7 @@ def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
     rows = {name: row for name, row in vars(names).items() if isinstance(row, PrivateName)}
     assert set(rows) <= used
     assert set(rows.values()) == set(TABLE)
-    assert len({str(row) for row in TABLE}) == len(TABLE) > 130
+    assert len({str(row) for row in TABLE}) == len(TABLE) > 100
     assert {row.need for row in TABLE} == set(Need)
 
 
@@ -91,13 +91,12 @@ def test_a_name_that_is_not_there_is_neither_read_nor_made(
     row: PrivateName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every row: TorchDriftError with its name, and the owner stays as it was."""
-    if isinstance(row, ModuleName):
-        owner: object = types.ModuleType("empty")
+    owner = types.SimpleNamespace()
+    if row.is_global:
         monkeypatch.setitem(sys.modules, row.owner, owner)
-        calls = [row.get, lambda: row.replace(1)]
+        calls = [row.get, lambda: row.set(1)]
     else:
-        owner = types.SimpleNamespace()
-        calls = [lambda: row.of(owner), lambda: row.set(owner, 1)]
+        calls = [lambda: row.get(owner), lambda: row.set(1, owner)]
     for call in calls:
         with pytest.raises(TorchDriftError, match=f"has no {re.escape(str(row))}, which ddpopt"):
             call()
@@ -115,3 +114,14 @@ def test_the_supported_range_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch
         assert (names.BUCKET_CONFIG.is_expected, gone.is_expected) == expected
     monkeypatch.setattr(torch, "__version__", "3.0.0a0+git1")
     assert (names.BUCKET_CONFIG.is_expected, gone.is_expected) == (True, False)
+
+
+def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any other is changed."""
+    moved = PrivateName("torch._dynamo.config", "moved", Need.SPLIT)
+    with (
+        pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),
+        names.settings({names.RECOMPILE_LIMIT: 99, moved: 1}),
+    ):
+        pass
+    assert names.RECOMPILE_LIMIT.get() != 99

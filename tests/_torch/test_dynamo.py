@@ -1,20 +1,22 @@
-"""Drift of torch: a private name that moved is a clear message, and training goes on."""
+"""Dynamo and its graphs, also where a release of torch moved a name."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt._torch.names import ModuleName, Need, PrivateName
-from ddpopt.errors import Fallback, TorchDriftError
+from ddpopt._torch.names import PrivateName
+from ddpopt.errors import Fallback
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 
@@ -65,42 +67,6 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "bucket_bytes_cap_list"])
-def test_an_attribute_that_is_only_written_is_missed_too(one_rank: None, name: str) -> None:
-    """A Reducer is replaced where DDP can be told of it, or else stays; no name is created."""
-    ddp = DistributedDataParallel(MLP(1))
-    before = ddp.reducer
-    delattr(ddp, name)
-    with pytest.raises(TorchDriftError, match=f"DistributedDataParallel.{name}, which"):
-        _torch.replace_reducer(ddp, [[0], [1]], [1, 1])
-    assert not hasattr(ddp, name)
-    assert ddp.reducer is before
-
-
-def test_a_function_of_a_module_that_moved_is_not_made_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where it is replaced in a block."""
-    monkeypatch.delattr("torch.distributed.distributed_c10d._process_group_name")
-    with (
-        pytest.raises(TorchDriftError, match="_process_group_name"),
-        _torch.making_groups_apart("mine"),
-    ):
-        pass
-    assert not hasattr(torch.distributed.distributed_c10d, "_process_group_name")
-
-
-def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any other is changed."""
-    moved = ModuleName("torch._dynamo.config", "moved", Need.SPLIT)
-    with (
-        pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),
-        names.settings({names.RECOMPILE_LIMIT: 99, moved: 1}),
-    ):
-        pass
-    assert names.RECOMPILE_LIMIT.get() != 99
-
-
 def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,3 +83,21 @@ def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert _torch.checkpointed_region() is None
     assert asked == [names.SAVED_TENSOR_HOOKS] * 2 + [names.CHECKPOINT_FRAME]
+
+
+def test_tensors_that_share_memory_have_equal_keys_as_long_as_one_lives() -> None:
+    """Also when nobody holds torch's object for the memory; a sparse tensor has none."""
+    tensors = [torch.empty(4) for _ in range(100)]
+    keys = list(map(_torch.storage_key, tensors))
+    gc.collect()
+    assert [_torch.storage_key(tensor[1:]) for tensor in tensors] == keys
+    assert len(set(keys)) == 100
+    assert _torch.storage_key(torch.empty(4).to_sparse()) is None
+
+
+def test_a_subclass_is_what_can_be_taken_apart() -> None:
+    """And no parameter, nor a class that keeps one tensor."""
+    assert _torch.is_subclass(TwoTensor(torch.ones(1), torch.ones(1)))
+    own = torch.ones(1).as_subclass(type("Own", (torch.Tensor,), {}))
+    for value in (torch.ones(1), torch.nn.Parameter(torch.ones(1)), own, 1, None):
+        assert not _torch.is_subclass(value)

@@ -16,8 +16,8 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt._torch import kernels
-from ddpopt._torch.kernels import collecting, coming_later, finish
+from ddpopt._torch import aot
+from ddpopt._torch.aot import collecting, coming_later, finish
 from tests.support.models import MLP, WIDTH
 
 
@@ -49,7 +49,7 @@ def test_inductor_waits_where_it_needs_kernels_at_once() -> None:
 
 def test_no_two_threads_have_inductors_wait_replaced_at_once(one_rank: None) -> None:
     """It is, for the process, under the lock with which Dynamo compiles a graph at a time."""
-    replaced, could_compile = kernels._replaced_wait, []
+    replaced, could_compile = aot._replaced_wait, []
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
@@ -66,7 +66,7 @@ def test_no_two_threads_have_inductors_wait_replaced_at_once(one_rank: None) -> 
         torch.compile(ddp, backend="ddpopt")(torch.randn(2, WIDTH)).sum().backward()
 
     wait = AsyncCompile.wait
-    with mock.patch.object(kernels, "_replaced_wait", watched):
+    with mock.patch.object(aot, "_replaced_wait", watched):
         train()
         torch._dynamo.reset()
         thread = threading.Thread(target=train)
