@@ -34,7 +34,7 @@ class AlgorithmWorker(Rank):
         super().__init__(task)
         ddp = DistributedDataParallel(self._module)
         peer, options = find_peer(task.peer)
-        given = {"inner": task.inner, "split": "forward"}
+        given = {"inner": task.setting.inner, "split": "forward"}
         compiled = torch.compile(ddp, backend="ddpopt", options=given)
         self._forward = compiled if peer.is_compiled else ddp
         settings = Settings(

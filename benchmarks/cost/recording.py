@@ -1,6 +1,6 @@
 """What recording costs: steps inside of `ddpopt.record` beside steps without, in turns.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.cost.recording --models gpt,mlp
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.cost.recording --models gpt,fused
 
 Entering and leaving the block, where the profiler starts and is read, is not part of a step.
 """

@@ -80,7 +80,7 @@ class SoakWorker:
 
     def __init__(self, task: Task) -> None:
         join(task)
-        self._training = Training(task.peer, task.inner, task.rank)
+        self._training = Training(task.peer, task.setting.inner, task.rank)
 
     def run(self, num_steps: int, period: int) -> list[dict[str, float]]:
         own = self._training.run(num_steps, period).measures()
