@@ -87,27 +87,23 @@ class Found(NamedTuple):
     problems: list[str]
     fault_s: float
 
-    @property
-    def parameters(self) -> set[bytes]:
-        """All ranks' parameters: one element if all trained to the end, and are equal."""
-        return {trained.parameters for trained in self.ranks.values()}
-
 
 def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> list[str]:
     """Return a row of the table; the outcome of what is not as it has to be begins with FAILED."""
     if case.where == COMPILE:  # there has to be something to compile
         caches = caches / f"{case.where}-{case.split}"
-    found = _run(cluster, setting, case, caches)
+    ranks, problems, fault_s = _run(cluster, setting, case, caches)
     calm = _run(cluster, setting, replace(case, fault=NO_FAULT, rate=FREE), caches)
-    problems = [*found.problems, *(f"afterwards: {text}" for text in calm.problems)]
-    if len(calm.parameters) != 1:
+    problems += [f"afterwards: {text}" for text in calm.problems]
+    undisturbed = {trained.parameters for trained in calm.ranks.values()}
+    if len(undisturbed) != 1:
         problems.append("ranks differ in the run afterwards")
-    errors = {rank: trained for rank, trained in found.ranks.items() if trained.error}
     outcome, noticed = "training goes on, bitwise as undisturbed", ""
     if case.duration_s is not None:
-        if errors or found.parameters != calm.parameters:
+        if {trained.parameters for trained in ranks.values()} != undisturbed:
             problems.append("training did not go on as if undisturbed")
     else:
+        errors = {rank: trained for rank, trained in ranks.items() if trained.error}
         own = errors.pop(case.rank, None)
         survivors = [rank for rank in range(_NUM_RANKS) if rank != case.rank]
         problems += [f"rank {rank} got no error" for rank in survivors if rank not in errors]
@@ -115,7 +111,7 @@ def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> li
             first, *_ = errors.values()
             outcome = f"survivors, in {first.place}: {_sentence(first)}"
             outcome += f"; rank {case.rank}: {_sentence(own)}" if own else ""
-            noticed = f"{max(error.time_s for error in errors.values()) - found.fault_s:.1f} s"
+            noticed = f"{max(error.time_s for error in errors.values()) - fault_s:.1f} s"
     outcome = f"FAILED: {'; '.join(problems)}" if problems else outcome
     return [*case.row, " ".join(outcome.split()).replace("|", "/"), noticed]
 
@@ -127,31 +123,30 @@ def _sentence(trained: Trained) -> str:
 
 def _run(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> Found:
     """Train with a fault, or without one for as long as that takes."""
-    is_lost = case.fault in (KILL, STOP) and case.duration_s is None
     num_calm = 0 if case.where == COMPILE else _CALM_STEPS
     ranks: dict[int, Trained] = {}
+    problems: list[str] = []
     cluster.set_rate(case.rate)
-    try:
-        with open_team(cluster, setting, case.split, "faults", None, caches) as team:
-            team.wait_until_ready()
-            team.ask("start", _LONG_TIMEOUT_S if case.fault == NO_FAULT else _TIMEOUT_S)
-            team.ask("train", num_calm, case.rank, "", 0.0)
-            where = case.where if case.fault == KILL else ""
-            pause_s = _PAUSE_S if case.fault in (LINK, STOP) else 0.0
-            team.send("train", _NUM_STEPS - num_calm, case.rank, where, pause_s)
-            problems, fault_s = _strike(cluster, case, team)
-            for rank in range(_NUM_RANKS):
-                if not (is_lost and rank == case.rank):
-                    with _noting(problems):
-                        ranks[rank] = team.answer_of(rank, _RUN_LIMIT_S)
-            team.send("end")
-            for rank in ranks:
-                with _noting(problems):
-                    team.processes[rank].popen.wait(_RUN_LIMIT_S)
-        return Found(ranks, problems, fault_s)
-    finally:
-        for rank in range(_NUM_RANKS):
-            cluster.set_link(rank, is_up=True)
+    with open_team(cluster, setting, case.split, "faults", None, caches) as team:
+        team.wait_until_ready()
+        team.ask("start", _LONG_TIMEOUT_S if case.fault == NO_FAULT else _TIMEOUT_S)
+        team.ask("train", num_calm, case.rank, "", 0.0)
+        where = case.where if case.fault == KILL else ""
+        pause_s = _PAUSE_S if case.fault in (LINK, STOP) else 0.0
+        team.send("train", _NUM_STEPS - num_calm, case.rank, where, pause_s)
+        fault_s = _strike(cluster, case, team)
+        is_lost = case.fault in (KILL, STOP) and case.duration_s is None
+        for rank in set(range(_NUM_RANKS)) - ({case.rank} if is_lost else set()):
+            with _noting(problems):
+                ranks[rank] = team.answer_of(rank, _RUN_LIMIT_S)
+        team.send("end")
+        for rank in ranks:
+            with _noting(problems):
+                team.processes[rank].popen.wait(_RUN_LIMIT_S)
+        if case.fault == KILL and team.processes[case.rank].popen.poll() != -SIGKILL:
+            problems.append(f"the fault did not strike rank {case.rank}")
+    cluster.set_link(case.rank, is_up=True)
+    return Found(ranks, problems, fault_s)
 
 
 @contextlib.contextmanager
@@ -163,17 +158,14 @@ def _noting(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _strike(cluster: Cluster, case: Case, team: Team) -> tuple[list[str], float]:
-    """Let the fault happen, and end if it is to; return what was wrong, and the time of it."""
+def _strike(cluster: Cluster, case: Case, team: Team) -> float:
+    """Let the fault happen, and end if it is to; return the time of it."""
     victim = team.processes[case.rank].popen
     if case.fault == KILL:
-        with contextlib.suppress(TeamError):
-            team.answer_of(case.rank, _RUN_LIMIT_S)
-        is_struck = victim.poll() == -SIGKILL
-        problems = [] if is_struck else [f"the fault did not strike rank {case.rank}"]
-        return problems, time.monotonic()
-    if case.fault in (LINK, STOP):
-        time.sleep(_PAUSE_S)  # in the middle of its steps
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            victim.wait(_RUN_LIMIT_S)
+        return time.monotonic()
+    time.sleep(_PAUSE_S)  # in the middle of its steps
     fault_s = time.monotonic()
     if case.fault == LINK:
         cluster.set_link(case.rank, is_up=False)
@@ -183,7 +175,7 @@ def _strike(cluster: Cluster, case: Case, team: Team) -> tuple[list[str], float]
         time.sleep(case.duration_s)
         cluster.set_link(case.rank, is_up=True)
         victim.send_signal(SIGCONT)
-    return [], fault_s
+    return fault_s
 
 
 def main() -> int:
