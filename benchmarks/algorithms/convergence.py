@@ -97,8 +97,9 @@ def train(text: Text, name: str, seed: int, num_steps: int) -> Result:
         make_optimizer=functools.partial(torch.optim.Adam, lr=_LEARNING_RATE),
         lr=_LEARNING_RATE,
         warmup_steps=num_steps // _WARMUP,
+        options=options,
     )
-    optimizer, handle = peer.start(ddp, settings, options)
+    optimizer, handle = peer.start(ddp, settings)
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     losses = []
     for _ in range(num_steps):

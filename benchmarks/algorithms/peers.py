@@ -29,9 +29,8 @@ _LOCAL_STEPS = 4
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a training gives to all algorithms.
+class Settings(NamedTuple):
+    """What a training gives to an algorithm, whose own are `options`.
 
     `lr` is for those with an optimizer of their own, and `warmup_steps` for those that begin with
     plain allreduce.
@@ -40,6 +39,7 @@ class Settings:
     make_optimizer: MakeOptimizer
     lr: float
     warmup_steps: int
+    options: dict[str, Any]
 
 
 class Training(NamedTuple):
@@ -49,12 +49,12 @@ class Training(NamedTuple):
     handle: Any = None
 
 
-Start = Callable[[DistributedDataParallel, Settings, dict[str, Any]], Training]
+Start = Callable[[DistributedDataParallel, Settings], Training]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One of them; `start` takes the DDP module, the settings and the algorithm's options.
+    """One of them; `start` takes the DDP module and the settings.
 
     Tables and plots say its `label`. One that `is_asynchronous` exchanges at times of its own, not
     in each step.
@@ -72,53 +72,47 @@ def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
     return find(text, PEERS)
 
 
-def _plain(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+def _plain(ddp: DistributedDataParallel, settings: Settings) -> Training:
     return Training(settings.make_optimizer(ddp.parameters()))
 
 
 def _attached(name: str, **defaults: Any) -> Start:
     """Attach the algorithm of this name, looked up late so that a missing one fails alone."""
 
-    def start(
-        ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
-    ) -> Training:
+    def start(ddp: DistributedDataParallel, settings: Settings) -> Training:
         optimizer = settings.make_optimizer(ddp.parameters())
-        algorithm = getattr(algorithms, name)(**{**defaults, **options})
+        algorithm = getattr(algorithms, name)(**{**defaults, **settings.options})
         return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
 
     return start
 
 
-def _qadam(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+def _qadam(ddp: DistributedDataParallel, settings: Settings) -> Training:
     optimizer = algorithms.QAdamOptimizer(
         ddp.parameters(), lr=settings.lr, warmup_steps=settings.warmup_steps
     )
-    algorithm = algorithms.QAdam(hierarchical=False, **options)
+    algorithm = algorithms.QAdam(hierarchical=False, **settings.options)
     return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
 
 
-def _adam(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+def _adam(ddp: DistributedDataParallel, settings: Settings) -> Training:
     return Training(torch.optim.Adam(ddp.parameters(), lr=settings.lr))
 
 
-def _fp16(ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]) -> Training:
+def _fp16(ddp: DistributedDataParallel, settings: Settings) -> Training:
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return _plain(ddp, settings, options)
+    return _plain(ddp, settings)
 
 
-def _power_sgd(
-    ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
-) -> Training:
-    given = {"matrix_approximation_rank": _POWER_SGD_RANK, **options}
+def _power_sgd(ddp: DistributedDataParallel, settings: Settings) -> Training:
+    given = {"matrix_approximation_rank": _POWER_SGD_RANK, **settings.options}
     start_iter = max(2, settings.warmup_steps)  # its error feedback needs two
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=start_iter, **given)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return _plain(ddp, settings, options)
+    return _plain(ddp, settings)
 
 
-def _post_local_sgd(
-    ddp: DistributedDataParallel, settings: Settings, options: dict[str, Any]
-) -> Training:
+def _post_local_sgd(ddp: DistributedDataParallel, settings: Settings) -> Training:
     state = post_localSGD_hook.PostLocalSGDState(
         None,
         None,
@@ -127,7 +121,7 @@ def _post_local_sgd(
     )
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = averagers.PeriodicModelAverager(
-        period=options.get("period", _LOCAL_STEPS), warmup_steps=settings.warmup_steps
+        period=settings.options.get("period", _LOCAL_STEPS), warmup_steps=settings.warmup_steps
     )
     return Training(PostLocalSGDOptimizer(settings.make_optimizer(ddp.parameters()), averager))
 

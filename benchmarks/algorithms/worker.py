@@ -41,8 +41,9 @@ class AlgorithmWorker(Rank):
             make_optimizer=functools.partial(torch.optim.AdamW, lr=_LEARNING_RATE),
             lr=_LEARNING_RATE,
             warmup_steps=_WARMUP_STEPS,
+            options=options,
         )
-        self._optimizer, self._handle = peer.start(ddp, settings, options)
+        self._optimizer, self._handle = peer.start(ddp, settings)
         self._idle = contextlib.ExitStack()
         self._backward_s = 0.0
         self._loss = 0.0

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from benchmarks.harness.report import Spread, spread, table
+from benchmarks.harness.report import spread, table
 
 _MIB = 1024 * 1024
 _ELEMENTS = 4
@@ -89,9 +89,12 @@ def compare_arms(inner: str, num_parameters: int, num_sections: int, rounds: int
     rows = []
     for name, ddp in ddps.items():
         (plan,) = ddpopt.explain(ddp).plans
-        # What is not cut is divided as if it were, so that its noise can be compared.
         num_cut = len(plan.sections)
+        # What is not cut is divided as if it were, so that its noise can be compared.
         parts = num_cut if num_cut > 1 else num_sections
+        more = [
+            (own.step_us - its.step_us) / parts for own, its in zip(times[name], base, strict=True)
+        ]
         medians = _medians(times[name])
         rows.append(
             (
@@ -99,13 +102,12 @@ def compare_arms(inner: str, num_parameters: int, num_sections: int, rounds: int
                 str(max(1, num_cut)),
                 *(f"{value_us / 1e3:.2f}" for value_us in medians),
                 f"{medians.step_us / _medians(base).step_us:.3f}",
-                _difference(times[name], base, "backward_us", parts).shown(".1f"),
-                _difference(times[name], base, "step_us", parts).shown(".1f"),
+                spread(more).shown(".1f"),
             )
         )
     header = (
         "split", "sections", "forward ms", "backward ms", "step ms", "step of unsplit's",
-        "a section adds to backward us", "to the step us",
+        "a section adds to the step us",
     )  # fmt: skip
     return table(header, rows)
 
@@ -135,12 +137,6 @@ def _time(step: Step) -> Times:
 
 def _medians(times: Sequence[Times]) -> Times:
     return Times(*(statistics.median(column) for column in zip(*times, strict=True)))
-
-
-def _difference(times: Sequence[Times], base: Sequence[Times], what: str, parts: int) -> Spread:
-    """Return by how much they differ in each round, for each of the parts."""
-    pairs = zip(times, base, strict=True)
-    return spread([(getattr(own, what) - getattr(its, what)) / parts for own, its in pairs])
 
 
 def main() -> None:

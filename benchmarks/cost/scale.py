@@ -180,18 +180,24 @@ def _median(once: Callable[[], float]) -> float:
     return statistics.median(times)
 
 
+def _table(split: str, rows: Sequence[Row]) -> list[str]:
+    cells = (
+        (
+            split,
+            str(row.num_calls),
+            str(row.num_sections),
+            f"{row.seconds:.3f}",
+            f"{row.seconds / row.num_calls * 1e6:.0f}",
+        )
+        for row in rows
+    )
+    return table(("split", "calls", "sections", "seconds", "us a call"), cells)
+
+
 def exponent(rows: Sequence[Row], column: str) -> float:
     """Return the power of a size that fits the times best: the slope among logarithms."""
     sizes = [math.log(getattr(row, column)) for row in rows]
     return statistics.linear_regression(sizes, [math.log(row.seconds) for row in rows]).slope
-
-
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "calls": lambda row: str(row.num_calls),
-    "sections": lambda row: str(row.num_sections),
-    "seconds": lambda row: f"{row.seconds:.3f}",
-    "us a call": lambda row: f"{row.seconds / row.num_calls * 1e6:.0f}",
-}
 
 
 def main() -> None:
@@ -206,10 +212,7 @@ def main() -> None:
     for split, measure in (("forward", measure_forward), ("backward", measure_backward)):
         by_calls = [measure(number, _SECTIONS) for number in given.calls]
         by_sections = [measure(given.at_calls, number) for number in given.sections]
-        rows = [
-            [split, *(show(row) for show in _COLUMNS.values())] for row in by_calls + by_sections
-        ]
-        print("\n".join(["", *table(("split", *_COLUMNS), rows), ""]))
+        print("\n".join(["", *_table(split, by_calls + by_sections), ""]))
         large = [row for row in by_calls if row.num_calls >= _FIT_FROM]
         print(
             f"{split}: calls to the power of {exponent(large, 'num_calls'):.2f} (from {_FIT_FROM} "

@@ -111,7 +111,8 @@ def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> li
             first, *_ = errors.values()
             outcome = f"survivors, in {first.place}: {_sentence(first)}"
             outcome += f"; rank {case.rank}: {_sentence(own)}" if own else ""
-            noticed = f"{max(error.time_s for error in errors.values()) - fault_s:.1f} s"
+            noticed_s = max(error.time_s for error in errors.values()) - fault_s
+            noticed = f"{max(0.0, noticed_s):.1f} s"
     outcome = f"FAILED: {'; '.join(problems)}" if problems else outcome
     return [*case.row, " ".join(outcome.split()).replace("|", "/"), noticed]
 

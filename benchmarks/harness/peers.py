@@ -29,7 +29,7 @@ Around = Callable[[str], contextlib.AbstractContextManager[object]]
 class Peer:
     """One of them.
 
-    Plots call it by its `label`. `wrap` makes the data parallel module, with DDP's arguments, and
+    Tables and plots say its `label`. `wrap` makes the data parallel module, with DDP's arguments, and
     `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
     before the module is made, and backward runs in `around_backward`. One that `is_tuned` finds
     its buckets anew for each rate. `optimizer` takes parameters and what AdamW takes; with an
@@ -38,7 +38,6 @@ class Peer:
 
     name: str
     label: str
-    description: str
     compile: Compile
     wrap: Wrap = DistributedDataParallel
     optimize_ddp: bool | str = True
@@ -126,26 +125,22 @@ _ALL = (
     Peer(
         name="eager",
         label="DDP, not compiled",
-        description="DDP, not compiled",
         compile=lambda ddp, _inner, _options: ddp,
     ),
     Peer(
         name="nosplit",
         label="torch.compile, one graph",
-        description="torch.compile with `optimize_ddp = False`: one graph",
         compile=_compile_plainly,
         optimize_ddp=False,
     ),
     Peer(
         name="intree",
         label="PyTorch's DDPOptimizer",
-        description="torch.compile as it comes, with PyTorch's own DDPOptimizer",
         compile=_compile_plainly,
     ),
     Peer(
         name="python_reducer",
         label="compiled autograd without Reducer",
-        description='`optimize_ddp = "python_reducer"` and compiled autograd',
         compile=_compile_plainly,
         optimize_ddp="python_reducer",
         around_backward=_compiled_autograd,
@@ -154,33 +149,28 @@ _ALL = (
     Peer(
         name="forward",
         label="ddpopt, cut in forward",
-        description="ddpopt, `split: forward`",
         compile=_compile_split("forward"),
     ),
     Peer(
         name="backward",
         label="ddpopt, cut in backward",
-        description="ddpopt, `split: backward`",
         compile=_compile_split("backward"),
     ),
     Peer(
         name="auto",
         label="ddpopt, tuned buckets",
-        description="ddpopt, `split: backward, buckets: auto`",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,
     ),
     Peer(
         name="zero",
         label="torch's ZeroRedundancyOptimizer",
-        description="ddpopt, `split: backward`, and ZeroRedundancyOptimizer",
         compile=_compile_split("backward"),
         optimizer=functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
     ),
     Peer(
         name="fsdp2",
         label="torch's FSDP2",
-        description="torch.compile, and FSDP2 with `reshard_after_forward=False`",
         compile=_compile_plainly,
         wrap=_fully_shard,
         has_buckets=False,
@@ -188,7 +178,6 @@ _ALL = (
     Peer(
         name="sharded",
         label="ddpopt, sharded update",
-        description="ddpopt, `split: backward, buckets: auto`, and ShardedUpdate",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,
         algorithm=ShardedUpdate(),
@@ -196,7 +185,6 @@ _ALL = (
     Peer(
         name="overlapped",
         label="ddpopt, sharded update behind forward",
-        description="as `sharded`, with `overlap_forward=True`",
         compile=_compile_split("backward", buckets="auto"),
         is_tuned=True,
         algorithm=ShardedUpdate(overlap_forward=True),

@@ -111,8 +111,13 @@ def draw_bars(
         panel.bar(places, heights, width, yerr=quartiles, label=label)
 
 
-def save(figure: Any, path: Path, *, bottom: float) -> None:
-    """Write a figure whose legend is in its lowest part."""
+def save(
+    figure: Any, path: Path, panel: Any, *, num_columns: int, bottom: float, legend: float = 0.0
+) -> None:
+    """Write a figure with a panel's legend, from `legend` up to `bottom` of its height."""
+    handles, names = panel.get_legend_handles_labels()
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, legend)}
+    figure.legend(handles, names, ncols=num_columns, fontsize=8, frameon=False, **place)
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot().close(figure)

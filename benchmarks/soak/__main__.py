@@ -76,7 +76,7 @@ def report(found: Mapping[str, Series]) -> list[str]:
             a_compile = [f"{growth[name] / PERIODS_COMPARED:+.0f}" for name in MEASURES[4:]]
             memory = f"{growth['rss_mib']:+.1f} (at {last['rss_mib']:.0f})"
             verdict = "-"
-            if find_peer(peer)[0].description.startswith("ddpopt"):
+            if find_peer(peer)[0].label.startswith("ddpopt"):
                 more = find_growth(series, found[_UNSPLIT][rank] if _UNSPLIT in found else None)
                 verdict = f"GROWS: {'; '.join(more)}" if more else "holds no more"
             steps = f"{last['step']:,.0f}"

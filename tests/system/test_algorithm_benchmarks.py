@@ -89,7 +89,7 @@ def test_a_straggler_is_compared_with_turns_before_it() -> None:
     """Fast ranks by what each did in its own time; the last rank is the slow one."""
     without = Turn(num_steps=10, times_s=(1.0, 1.0, 1.0), sent_bytes=(), num_exchanges=0)
     with_one = Turn(num_steps=10, times_s=(1.0, 1.25, 2.0), sent_bytes=(), num_exchanges=0)
-    found = straggler("async", "1gbit", [without], [with_one], num_samples=4)
+    found = straggler("async", "1gbit", [(without, with_one)], num_samples=4)
     assert found.undisturbed_per_s == pytest.approx(120)
     assert found.fast.median == pytest.approx(0.9)
     assert found.slow.median == pytest.approx(0.5)
