@@ -10,7 +10,6 @@ no model is compiled, and nothing is timed. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import shlex
 import statistics
@@ -28,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.algorithms.peers import PEERS, Settings, find_peer
 from benchmarks.harness.models import load_example
 from benchmarks.harness.peers import label
-from benchmarks.harness.report import pyplot, table, write_json
+from benchmarks.harness.report import pyplot, table, write_run
 from benchmarks.harness.session import names, today, versions
 
 _ALGORITHMS = (
     "ddpopt", "decentralized", "shift_one", "decentralized:communication_interval=4",
     "low_precision", "async:sync_interval_ms=10", "async:sync_interval_ms=100", "bytegrad",
-    "qadam", "ddpopt_adam", "fp16", "powersgd", "post_local_sgd",
+    "qadam", "fp16", "powersgd", "post_local_sgd",
 )  # fmt: skip
 _WARMUP = 5  # a fifth of the steps
 _BASE = "ddpopt"
@@ -94,7 +93,7 @@ def train(text: Text, name: str, seed: int, num_steps: int) -> Result:
     ddp = DistributedDataParallel(module)
     peer, options = find_peer(name)
     settings = Settings(
-        make_optimizer=functools.partial(torch.optim.Adam, lr=_LEARNING_RATE),
+        optimizer=torch.optim.Adam,
         lr=_LEARNING_RATE,
         warmup_steps=num_steps // _WARMUP,
         options=options,
@@ -132,19 +131,11 @@ _Results = Mapping[str, Sequence[Result]]  # by algorithm, each by seed
 def write(results: _Results, facts: Mapping[str, str], folder: Path) -> None:
     """Write `convergence.json`, `.md`, and `.png` where matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / "convergence"
     every = [result for of_peer in results.values() for result in of_peer]
-    write_json({**facts, "results": every}, stem.with_suffix(".json"))
     num_seeds, num_steps = len({result.seed for result in every}), len(every[0].losses)
     samples = [(step + 1) * _BATCH * dist.get_world_size() for step in range(num_steps)]
     seeds = "one seed." if num_seeds == 1 else f"{num_seeds} seeds: mean, lowest and highest."
-    picture = stem.with_suffix(".png")
     lines = [
-        "# Convergence",
-        "",
-        f"    {facts['command']}",
-        "",
-        f"{facts['date']}; {facts['versions']}; {dist.get_world_size()} ranks.",
         "examples/train_gpt.py on Python's standard library: 2 layers of width 64, windows of "
         f"{_CONTEXT} bytes, {_BATCH} a step and rank; Adam, lr {_LEARNING_RATE:g}.",
         f"{num_steps} steps, {samples[-1]} samples in all; {seeds}",
@@ -153,9 +144,9 @@ def write(results: _Results, facts: Mapping[str, str], folder: Path) -> None:
         "",
         *table(_HEADER, [_row(results, peer) for peer in results]),
     ]
-    if _write_plot(results, samples, picture):
-        lines += ["", f"![loss against samples]({picture.name})"]
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    if _write_plot(results, samples, folder / "convergence.png"):
+        lines += ["", "![loss against samples](convergence.png)"]
+    write_run(folder / "convergence", facts, {"results": every}, lines)
 
 
 def _row(results: _Results, name: str) -> Sequence[str]:
@@ -225,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = shlex.join(sys.argv[1:] if arguments is None else arguments)
     torchrun = f"torchrun --nproc-per-node {dist.get_world_size()}"
     command = f"{torchrun} -m benchmarks.algorithms.convergence {shown}"
-    facts = {"command": command, "date": today(), "versions": versions()}
+    num_ranks = f"{dist.get_world_size()} ranks"
+    facts = {"command": command, "date": today(), "versions": versions(), "ranks": num_ranks}
     text = Text()
     results: dict[str, list[Result]] = {name: [] for name in args.algorithms}
     for seed in range(args.seeds):

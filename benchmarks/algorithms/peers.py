@@ -6,7 +6,7 @@ None is hierarchical: here every rank is a node of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,20 +26,20 @@ from ddpopt import algorithms
 _POWER_SGD_RANK = 4
 _LOCAL_STEPS = 4
 
-MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-
 
 class Settings(NamedTuple):
     """What a training gives to an algorithm, whose own are `options`.
 
-    `lr` is for those with an optimizer of their own, and `warmup_steps` for those that begin with
-    plain allreduce.
+    `warmup_steps` is for those that begin with plain allreduce.
     """
 
-    make_optimizer: MakeOptimizer
+    optimizer: Callable[..., torch.optim.Optimizer]
     lr: float
     warmup_steps: int
     options: dict[str, Any]
+
+    def make_optimizer(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer:
+        return self.optimizer(ddp.parameters(), lr=self.lr)
 
 
 class Training(NamedTuple):
@@ -52,7 +52,7 @@ class Training(NamedTuple):
 Start = Callable[[DistributedDataParallel, Settings], Training]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Peer:
     """One of them; `start` takes the DDP module and the settings.
 
@@ -73,14 +73,14 @@ def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
 
 
 def _plain(ddp: DistributedDataParallel, settings: Settings) -> Training:
-    return Training(settings.make_optimizer(ddp.parameters()))
+    return Training(settings.make_optimizer(ddp))
 
 
 def _attached(name: str, **defaults: Any) -> Start:
     """Attach the algorithm of this name, looked up late so that a missing one fails alone."""
 
     def start(ddp: DistributedDataParallel, settings: Settings) -> Training:
-        optimizer = settings.make_optimizer(ddp.parameters())
+        optimizer = settings.make_optimizer(ddp)
         algorithm = getattr(algorithms, name)(**{**defaults, **settings.options})
         return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
 
@@ -93,10 +93,6 @@ def _qadam(ddp: DistributedDataParallel, settings: Settings) -> Training:
     )
     algorithm = algorithms.QAdam(hierarchical=False, **settings.options)
     return Training(optimizer, algorithms.attach(ddp, optimizer, algorithm))
-
-
-def _adam(ddp: DistributedDataParallel, settings: Settings) -> Training:
-    return Training(torch.optim.Adam(ddp.parameters(), lr=settings.lr))
 
 
 def _fp16(ddp: DistributedDataParallel, settings: Settings) -> Training:
@@ -123,39 +119,29 @@ def _post_local_sgd(ddp: DistributedDataParallel, settings: Settings) -> Trainin
     averager = averagers.PeriodicModelAverager(
         period=settings.options.get("period", _LOCAL_STEPS), warmup_steps=settings.warmup_steps
     )
-    return Training(PostLocalSGDOptimizer(settings.make_optimizer(ddp.parameters()), averager))
+    return Training(PostLocalSGDOptimizer(settings.make_optimizer(ddp), averager))
 
 
 _flat = functools.partial(_attached, hierarchical=False)
 _ALL = (
-    Peer(name="eager", label="DDP, not compiled", start=_plain, is_compiled=False),
-    Peer(name="ddpopt", label="ddpopt, DDP's allreduce", start=_plain),
-    Peer(name="decentralized", label='Decentralized("all")', start=_flat("Decentralized")),
+    Peer("eager", "DDP, not compiled", _plain, is_compiled=False),
+    Peer("ddpopt", "ddpopt, DDP's allreduce", _plain),
+    Peer("decentralized", 'Decentralized("all")', _flat("Decentralized")),
     Peer(
-        name="shift_one",
-        label='Decentralized("shift_one")',
-        start=_flat("Decentralized", peer_selection="shift_one"),
+        "shift_one",
+        'Decentralized("shift_one")',
+        _flat("Decentralized", peer_selection="shift_one"),
     ),
+    Peer("low_precision", "LowPrecisionDecentralized", _flat("LowPrecisionDecentralized")),
+    Peer("async", "AsyncModelAverage", _attached("AsyncModelAverage"), is_asynchronous=True),
+    Peer("bytegrad", "ByteGrad", _flat("ByteGrad")),
+    Peer("qadam", "QAdam, with QAdamOptimizer", _qadam),
+    Peer("fp16", "torch's fp16 hook", _fp16),
+    Peer("powersgd", f"torch's PowerSGD, rank {_POWER_SGD_RANK}", _power_sgd),
     Peer(
-        name="low_precision",
-        label="LowPrecisionDecentralized",
-        start=_flat("LowPrecisionDecentralized"),
-    ),
-    Peer(
-        name="async",
-        label="AsyncModelAverage",
-        start=_attached("AsyncModelAverage"),
-        is_asynchronous=True,
-    ),
-    Peer(name="bytegrad", label="ByteGrad", start=_flat("ByteGrad")),
-    Peer(name="qadam", label="QAdam, with QAdamOptimizer", start=_qadam),
-    Peer(name="ddpopt_adam", label="ddpopt, DDP's allreduce, with Adam", start=_adam),
-    Peer(name="fp16", label="torch's fp16 hook", start=_fp16),
-    Peer(name="powersgd", label=f"torch's PowerSGD, rank {_POWER_SGD_RANK}", start=_power_sgd),
-    Peer(
-        name="post_local_sgd",
-        label=f"torch's post-local SGD, an average every {_LOCAL_STEPS} steps",
-        start=_post_local_sgd,
+        "post_local_sgd",
+        f"torch's post-local SGD, an average every {_LOCAL_STEPS} steps",
+        _post_local_sgd,
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

@@ -7,7 +7,6 @@ have: a turn is a number of steps in a row, and each rank has a time of its own 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ class AlgorithmWorker(Rank):
         compiled = torch.compile(ddp, backend="ddpopt", options=given)
         self._forward = compiled if peer.is_compiled else ddp
         settings = Settings(
-            make_optimizer=functools.partial(torch.optim.AdamW, lr=_LEARNING_RATE),
+            optimizer=torch.optim.AdamW,
             lr=_LEARNING_RATE,
             warmup_steps=_WARMUP_STEPS,
             options=options,

@@ -25,12 +25,12 @@ _P = TypeVar("_P")
 Around = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Peer:
     """One of them.
 
-    Tables and plots say its `label`. `wrap` makes the data parallel module, with DDP's arguments, and
-    `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
+    Tables and plots say its `label`. `wrap` makes the data parallel module, with DDP's arguments,
+    and `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
     before the module is made, and backward runs in `around_backward`. One that `is_tuned` finds
     its buckets anew for each rate. `optimizer` takes parameters and what AdamW takes; with an
     `algorithm` this is attached to it.
@@ -121,73 +121,33 @@ def _compiler(inner: str) -> Any:
     return torch.compile(backend=inner)
 
 
+_cut, _tuned = _compile_split("backward"), _compile_split("backward", buckets="auto")
+_zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+_behind_forward = ShardedUpdate(overlap_forward=True)
 _ALL = (
+    Peer("eager", "DDP, not compiled", lambda ddp, _inner, _options: ddp),
+    Peer("nosplit", "torch.compile, one graph", _compile_plainly, optimize_ddp=False),
+    Peer("intree", "PyTorch's DDPOptimizer", _compile_plainly),
     Peer(
-        name="eager",
-        label="DDP, not compiled",
-        compile=lambda ddp, _inner, _options: ddp,
-    ),
-    Peer(
-        name="nosplit",
-        label="torch.compile, one graph",
-        compile=_compile_plainly,
-        optimize_ddp=False,
-    ),
-    Peer(
-        name="intree",
-        label="PyTorch's DDPOptimizer",
-        compile=_compile_plainly,
-    ),
-    Peer(
-        name="python_reducer",
-        label="compiled autograd without Reducer",
-        compile=_compile_plainly,
+        "python_reducer",
+        "compiled autograd without Reducer",
+        _compile_plainly,
         optimize_ddp="python_reducer",
         around_backward=_compiled_autograd,
         has_buckets=False,
     ),
+    Peer("forward", "ddpopt, cut in forward", _compile_split("forward")),
+    Peer("backward", "ddpopt, cut in backward", _cut),
+    Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True),
+    Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
+    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fully_shard, has_buckets=False),
+    Peer("sharded", "ddpopt, sharded update", _tuned, is_tuned=True, algorithm=ShardedUpdate()),
     Peer(
-        name="forward",
-        label="ddpopt, cut in forward",
-        compile=_compile_split("forward"),
-    ),
-    Peer(
-        name="backward",
-        label="ddpopt, cut in backward",
-        compile=_compile_split("backward"),
-    ),
-    Peer(
-        name="auto",
-        label="ddpopt, tuned buckets",
-        compile=_compile_split("backward", buckets="auto"),
+        "overlapped",
+        "ddpopt, sharded update behind forward",
+        _tuned,
         is_tuned=True,
-    ),
-    Peer(
-        name="zero",
-        label="torch's ZeroRedundancyOptimizer",
-        compile=_compile_split("backward"),
-        optimizer=functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
-    ),
-    Peer(
-        name="fsdp2",
-        label="torch's FSDP2",
-        compile=_compile_plainly,
-        wrap=_fully_shard,
-        has_buckets=False,
-    ),
-    Peer(
-        name="sharded",
-        label="ddpopt, sharded update",
-        compile=_compile_split("backward", buckets="auto"),
-        is_tuned=True,
-        algorithm=ShardedUpdate(),
-    ),
-    Peer(
-        name="overlapped",
-        label="ddpopt, sharded update behind forward",
-        compile=_compile_split("backward", buckets="auto"),
-        is_tuned=True,
-        algorithm=ShardedUpdate(overlap_forward=True),
+        algorithm=_behind_forward,
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

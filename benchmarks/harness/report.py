@@ -40,6 +40,16 @@ def ratios(own: Iterable[float], base: Iterable[float]) -> Spread:
     return spread([mine / theirs for mine, theirs in zip(own, base, strict=True)])
 
 
+def write_run(
+    stem: Path, facts: Mapping[str, str], found: Mapping[str, object], lines: Iterable[str]
+) -> None:
+    """Write what a run found as JSON, and as Markdown below its command and its other facts."""
+    write_json({**facts, **found}, stem.with_suffix(".json"))
+    where = "; ".join(fact for name, fact in facts.items() if name != "command")
+    heading = [f"# {stem.name.capitalize()}", "", f"    {facts['command']}", "", f"{where}."]
+    stem.with_suffix(".md").write_text("\n".join([*heading, *lines]) + "\n")
+
+
 def write_json(found: object, path: Path) -> None:
     path.write_text(json.dumps(as_data(found), indent=1) + "\n")
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
-from benchmarks.harness.report import write_json
+from benchmarks.harness.report import write_run
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 
 _T = TypeVar("_T")
@@ -125,23 +125,11 @@ class Session:
 
     def write(self, found: Mapping[str, object], lines: Sequence[str]) -> None:
         """Write what there is so far, as JSON, and as Markdown under a heading."""
-        stem = self.args.output / self.name
-        data = {**self.facts, **found, "failures": self.failures}
-        write_json(data, stem.with_suffix(".json"))
-        facts = self.facts
-        heading = [
-            f"# {self.name.capitalize()}",
-            "",
-            f"    {facts['command']}",
-            "",
-            f"{facts['date']}; {facts['versions']}; {facts['machine']}; inner compiler "
-            f"{facts['inner']}.",
-            f"Network: {facts['network']}.",
-        ]
         failed = [f"- {f['what']}: `{f['error'].splitlines()[-1].strip()}`" for f in self.failures]
         if failed:
             failed = ["", "## Not measured", "", *failed]
-        stem.with_suffix(".md").write_text("\n".join([*heading, *lines, *failed]) + "\n")
+        stem = self.args.output / self.name
+        write_run(stem, self.facts, {**found, "failures": self.failures}, [*lines, *failed])
 
     def end(self, losses: Mapping[str, Mapping[str, float]], tolerance: float = 1e-3) -> int:
         """Say where everything is; return 1 if something failed or computed something else.

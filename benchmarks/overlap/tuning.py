@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from benchmarks.harness.cluster import FREE
 from benchmarks.harness.models import find_model
-from benchmarks.harness.report import table, write_json
+from benchmarks.harness.report import table, write_run
 from benchmarks.harness.session import Session, make_parser, names, open_session
 from benchmarks.harness.teams import Team, TeamError
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
@@ -135,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     session.set_rate(rate)
                     cells.append(measure(team, model, rate, session))
                     session.say(f"{model}, {rate}: {cells[-1].outcome}\n{report(cells[-1:])}")
-            write_json(cells, args.output / "tuning.json")
-            (args.output / "tuning.md").write_text(report(cells))
+            write_run(args.output / "tuning", session.facts, {"cells": cells}, ["", report(cells)])
         return 1 if session.failures else 0
 
 
