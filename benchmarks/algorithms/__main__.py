@@ -62,7 +62,7 @@ class _Run:
             session.teams[name] = team
             with session.failing(name):
                 team.wait_until_ready()
-                self.first_losses[name] = team.ask("first_steps")
+                self.first_losses[name] = team.ask("first_loss")
                 session.say(f"{name}: ready")
 
     def measure_cell(self, rate: str) -> Cell:

@@ -16,19 +16,19 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.algorithms.peers import PEERS, Settings, find_peer
+from benchmarks.algorithms.peers import PEERS, make_peers
 from benchmarks.harness.models import load_example
-from benchmarks.harness.peers import label
+from benchmarks.harness.peers import find_peer, label
 from benchmarks.harness.report import pyplot, table, write_run
 from benchmarks.harness.session import names, today, versions
+from ddpopt.algorithms import attach
 
 _ALGORITHMS = (
     "ddpopt", "decentralized", "shift_one", "decentralized:communication_interval=4",
@@ -88,17 +88,11 @@ class Result(NamedTuple):
 
 def train(text: Text, name: str, seed: int, num_steps: int) -> Result:
     """Train on all ranks, average, and test."""
+    peer, options = find_peer(name, make_peers(num_steps // _WARMUP))
     torch.manual_seed(seed)
-    module = load_example().GPT(2, 64, 2, _CONTEXT)
-    ddp = DistributedDataParallel(module)
-    peer, options = find_peer(name)
-    settings = Settings(
-        optimizer=torch.optim.Adam,
-        lr=_LEARNING_RATE,
-        warmup_steps=num_steps // _WARMUP,
-        options=options,
-    )
-    optimizer, handle = peer.start(ddp, settings)
+    ddp = peer.wrap(load_example().GPT(2, 64, 2, _CONTEXT))
+    optimizer = peer.optimizer(ddp.parameters(), lr=_LEARNING_RATE)
+    handle: Any = attach(ddp, optimizer, peer.algorithm(**options)) if peer.algorithm else None
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     losses = []
     for _ in range(num_steps):
@@ -114,11 +108,11 @@ def train(text: Text, name: str, seed: int, num_steps: int) -> Result:
     dist.all_reduce(mean_losses)
     with torch.no_grad():
         if handle is None:  # post-local SGD leaves them different
-            for parameter in module.parameters():
+            for parameter in ddp.parameters():
                 parameter.div_(dist.get_world_size())
                 dist.all_reduce(parameter)
         inputs, targets = text.held_out()
-        test_loss = F.cross_entropy(module(inputs), targets).item()
+        test_loss = F.cross_entropy(ddp.module(inputs), targets).item()
     num_exchanges = 0 if handle is None else handle.num_communications
     return Result(name, seed, tuple(mean_losses.tolist()), test_loss, num_exchanges)
 
@@ -137,7 +131,7 @@ def write(results: _Results, facts: Mapping[str, str], folder: Path) -> None:
     seeds = "one seed." if num_seeds == 1 else f"{num_seeds} seeds: mean, lowest and highest."
     lines = [
         "examples/train_gpt.py on Python's standard library: 2 layers of width 64, windows of "
-        f"{_CONTEXT} bytes, {_BATCH} a step and rank; Adam, lr {_LEARNING_RATE:g}.",
+        f"{_CONTEXT} bytes, {_BATCH} a step and rank; AdamW, lr {_LEARNING_RATE:g}.",
         f"{num_steps} steps, {samples[-1]} samples in all; {seeds}",
         "",
         *(f"- {peer}: {label(peer, PEERS)}" for peer in results),
@@ -210,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--output", type=Path, default=Path("build/benchmarks"), help="a folder")
     args = parser.parse_args(arguments)
     for algorithm in args.algorithms:
-        find_peer(algorithm)
+        find_peer(algorithm, PEERS)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shown = shlex.join(sys.argv[1:] if arguments is None else arguments)

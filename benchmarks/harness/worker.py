@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ import ddpopt
 from benchmarks.harness import device, trace
 from benchmarks.harness.models import find_model
 from benchmarks.harness.network import Rate, connect, connect_exchange, open_network
-from benchmarks.harness.peers import Peer, find_peer
+from benchmarks.harness.peers import PEERS, Peer, find_peer
 from benchmarks.harness.teams import Facts, FirstSteps, StepTimes, Task
 from ddpopt.algorithms import ShardedUpdateHandle, attach
 from ddpopt.inspection.recording import RecordedStep
@@ -80,10 +80,12 @@ class Rank:
 
 
 class Worker(Rank):
-    """Trains as one peer; each public method is a request."""
+    """Trains as one of `peers`; each public method is a request."""
+
+    peers: Mapping[str, Peer] = PEERS
 
     def __init__(self, task: Task) -> None:
-        self._peer, options = find_peer(task.peer)
+        self._peer, options = find_peer(task.peer, self.peers)
         torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
         super().__init__(task)
         self._clock = device.Clock(self._device)
@@ -93,12 +95,12 @@ class Worker(Rank):
         with contextlib.suppress(ImportError):
             # Half a second to a second, which some peers would pay here and some in the first step.
             importlib.import_module("torch._inductor.compile_fx")
-        self._compiled = self._peer.compile(self._ddp, self._inner, options)
-        make_optimizer = self._peer.optimizer
-        self._optimizer = make_optimizer(self._module.parameters(), lr=_LEARNING_RATE, fused=True)
+        algorithm = self._peer.algorithm
+        self._compiled = self._peer.compile(self._ddp, self._inner, {} if algorithm else options)
+        self._optimizer = self._peer.optimizer(self._module.parameters(), lr=_LEARNING_RATE)
         self._handle: Any = None
-        if self._peer.algorithm is not None:
-            self._handle = attach(self._ddp, self._optimizer, self._peer.algorithm)
+        if algorithm is not None:
+            self._handle = attach(self._ddp, self._optimizer, algorithm(**options))
         self._loss = torch.zeros(())
         self._network = None
         if task.setting.emulated_ranks:
