@@ -36,8 +36,8 @@ class Peer:
     and `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
     before the module is made, and backward runs in `around_backward`. One that `is_tuned` finds
     its buckets anew for each rate. `optimizer` takes parameters and `lr`; with an `algorithm`,
-    which takes the peer's options, this is attached to it. One that `is_asynchronous` exchanges at times
-    of its own, not in each step.
+    which takes the peer's options, this is attached to it. One that `is_asynchronous` exchanges at
+    times of its own, not in each step.
     """
 
     name: str

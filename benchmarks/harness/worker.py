@@ -66,20 +66,7 @@ class Moments(NamedTuple):
     stop: device.Moment
 
 
-class Rank:
-    """A process group, and a model with a batch: what every benchmark's worker begins with."""
-
-    def __init__(self, task: Task) -> None:
-        join(task)
-        torch.manual_seed(0)
-        self._device = task.setting.device
-        self._model = find_model(task.model)
-        self._module = self._model.build().to(self._device)
-        torch.manual_seed(task.rank)
-        self._batch = {name: value.to(self._device) for name, value in self._model.batch().items()}
-
-
-class Worker(Rank):
+class Worker:
     """Trains as one of `peers`; each public method is a request."""
 
     peers: Mapping[str, Peer] = PEERS
@@ -87,7 +74,13 @@ class Worker(Rank):
     def __init__(self, task: Task) -> None:
         self._peer, options = find_peer(task.peer, self.peers)
         torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
-        super().__init__(task)
+        join(task)
+        self._device = task.setting.device
+        self._model = find_model(task.model)
+        torch.manual_seed(0)
+        self._module = self._model.build().to(self._device)
+        torch.manual_seed(task.rank)
+        self._batch = {name: value.to(self._device) for name, value in self._model.batch().items()}
         self._clock = device.Clock(self._device)
         self._inner = task.setting.inner
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
