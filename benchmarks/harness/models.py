@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Mapping
@@ -21,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class MissingPackageError(ImportError):
     """A model's package is not installed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model, and what one step feeds it.
 
@@ -110,22 +109,10 @@ class FusedLayer(nn.Module):
 
 
 def load_example() -> Any:
-    """Return examples/train_gpt.py as a module.
-
-    Raises:
-        MissingPackageError: it is not there.
-    """
-    spec = importlib.util.spec_from_file_location("train_gpt", _EXAMPLE)
-    if spec is None or spec.loader is None or not _EXAMPLE.exists():
-        raise MissingPackageError(f"the model gpt is that of {_EXAMPLE}, which is not there")
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example  # Dynamo imports by name what it has inlined
-    sys.path.insert(0, str(_EXAMPLE.parent))  # it imports a neighbour
-    try:
-        spec.loader.exec_module(example)
-    finally:
-        sys.path.remove(str(_EXAMPLE.parent))
-    return example
+    """Return examples/train_gpt.py as a module."""
+    if str(_EXAMPLES) not in sys.path:  # Dynamo imports by name what it has inlined
+        sys.path.append(str(_EXAMPLES))
+    return importlib.import_module("train_gpt")
 
 
 def _gpt(layers: int, width: int, heads: int, context: int, words: int = 256) -> nn.Module:
@@ -200,24 +187,16 @@ _partial = functools.partial
 
 def _gpt_model(name: str, description: str, sizes: tuple[int, ...], num_sequences: int) -> Model:
     """Return the example's GPT: `sizes` are layers, width, heads, context, and words if not 256."""
-    return Model(
-        name=name,
-        description=description,
-        build=_partial(_gpt, *sizes),
-        batch=_partial(_gpt_batch, num_sequences, *sizes[3:]),
-    )
+    batch = _partial(_gpt_batch, num_sequences, *sizes[3:])
+    return Model(name, description, _partial(_gpt, *sizes), batch)
 
 
 def _hugging_face(
     name: str, architecture: str, what: str, batch: Callable[[], dict[str, Tensor]], **sizes: Any
 ) -> Model:
     """Return a model of the transformers package, of this class and sizes."""
-    return Model(
-        name=name,
-        description=f"{architecture}{what}",
-        build=_partial(_transformer, architecture, sizes),
-        batch=batch,
-    )
+    build = _partial(_transformer, architecture, sizes)
+    return Model(name, f"{architecture}{what}", build, batch)
 
 
 _SMALL_GPT2: dict[str, Any] = {
@@ -238,16 +217,12 @@ _ALL = (
         "gpt70", "as gpt, with 4096 words and 2 x 256 of them: 70 MB", (8, 384, 6, 256, 4096), 2
     ),
     Model(
-        name="convnet",
-        description="11 x convolution, batch norm, ReLU; 16 images of 128 x 128",
-        build=_convnet,
-        batch=_partial(_classify, 16, 3, 128, 128),
+        "convnet", "11 x convolution, batch norm, ReLU; 16 images of 128 x 128",
+        _convnet, _partial(_classify, 16, 3, 128, 128),
     ),
     Model(
-        name="fused",
-        description="14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
-        build=_partial(_fused, 14, 128, 512),
-        batch=_partial(_fused_batch, 4, 128, 512),
+        "fused", "14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
+        _partial(_fused, 14, 128, 512), _partial(_fused_batch, 4, 128, 512),
     ),
     _hugging_face(
         "bert", "BertForMaskedLM", ": 6 layers, width 384, 4 x 128 tokens of 8192",
