@@ -62,7 +62,7 @@ class _Run:
             session.teams[name] = team
             with session.failing(name):
                 team.wait_until_ready()
-                self.first_losses[name] = team.ask("first_steps")
+                self.first_losses[name] = team.ask("first_loss")
                 session.say(f"{name}: ready")
 
     def measure_cell(self, rate: str) -> Cell:
@@ -93,8 +93,7 @@ class _Run:
         # A round is longer than the budget thinks.
         pairs = session.take_turns(list(num_steps), max(_MIN_ROUNDS, num_rounds // 2), take)
         for name, taken in pairs.items():
-            without, with_one = zip(*taken, strict=True)
-            found = report.straggler(name, shown_rate, without, with_one, self.num_samples)
+            found = report.straggler(name, shown_rate, taken, self.num_samples)
             session.say(f"straggler, {name}: fast ranks {found.fast.median:.3f} of undisturbed")
             yield found
 
@@ -102,12 +101,16 @@ class _Run:
         session, picture = self.session, "algorithms.png"
         if not session.is_first:
             return
-        model, is_counted = _describe(session.args.model), session.cluster.is_shaped
-        lines = list(report.lines(model, self.cells, self.stragglers, is_counted=is_counted))
+        model, is_counted = find_model(session.args.model), session.cluster.is_shaped
+        described = (
+            f"{model.name} ({model.description}), {4 * model.num_parameters() / 1e6:.2f} MB of "
+            f"gradients, {self.num_samples} samples a step and rank"
+        )
+        lines = list(report.lines(described, self.cells, self.stragglers, is_counted=is_counted))
         if self.cells and report.write_plot(self.cells, session.args.output / picture):
             lines += ["", f"![samples/s of eager's]({picture})"]
         found = {"cells": self.cells, "stragglers": self.stragglers}
-        session.write({"model": model, "is_counted": is_counted, **found}, lines)
+        session.write({"model": described, "is_counted": is_counted, **found}, lines)
 
     def _schedule(self, chosen: Sequence[str]) -> tuple[dict[str, int], int]:
         """Return how many steps a turn of each has, and how many rounds fit the budget."""
@@ -141,33 +144,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.quick:
         vars(args).update(_QUICK)
-    find_model(args.model)
     for name in (*args.algorithms, *args.straggling):
         find_peer(name)
     return args
-
-
-def _count_samples(model: str) -> int:
-    return len(next(iter(find_model(model).batch().values())))
-
-
-def _describe(name: str) -> str:
-    model = find_model(name)
-    return (
-        f"{model.name} ({model.description}), {4 * model.num_parameters() / 1e6:.2f} MB of "
-        f"gradients, {_count_samples(name)} samples a step and rank"
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and return 1 if something could not be measured or computed something else."""
     args = _parse(arguments)
     worker = "benchmarks.algorithms.worker"
+    num_samples = len(next(iter(find_model(args.model).batch().values())))
     with (
         open_session("algorithms", args, arguments, worker) as session,
         contextlib.ExitStack() as stack,
     ):
-        run = _Run(session=session, num_samples=_count_samples(args.model))
+        run = _Run(session=session, num_samples=num_samples)
         run.start(stack)
         for rate in args.rates:
             if session.teams:

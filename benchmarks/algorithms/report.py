@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from benchmarks.harness.report import (
 )
 
 _MB = 1e6
-_EAGER = "eager"
 
 
 class Turn(NamedTuple):
@@ -38,8 +36,7 @@ class Turn(NamedTuple):
         return sum(self.num_steps * num_samples / self.times_s[rank] for rank in chosen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """One algorithm at one rate; spreads are over the rounds, the other figures means of them.
 
     `sent_bytes` are those of a step and rank, None where they were not counted. `exchanges_per_s`
@@ -54,15 +51,13 @@ class Measured:
     exchanges_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     rate: str
     num_rounds: int
     peers: dict[str, Measured]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
+class Straggler(NamedTuple):
     """One algorithm with a rank that computes twice as long: rates of samples of undisturbed ones.
 
     `fast` is of all other ranks together, `slow` of that rank.
@@ -77,45 +72,36 @@ class Straggler:
 
 
 def measured(turns: dict[str, list[Turn]], name: str, num_samples: int) -> Measured:
-    own = turns[name]
-    rates = [turn.samples_per_s(num_samples) for turn in own]
-    of_eager = None
-    if _EAGER in turns:
-        of_eager = ratios(rates, (turn.samples_per_s(num_samples) for turn in turns[_EAGER]))
+    rates = {peer: [t.samples_per_s(num_samples) for t in taken] for peer, taken in turns.items()}
+    own, eager = turns[name], rates.get("eager")
     num_steps = sum(turn.num_steps for turn in own)
+    times_s = [max(turn.times_s) for turn in own]
     sent = [sum(turn.sent_bytes) / len(turn.sent_bytes) for turn in own if turn.sent_bytes]
-    exchanges = sum(turn.num_exchanges for turn in own)
     return Measured(
-        samples_per_s=spread(rates),
-        of_eager=of_eager,
-        step_s=spread([max(turn.times_s) / turn.num_steps for turn in own]),
+        samples_per_s=spread(rates[name]),
+        of_eager=ratios(rates[name], eager) if eager else None,
+        step_s=spread([s / turn.num_steps for s, turn in zip(times_s, own, strict=True)]),
         num_steps=own[0].num_steps,
         sent_bytes=sum(sent) / num_steps if sent else None,
-        exchanges_per_s=exchanges / sum(max(turn.times_s) for turn in own),
+        exchanges_per_s=sum(turn.num_exchanges for turn in own) / sum(times_s),
     )
 
 
 def straggler(
-    name: str, rate: str, undisturbed: Sequence[Turn], disturbed: Sequence[Turn], num_samples: int
+    name: str, rate: str, pairs: Sequence[tuple[Turn, Turn]], num_samples: int
 ) -> Straggler:
-    """Compare turns in pairs; the last rank was slow in the disturbed ones."""
-    *fast, slow = range(len(undisturbed[0].times_s))
+    """Compare turns without and with a slow rank, the last one, in pairs."""
+    *fast, slow = range(len(pairs[0][0].times_s))
 
     def ratio(ranks: Sequence[int]) -> Spread:
-        with_one, without = (
+        without, with_one = (
             [turn.samples_per_s(num_samples, ranks) for turn in turns]
-            for turns in (disturbed, undisturbed)
+            for turns in zip(*pairs, strict=True)
         )
         return ratios(with_one, without)
 
-    return Straggler(
-        peer=name,
-        rate=rate,
-        num_rounds=len(undisturbed),
-        undisturbed_per_s=spread([t.samples_per_s(num_samples) for t in undisturbed]).median,
-        fast=ratio(fast),
-        slow=ratio([slow]),
-    )
+    undisturbed = spread([without.samples_per_s(num_samples) for without, _ in pairs]).median
+    return Straggler(name, rate, len(pairs), undisturbed, ratio(fast), ratio([slow]))
 
 
 # ---- tables -----------------------------------------------------------------------------------
@@ -181,6 +167,5 @@ def write_plot(cells: Sequence[Cell], path: Path) -> bool:
     panel.set_title(
         "Bars: medians over rounds. Lines on top of them: quartiles. Higher is better.", fontsize=9
     )
-    figure.legend(loc="lower center", fontsize=8, ncols=3, frameon=False)
-    save(figure, path, bottom=0.16)
+    save(figure, path, panel, num_columns=3, bottom=0.16)
     return True

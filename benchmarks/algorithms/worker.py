@@ -7,53 +7,39 @@ have: a turn is a number of steps in a row, and each rank has a time of its own 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.algorithms.peers import Settings, find_peer
+from benchmarks.algorithms.peers import PEERS
 from benchmarks.algorithms.report import Turn
 from benchmarks.harness.teams import Task
-from benchmarks.harness.worker import Rank, main
+from benchmarks.harness.worker import Worker, main
 
-_LEARNING_RATE = 1e-4
-_WARMUP_STEPS = 2
 _FIRST_STEPS = 6  # until DDP has rebuilt its buckets and warm-ups are over
 _WASTED_SIZE = 128
 
 
-class AlgorithmWorker(Rank):
-    """Trains; each public method is a request."""
+class AlgorithmWorker(Worker):
+    """Trains; `first_loss` and `turn` are its requests."""
+
+    peers = PEERS
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        ddp = DistributedDataParallel(self._module)
-        peer, options = find_peer(task.peer)
-        given = {"inner": task.inner, "split": "forward"}
-        compiled = torch.compile(ddp, backend="ddpopt", options=given)
-        self._forward = compiled if peer.is_compiled else ddp
-        settings = Settings(
-            make_optimizer=functools.partial(torch.optim.AdamW, lr=_LEARNING_RATE),
-            lr=_LEARNING_RATE,
-            warmup_steps=_WARMUP_STEPS,
-        )
-        self._optimizer, self._handle = peer.start(ddp, settings, options)
         self._idle = contextlib.ExitStack()
         self._backward_s = 0.0
-        self._loss = 0.0
         self._waste = torch.randn(_WASTED_SIZE, _WASTED_SIZE)
 
-    def first_steps(self) -> float:
+    def first_loss(self) -> float:
         """Compile, and train until steps are as all that follow; return the first loss."""
-        self._step(is_slow=False)
-        loss = self._loss
+        self._train(is_slow=False)
+        loss = self._loss.item()
         for _ in range(_FIRST_STEPS):
-            self._step(is_slow=False)
+            self._train(is_slow=False)
         self._rest()
         return loss
 
@@ -65,7 +51,7 @@ class AlgorithmWorker(Rank):
         dist.barrier()
         sent_bytes, start_s = _sent_bytes(), time.perf_counter()
         for _ in range(num_steps):
-            self._step(is_slow=is_slow)
+            self._train(is_slow=is_slow)
         time_s = time.perf_counter() - start_s
         num_exchanges = self._count_exchanges() - num_exchanges
         dist.barrier()  # what is sent until all ranks are done belongs to these steps
@@ -90,22 +76,19 @@ class AlgorithmWorker(Rank):
     def _count_exchanges(self) -> int:
         return 0 if self._handle is None else self._handle.num_communications
 
-    def _step(self, *, is_slow: bool) -> None:
+    def _train(self, *, is_slow: bool) -> None:
         start_s = time.thread_time()
-        loss = self._model.loss(self._forward(**self._batch))
+        loss = self._model.loss(self._compiled(**self._batch))
         if is_slow:
-            self._compute(time.thread_time() - start_s + self._backward_s)
+            end_s = 2 * time.thread_time() - start_s + self._backward_s
+            while time.thread_time() < end_s:
+                torch.mm(self._waste, self._waste)
         start_s = time.thread_time()
         loss.backward()
         self._backward_s = time.thread_time() - start_s
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._loss = loss.item()
-
-    def _compute(self, seconds: float) -> None:
-        end_s = time.thread_time() + seconds
-        while time.thread_time() < end_s:
-            torch.mm(self._waste, self._waste)
+        self._loss = loss.detach()
 
 
 def _interface() -> str:

@@ -30,8 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.models import find_model
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.report import table
+from benchmarks.harness.session import names
 
 _PEERS = ("nosplit", "intree", "forward", "backward")
+_STATES = ("cold", "warm")
 _BASES = ("nosplit", "intree")  # what the others are divided by
 
 
@@ -62,71 +64,64 @@ def _cpu_s() -> float:
 
 
 def cold_and_warm(model: str, peer: str, cap_mb: float, device: str) -> dict[str, list[Cost]]:
-    """Return the cost with an empty cache, and with the one that this left."""
+    """Return the cost with an empty cache, and with the one that this left; a process each."""
+    arguments = ["--worker", "--models", model, "--peers", peer, "--cap-mb", str(cap_mb)]
+    costs = {}
     with tempfile.TemporaryDirectory() as cache:
-        costs = {
-            state: [in_process(model, peer, cap_mb, device, cache)] for state in ("cold", "warm")
-        }
+        for state in _STATES:
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.cost.compiling", *arguments, "--device", device],
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            costs[state] = [Cost(*json.loads(done.stdout.splitlines()[-1]))]
     print(f"{model} {peer}: {costs}", file=sys.stderr, flush=True)
     return costs
-
-
-def in_process(model: str, peer: str, cap_mb: float, device: str, cache: str) -> Cost:
-    """Return what the first step takes in a process of its own, with this cache."""
-    arguments = ["--worker", "--models", model, "--peers", peer, "--cap-mb", str(cap_mb)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cost.compiling", *arguments, "--device", device],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return Cost(*json.loads(done.stdout.splitlines()[-1]))
 
 
 def report(costs: Mapping[str, Mapping[str, Mapping[str, Sequence[Cost]]]]) -> list[str]:
     """Return a table in Markdown: medians, and their ratios to those of `_BASES`."""
     header = ["model, peer"]
-    for state in ("cold", "warm"):
+    for state in _STATES:
         header += [f"{state} CPU s", f"{state} s", *(f"of {base}'s" for base in _BASES)]
     rows = []
     for model, by_peer in costs.items():
-        medians = {
-            (peer, state): [statistics.median(column) for column in zip(*taken, strict=True)]
-            for peer, by_state in by_peer.items()
-            for state, taken in by_state.items()
-        }
         for peer, by_state in by_peer.items():
             row = [f"{model}, {peer}"]
-            for state in by_state:
-                cpu_s, wall_s = medians[peer, state]
-                bases = (medians.get((base, state)) for base in _BASES)
-                ratios = (f"{cpu_s / base[0]:.2f}" if base else "-" for base in bases)
-                row += [f"{cpu_s:.1f}", f"{wall_s:.1f}", *ratios]
+            for state in _STATES:
+                own = _median(by_state[state])
+                bases = [by_peer[base][state] if base in by_peer else () for base in _BASES]
+                row += [f"{own.cpu_s:.1f}", f"{own.wall_s:.1f}"]
+                row += [f"{own.cpu_s / _median(base).cpu_s:.2f}" if base else "-" for base in bases]
             rows.append(row)
     return table(header, rows)
 
 
+def _median(taken: Sequence[Cost]) -> Cost:
+    return Cost(*(statistics.median(column) for column in zip(*taken, strict=True)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="gpt70", help="names in benchmarks.harness.models")
-    parser.add_argument("--peers", default=",".join(_PEERS), help="names in harness.peers")
-    parser.add_argument("--cap-mb", type=float, default=25.0, help="DDP's bucket_cap_mb")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    models, peers = arguments.models.split(","), arguments.peers.split(",")
-    if arguments.worker:
-        cost = measure(models[0], peers[0], arguments.cap_mb, arguments.device)
+    add = parser.add_argument
+    add("--models", type=names, default=["gpt70"], help="names in benchmarks.harness.models")
+    add("--peers", type=names, default=list(_PEERS), help="names in benchmarks.harness.peers")
+    add("--cap-mb", type=float, default=25.0, help="DDP's bucket_cap_mb")
+    add("--rounds", type=int, default=3)
+    add("--device", default="cpu")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        cost = measure(given.models[0], given.peers[0], given.cap_mb, given.device)
         print(json.dumps(cost), flush=True)
         os._exit(0)  # neither the compile workers nor the process group are waited for
     costs: dict[str, dict[str, dict[str, list[Cost]]]] = {}
-    for model in models:
-        of_peers = costs[model] = {peer: {"cold": [], "warm": []} for peer in peers}
-        for peer in peers * arguments.rounds:
-            found = cold_and_warm(model, peer, arguments.cap_mb, arguments.device)
-            for state, taken in found.items():
+    for model in given.models:
+        of_peers = costs[model] = {peer: {state: [] for state in _STATES} for peer in given.peers}
+        for peer in given.peers * given.rounds:
+            for state, taken in cold_and_warm(model, peer, given.cap_mb, given.device).items():
                 of_peers[peer][state] += taken
     print("\n".join(report(costs)))
 

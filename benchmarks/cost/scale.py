@@ -49,7 +49,6 @@ _aten = torch.ops.aten
 
 
 class Row(NamedTuple):
-    split: str
     num_calls: int
     num_sections: int
     seconds: float
@@ -59,18 +58,12 @@ class _ReachedInnerError(Exception):
     """Stops a compilation where our own work is done."""
 
 
-class Layers(nn.Module):
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(_WIDTH, _WIDTH) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 def measure_forward(num_calls: int, num_sections: int) -> Row:
     """Plan and split a forward graph for that many buckets."""
-    module = Layers(num_calls // _CALLS)
+    module = nn.Module()
+    module.weights = nn.ParameterList(
+        torch.ones(_WIDTH, _WIDTH) for _ in range(num_calls // _CALLS)
+    )
     ddp = DistributedDataParallel(module, bucket_cap_mb=_cap_bytes(num_calls, num_sections) / _MIB)
     gm = forward_graph(len(module.weights))
     inputs = [*module.weights, torch.ones(_WIDTH, _WIDTH)]
@@ -90,7 +83,7 @@ def measure_forward(num_calls: int, num_sections: int) -> Row:
             return first_sections[0] - start
         raise AssertionError("the graph was not split")
 
-    return Row("forward", num_calls, num_sections, _median(once))
+    return Row(num_calls, num_sections, _median(once))
 
 
 def forward_graph(num_layers: int) -> fx.GraphModule:
@@ -133,7 +126,7 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         return time.thread_time() - start
 
     seconds = _median(once)
-    return Row("backward", num_calls, num_made[-1], seconds)
+    return Row(num_calls, num_made[-1], seconds)
 
 
 def backward_graph(num_layers: int) -> fx.GraphModule:
@@ -187,27 +180,24 @@ def _median(once: Callable[[], float]) -> float:
     return statistics.median(times)
 
 
-def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the power of the size that fits the times best: the slope among logarithms."""
-    slope, _ = statistics.linear_regression(
-        list(map(math.log, sizes)), list(map(math.log, seconds))
-    )
-    return slope
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    header = ("split", "calls", "sections", "seconds", "us a call")
-    cells = [
+def _table(split: str, rows: Sequence[Row]) -> list[str]:
+    cells = (
         (
-            row.split,
+            split,
             str(row.num_calls),
             str(row.num_sections),
             f"{row.seconds:.3f}",
             f"{row.seconds / row.num_calls * 1e6:.0f}",
         )
         for row in rows
-    ]
-    return table(header, cells)
+    )
+    return table(("split", "calls", "sections", "seconds", "us a call"), cells)
+
+
+def exponent(rows: Sequence[Row], column: str) -> float:
+    """Return the power of a size that fits the times best: the slope among logarithms."""
+    sizes = [math.log(getattr(row, column)) for row in rows]
+    return statistics.linear_regression(sizes, [math.log(row.seconds) for row in rows]).slope
 
 
 def main() -> None:
@@ -218,23 +208,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    by_calls, by_sections = [], []
-    for measure in (measure_forward, measure_backward):
-        by_calls += [measure(number, _SECTIONS) for number in given.calls]
-        by_sections += [measure(given.at_calls, number) for number in given.sections]
+    print(f"torch {torch.__version__}, one core")
+    for split, measure in (("forward", measure_forward), ("backward", measure_backward)):
+        by_calls = [measure(number, _SECTIONS) for number in given.calls]
+        by_sections = [measure(given.at_calls, number) for number in given.sections]
+        print("\n".join(["", *_table(split, by_calls + by_sections), ""]))
+        large = [row for row in by_calls if row.num_calls >= _FIT_FROM]
+        print(
+            f"{split}: calls to the power of {exponent(large, 'num_calls'):.2f} (from {_FIT_FROM} "
+            f"on), sections to the power of {exponent(by_sections, 'num_sections'):.2f}"
+        )
     gc.collect()  # DDP has to go before its group: see docs/faq.md
     dist.destroy_process_group()
-    print(f"torch {torch.__version__}, one core\n")
-    print("\n".join([*_table(by_calls), "", *_table(by_sections), ""]))
-    for split in ("forward", "backward"):
-        large = [row for row in by_calls if row.split == split and row.num_calls >= _FIT_FROM]
-        cut = [row for row in by_sections if row.split == split]
-        in_calls = exponent([row.num_calls for row in large], [row.seconds for row in large])
-        in_sections = exponent([row.num_sections for row in cut], [row.seconds for row in cut])
-        print(
-            f"{split}: calls to the power of {in_calls:.2f} (from {_FIT_FROM} on), "
-            f"sections to the power of {in_sections:.2f}"
-        )
 
 
 def _numbers(text: str) -> list[int]:

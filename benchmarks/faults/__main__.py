@@ -1,11 +1,11 @@
-r"""What becomes of training when a rank, its process or its link fails: one table.
+r"""What becomes of training when a rank, its process or its link fails, or is late: one table.
 
     sudo python -m benchmarks.faults [--only 'link|compile']
 
 Three ranks on an emulated cluster train a compiled DDP model (Inductor, gloo, a timeout of 20 s).
 Each fault strikes in a place of its own: a rank that is killed ends itself there. After each, the
 same ranks train undisturbed, with the same caches. A row fails if survivors hang, end without an
-error, go on with other gradients than undisturbed, or if a process is left behind.
+error, or go on with other parameters than undisturbed.
 """
 # test: skip, it needs root, and takes ten minutes
 
@@ -13,269 +13,200 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
-import os
 import re
-import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.faults import cases
-from benchmarks.faults.cases import Case, Task
-from benchmarks.harness.cluster import FREE, Cluster, open_cluster, own_namespaces, why_not_emulated
+from benchmarks.faults.worker import ALLREDUCE, COMPILE, FORWARD, OPTIMIZER, SECTIONS, Trained
+from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
+from benchmarks.harness.report import table
+from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 
-_ROOT = Path(__file__).parents[2]
-_NUM_STEPS = 12
-_MARK = "FAULTS_RUN"  # the variable by which all processes of a run are known
+_NUM_RANKS, _NUM_STEPS = 3, 12
+_CALM_STEPS = 3  # before the fault
+_TIMEOUT_S = 20.0  # of the process group
+_LONG_TIMEOUT_S = 600.0  # where nothing is to be noticed, but ranks may compile one after the other
 _RUN_LIMIT_S = 240.0
-_ORPHAN_LIMIT_S = 15.0  # a C++ compiler may have to end its file
-_POLL_S = 0.02
-_LOG_CHARACTERS = 1500
-_HEADER = "| fault | where | split | outcome | noticed after |\n|---|---|---|---|---:|"
+_PAUSE_S = 0.2  # in each step, where it can be disturbed from outside
+KILL, LINK, STOP, NO_FAULT = "SIGKILL", "link down", "SIGSTOP", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    process: subprocess.Popen[bytes]
-    log: Path
+class Case:
+    """One fault: `fault` happens to `rank`, `where` it is in a step or in its first compile.
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        found = []
-        for line in self.log.read_text(errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):
-                event = json.loads(line)
-                if event["event"] == kind:
-                    found.append(event)
-        return found
+    `duration_s` is None for good. `rate` is that of the links, as tc wants it.
+    """
 
+    fault: str
+    where: str = "while training"
+    split: str = "forward"
+    rank: int = 2
+    duration_s: float | None = None
+    rate: str = "1gbit"
 
-class Row(NamedTuple):
-    """What came of one fault; `problems` is empty if all was as it has to be."""
-
-    case: Case
-    outcome: str
-    noticed_s: float | None
-    problems: Sequence[str]
-
-    def __str__(self) -> str:
-        noticed = "" if self.noticed_s is None else f"{self.noticed_s:.1f} s"
-        outcome = f"FAILED: {'; '.join(self.problems)}" if self.problems else self.outcome
-        outcome = " ".join(outcome.split()).replace("|", "/")
-        return f"| {self.case.row} | {outcome} | {noticed} |"
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """The first cells of its row in the table."""
+        lasting = " for good" if self.duration_s is None else f" for {self.duration_s:g} s"
+        lasting = "" if self.fault == KILL else lasting
+        return f"{self.fault}{lasting}, rank {self.rank}", self.where, self.split
 
 
-def run_case(cluster: Cluster, case: Case, caches: Path) -> Row:
-    if case.where == cases.COMPILE:  # there has to be something to compile
+CASES = (
+    Case(fault=KILL, where=FORWARD),
+    Case(fault=KILL, where=FORWARD, split="backward"),
+    Case(fault=KILL, where=FORWARD, rank=0),
+    Case(fault=KILL, where=SECTIONS),
+    Case(fault=KILL, where=SECTIONS, split="backward"),
+    Case(fault=KILL, where=ALLREDUCE, rate="20mbit"),
+    Case(fault=KILL, where=ALLREDUCE, split="backward", rate="20mbit"),
+    Case(fault=KILL, where=OPTIMIZER),
+    Case(fault=KILL, where=COMPILE),
+    Case(fault=KILL, where=COMPILE, split="backward"),
+    Case(fault=KILL, where=COMPILE, rank=0),  # the others compile without a store
+    Case(fault=LINK, duration_s=2.0),
+    Case(fault=LINK),
+    Case(fault=LINK, rank=0),
+    Case(fault=STOP, duration_s=5.0),
+    Case(fault=STOP),
+)
+
+
+class Found(NamedTuple):
+    """What became of the ranks, what was wrong with them, and when the fault struck."""
+
+    ranks: dict[int, Trained]
+    problems: list[str]
+    fault_s: float
+
+
+def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> list[str]:
+    """Return a row of the table; the outcome of what is not as it has to be begins with FAILED."""
+    if case.where == COMPILE:  # there has to be something to compile
         caches = caches / f"{case.where}-{case.split}"
-    with _running(cluster, case, caches) as (ranks, mark):
-        fault_s = _strike(cluster, case, ranks)
-        problems = _wait(case, ranks)
-        digests = _digests(ranks)
-        errors = {r: e for r, rank in enumerate(ranks) for e in rank.events("error")}
-    problems += _orphans(mark)
-    calm_digests, calm_problems = _run_calmly(cluster, case, caches)
-    problems += [f"afterwards: {text}" for text in calm_problems]
-    if len(set(calm_digests)) != 1 or len(calm_digests) != cases.NUM_RANKS:
+    ranks, problems, fault_s = _run(cluster, setting, case, caches)
+    calm = _run(cluster, setting, replace(case, fault=NO_FAULT, rate=FREE), caches)
+    problems += [f"afterwards: {text}" for text in calm.problems]
+    undisturbed = {trained.parameters for trained in calm.ranks.values()}
+    if len(undisturbed) != 1:
         problems.append("ranks differ in the run afterwards")
-    if case.is_survived:
-        if set(digests) != set(calm_digests) or len(digests) != cases.NUM_RANKS:
+    outcome, noticed = "training goes on, bitwise as undisturbed", ""
+    if case.duration_s is not None:
+        if {trained.parameters for trained in ranks.values()} != undisturbed:
             problems.append("training did not go on as if undisturbed")
-        return Row(case, "training goes on, bitwise as undisturbed", None, problems)
-    survivors = [rank for rank in range(cases.NUM_RANKS) if rank != case.rank]
-    problems += [f"rank {rank} got no error" for rank in survivors if rank not in errors]
-    found = [errors[rank] for rank in survivors if rank in errors]
-    if not found:
-        return Row(case, "no error", None, problems)
-    said = f"survivors, in {found[0]['place']}: {_sentence(found[0])}"
-    if case.rank in errors:
-        said += f"; rank {case.rank}: {_sentence(errors[case.rank])}"
-    return Row(case, said, max(error["time_s"] for error in found) - fault_s, problems)
+    else:
+        errors = {rank: trained for rank, trained in ranks.items() if trained.error}
+        own = errors.pop(case.rank, None)
+        survivors = [rank for rank in range(_NUM_RANKS) if rank != case.rank]
+        problems += [f"rank {rank} got no error" for rank in survivors if rank not in errors]
+        if errors:
+            first, *_ = errors.values()
+            outcome = f"survivors, in {first.place}: {_sentence(first)}"
+            outcome += f"; rank {case.rank}: {_sentence(own)}" if own else ""
+            noticed_s = max(error.time_s for error in errors.values()) - fault_s
+            noticed = f"{max(0.0, noticed_s):.1f} s"
+    outcome = f"FAILED: {'; '.join(problems)}" if problems else outcome
+    return [*case.row, " ".join(outcome.split()).replace("|", "/"), noticed]
 
 
-def _run_calmly(cluster: Cluster, case: Case, caches: Path) -> tuple[list[str], list[str]]:
-    """Train as in a case, without its fault; return digests of the ranks, and problems."""
-    calm = dataclasses.replace(case, fault=cases.NO_FAULT, where="", rate=FREE)
-    with _running(cluster, calm, caches) as (ranks, mark):
-        problems, digests = _wait(calm, ranks), _digests(ranks)
-    return digests, problems + _orphans(mark)
+def _sentence(trained: Trained) -> str:
+    """Return the beginning of an error without the place in gloo's source."""
+    return re.sub(r"^\[[^]]*\] ", "", trained.error).partition(". ")[0]
 
 
-def _digests(ranks: Sequence[Rank]) -> list[str]:
-    return [event["digest"] for rank in ranks for event in rank.events("done")]
-
-
-def _sentence(error: dict[str, Any]) -> str:
-    """Return the beginning of a text without the place in gloo's source."""
-    return re.sub(r"^\[[^]]*\] ", "", str(error["text"])).partition(". ")[0]
-
-
-# ---- running ----------------------------------------------------------------------------------
+def _run(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> Found:
+    """Train with a fault, or without one for as long as that takes."""
+    num_calm = 0 if case.where == COMPILE else _CALM_STEPS
+    ranks: dict[int, Trained] = {}
+    problems: list[str] = []
+    cluster.set_rate(case.rate)
+    with open_team(cluster, setting, case.split, "faults", None, caches) as team:
+        team.wait_until_ready()
+        team.ask("start", _LONG_TIMEOUT_S if case.fault == NO_FAULT else _TIMEOUT_S)
+        team.ask("train", num_calm, case.rank, "", 0.0)
+        where = case.where if case.fault == KILL else ""
+        pause_s = _PAUSE_S if case.fault in (LINK, STOP) else 0.0
+        team.send("train", _NUM_STEPS - num_calm, case.rank, where, pause_s)
+        fault_s = _strike(cluster, case, team)
+        is_lost = case.fault in (KILL, STOP) and case.duration_s is None
+        for rank in set(range(_NUM_RANKS)) - ({case.rank} if is_lost else set()):
+            with _noting(problems):
+                ranks[rank] = team.answer_of(rank, _RUN_LIMIT_S)
+        team.send("end")
+        for rank in ranks:
+            with _noting(problems):
+                team.processes[rank].popen.wait(_RUN_LIMIT_S)
+        if case.fault == KILL and team.processes[case.rank].popen.poll() != -SIGKILL:
+            problems.append(f"the fault did not strike rank {case.rank}")
+    cluster.set_link(case.rank, is_up=True)
+    return Found(ranks, problems, fault_s)
 
 
 @contextlib.contextmanager
-def _running(cluster: Cluster, case: Case, caches: Path) -> Iterator[tuple[list[Rank], str]]:
-    cluster.set_rate(case.rate)
-    mark, port = secrets.token_hex(8), _free_port()
-    ranks: list[Rank] = []
-    with tempfile.TemporaryDirectory(prefix="ddpopt-faults-") as folder:
-        try:
-            for rank in range(cases.NUM_RANKS):
-                is_victim = rank == case.rank and case.fault == cases.KILL
-                task = Task(
-                    rank=rank,
-                    split=case.split,
-                    where=case.where if is_victim else "",
-                    num_steps=_NUM_STEPS,
-                    is_slow=case.fault in (cases.LINK, cases.STOP),
-                    timeout_s=cases.LONG_TIMEOUT_S
-                    if case.fault == cases.NO_FAULT
-                    else cases.TIMEOUT_S,
-                )
-                log = Path(folder) / f"rank{rank}.log"
-                own = {
-                    "MASTER_ADDR": cluster.address(0),
-                    "MASTER_PORT": str(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(cases.NUM_RANKS),
-                    "TORCHINDUCTOR_CACHE_DIR": str(caches / f"rank{rank}"),
-                    _MARK: mark,
-                }
-                ranks.append(_start(cluster, task, log, own))
-            yield ranks, mark
-        finally:
-            for started in ranks:
-                if started.process.poll() is None:
-                    started.process.send_signal(SIGKILL)
-                started.process.wait()
-            for rank in range(cases.NUM_RANKS):
-                cluster.set_link(rank, is_up=True)
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Note a rank that hangs, or has ended where it should not."""
+    try:
+        yield
+    except (TeamError, subprocess.TimeoutExpired) as error:
+        problems.append(str(error))
 
 
-def _start(cluster: Cluster, task: Task, log: Path, own: dict[str, str]) -> Rank:
-    worker = [sys.executable, "-m", "benchmarks.faults.worker"]
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    shared = {**os.environ, **cluster.environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*cluster.command_prefix(task.rank), *worker, json.dumps(dataclasses.asdict(task))],
-            env={**shared, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return Rank(process=process, log=log)
-
-
-def _strike(cluster: Cluster, case: Case, ranks: list[Rank]) -> float:
+def _strike(cluster: Cluster, case: Case, team: Team) -> float:
     """Let the fault happen, and end if it is to; return the time of it."""
-    victim = ranks[case.rank]
-    end_s = time.monotonic() + _RUN_LIMIT_S
-    while time.monotonic() < end_s and victim.process.poll() is None:
-        if any(event["step"] == cases.FAULT_STEP for event in victim.events("step")):
-            break
-        time.sleep(_POLL_S)
-    fault_s = time.monotonic()
-    if case.fault == cases.LINK:
-        cluster.set_link(case.rank, is_up=False)
-        if case.duration_s is not None:
-            time.sleep(case.duration_s)
-            cluster.set_link(case.rank, is_up=True)
-    elif case.fault == cases.STOP:
-        victim.process.send_signal(SIGSTOP)
-        if case.duration_s is not None:
-            time.sleep(case.duration_s)
-            victim.process.send_signal(SIGCONT)
-    elif case.fault == cases.KILL:
+    victim = team.processes[case.rank].popen
+    if case.fault == KILL:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            victim.process.wait(_RUN_LIMIT_S)
-        told = victim.events("fault")
-        fault_s = told[0]["time_s"] if told else fault_s
+            victim.wait(_RUN_LIMIT_S)
+        return time.monotonic()
+    time.sleep(_PAUSE_S)  # in the middle of its steps
+    fault_s = time.monotonic()
+    if case.fault == LINK:
+        cluster.set_link(case.rank, is_up=False)
+    elif case.fault == STOP:
+        victim.send_signal(SIGSTOP)
+    if case.fault != NO_FAULT and case.duration_s is not None:
+        time.sleep(case.duration_s)
+        cluster.set_link(case.rank, is_up=True)
+        victim.send_signal(SIGCONT)
     return fault_s
-
-
-def _wait(case: Case, ranks: list[Rank]) -> list[str]:
-    """Wait for those ranks that have to end by themselves; return what was wrong."""
-    problems = []
-    end_s = time.monotonic() + _RUN_LIMIT_S
-    for rank, started in enumerate(ranks):
-        if case.fault == cases.STOP and rank == case.rank and case.duration_s is None:
-            continue
-        try:
-            code = started.process.wait(max(0.1, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            problems.append(f"rank {rank} hangs")
-            continue
-        is_killed = case.fault == cases.KILL and rank == case.rank
-        if is_killed and (code != -SIGKILL or not started.events("fault")):
-            problems.append(f"the fault did not strike rank {rank}")
-        if case.is_survived and code != 0:
-            text = started.log.read_text(errors="replace")[-_LOG_CHARACTERS:]
-            problems.append(f"rank {rank} ended with {code}:\n{text}")
-    return problems
-
-
-def _orphans(mark: str) -> list[str]:
-    """Return what processes of a run are left, after those that are ending had time to."""
-    end_s = time.monotonic() + _ORPHAN_LIMIT_S
-    while (left := _marked(mark)) and time.monotonic() < end_s:
-        time.sleep(10 * _POLL_S)
-    for pid in left:
-        with contextlib.suppress(OSError):
-            os.kill(int(pid), SIGKILL)
-    return [f"processes are left: {sorted(left.values())}"] if left else []
-
-
-def _marked(mark: str) -> dict[str, str]:
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[folder.name] = (folder / "cmdline").read_text().replace("\0", " ")[:100]
-    return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__.partition("\n")[0]
+        prog="python -m benchmarks.faults", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--only", default="", help="a regular expression, as 'link|compile'")
     arguments = parser.parse_args()
     if reason := why_not_emulated():
         sys.exit(f"no network can be emulated here: {reason}")
-    chosen = [case for case in cases.CASES if re.search(arguments.only, case.row)]
-    before = set(own_namespaces())
+    chosen = [case for case in CASES if re.search(arguments.only, " | ".join(case.row))]
     rows = []
     with (
-        tempfile.TemporaryDirectory(prefix="ddpopt-faults-caches-") as folder,
-        open_cluster(cases.NUM_RANKS) as cluster,
+        tempfile.TemporaryDirectory(prefix="ddpopt-faults-") as folder,
+        open_cluster(_NUM_RANKS) as cluster,
     ):
-        caches = Path(folder)
-        for split in sorted({case.split for case in chosen if case.where != cases.COMPILE}):
+        place = Path(folder)
+        setting = Setting(
+            inner="inductor", num_threads=1, folder=place, worker="benchmarks.faults.worker"
+        )
+        for split in sorted({case.split for case in chosen if case.where != COMPILE}):
             # With cold caches ranks would compile for longer than the group's timeout.
-            _run_calmly(cluster, Case(fault=cases.NO_FAULT, where="", split=split), caches)
+            _run(cluster, setting, Case(fault=NO_FAULT, split=split), place / "caches")
         for case in chosen:
-            rows.append(run_case(cluster, case, caches))
-            print(rows[-1], file=sys.stderr, flush=True)
-    leaked = sorted(set(own_namespaces()) - before)
-    print("\n".join([_HEADER, *map(str, rows)]))
-    print(f"\ntimeout of the process group: {cases.TIMEOUT_S:g} s; leaked: {leaked}")
-    return 1 if leaked or any(row.problems for row in rows) else 0
+            rows.append(run_case(cluster, setting, case, place / "caches"))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    header = ("fault", "where", "split", "outcome", "noticed after")
+    print("\n".join(table(header, rows)))
+    print(f"\ntimeout of the process group: {_TIMEOUT_S:g} s")
+    return 1 if any("FAILED" in row[3] for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -21,10 +21,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 PREFIX = "ddpopt"
 FREE = "free"
+_ROOT = Path(__file__).parents[2]
 _INTERFACE = "eth0"
 _SUBNET = "10.77.0"  # seen inside of the namespaces only
 _PORT = 29500  # of rank 0
@@ -63,16 +66,6 @@ class Cluster:
             return f"{self.num_ranks} ranks in network namespaces, links shaped by tbf at both ends"
         return f"{self.num_ranks} ranks on loopback, UNSHAPED: rates were not applied"
 
-    def command_prefix(self, rank: int) -> list[str]:
-        return ["ip", "netns", "exec", self.namespaces[rank]] if self.is_shaped else []
-
-    def environment(self) -> Mapping[str, str]:
-        if self.is_torchrun:
-            return {}
-        interface = _INTERFACE if self.is_shaped else "lo"
-        is_there = self.is_shaped or os.path.exists("/sys/class/net/lo")
-        return {"GLOO_SOCKET_IFNAME": interface} if is_there else {}
-
     def set_rate(self, rate: str) -> None:
         """Give all links this rate, as `1gbit`; `free` takes the limit away. Connections stay."""
         for rank, namespace in enumerate(self.namespaces):
@@ -84,35 +77,62 @@ class Cluster:
         port, state = f"port{rank}", "up" if is_up else "down"
         _call("ip", "-n", self.bridge, "link", "set", port, state)
 
-    def address(self, rank: int) -> str:
-        return f"{_SUBNET}.{rank + 1}" if self.is_shaped else "127.0.0.1"
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        *,
+        num_threads: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Start a command as one rank, with `options` of Popen; it can import the benchmarks.
+
+        It finds in its environment what `init_process_group("gloo")` reads there. It has as many
+        cores as threads, and ranks have different ones; with `num_threads` None it has all.
+        """
+        path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **self._where_to_meet(rank)}
+        if num_threads is not None:
+            own["OMP_NUM_THREADS"] = str(num_threads)
+        prefix = ["ip", "netns", "exec", self.namespaces[rank]] if self.is_shaped else []
+        with _pinned(rank, num_threads):
+            return subprocess.Popen(
+                [*prefix, *command], env={**own, **(environment or {})}, **options
+            )
 
     def run(self, command: Sequence[str]) -> list[int]:
-        """Run a command on each rank, with a core and a thread of its own; return exit statuses.
+        """Run a command on each rank, with a core and a thread of its own; return exit statuses."""
+        ranks = [self.start(rank, command, num_threads=1) for rank in self.local_ranks]
+        return [rank.wait() for rank in ranks]
 
-        It finds in its environment what `init_process_group("gloo")` reads there.
-        """
-        cores = sorted(os.sched_getaffinity(0))
-        shared = {
-            **os.environ,
-            **self.environment(),
-            "MASTER_ADDR": self.address(0),
+    def _where_to_meet(self, rank: int) -> dict[str, str]:
+        if self.is_torchrun:
+            return {}
+        interface = _INTERFACE if self.is_shaped else "lo"
+        is_there = self.is_shaped or os.path.exists("/sys/class/net/lo")
+        return {
+            **({"GLOO_SOCKET_IFNAME": interface} if is_there else {}),
+            "MASTER_ADDR": f"{_SUBNET}.1" if self.is_shaped else "127.0.0.1",
             "MASTER_PORT": str(_PORT),
-            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
             "WORLD_SIZE": str(self.num_ranks),
         }
-        ranks = [
-            subprocess.Popen(
-                [
-                    *self.command_prefix(rank),
-                    *("taskset", "-c", str(cores[rank % len(cores)])),
-                    *command,
-                ],
-                env={**shared, "RANK": str(rank)},
-            )
-            for rank in self.local_ranks
-        ]
-        return [rank.wait() for rank in ranks]
+
+
+@contextlib.contextmanager
+def _pinned(rank: int, num_threads: int | None) -> Iterator[None]:
+    """Have what is started here run on a rank's cores alone."""
+    if num_threads is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    first, listed = rank * num_threads, sorted(cores)
+    os.sched_setaffinity(0, {listed[(first + k) % len(listed)] for k in range(num_threads)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Steps on the CPU or on a GPU: the process group, moments of a step, and memory.
+"""Steps on the CPU or on a GPU: moments of a step, and memory.
 
 Work on a GPU is queued, so a moment there is an event in its queue, and is read when all is done.
 """
@@ -15,10 +15,6 @@ from typing import Any
 import torch
 
 Moment = Any  # seconds, or an event
-
-
-def backend_of(device: str) -> str:
-    return "nccl" if device == "cuda" else "gloo"
 
 
 class Clock:

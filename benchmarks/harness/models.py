@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Mapping
@@ -21,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class MissingPackageError(ImportError):
     """A model's package is not installed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model, and what one step feeds it.
 
@@ -110,32 +109,16 @@ class FusedLayer(nn.Module):
 
 
 def load_example() -> Any:
-    """Return examples/train_gpt.py as a module.
-
-    Raises:
-        MissingPackageError: it is not there.
-    """
-    spec = importlib.util.spec_from_file_location("train_gpt", _EXAMPLE)
-    if spec is None or spec.loader is None or not _EXAMPLE.exists():
-        raise MissingPackageError(f"the model gpt is that of {_EXAMPLE}, which is not there")
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example  # Dynamo imports by name what it has inlined
-    sys.path.insert(0, str(_EXAMPLE.parent))  # it imports a neighbour
-    try:
-        spec.loader.exec_module(example)
-    finally:
-        sys.path.remove(str(_EXAMPLE.parent))
-    return example
+    """Return examples/train_gpt.py as a module."""
+    if str(_EXAMPLES) not in sys.path:  # Dynamo imports by name what it has inlined
+        sys.path.append(str(_EXAMPLES))
+    return importlib.import_module("train_gpt")
 
 
-def _gpt(layers: int, width: int, heads: int, context: int) -> nn.Module:
-    gpt: nn.Module = load_example().GPT(layers, width, heads, context)
-    return gpt
-
-
-def _gpt_with_words(layers: int, width: int, heads: int, context: int, words: int) -> nn.Module:
-    gpt: Any = _gpt(layers, width, heads, context)
-    gpt.byte, gpt.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+def _gpt(layers: int, width: int, heads: int, context: int, words: int = 256) -> nn.Module:
+    gpt: Any = load_example().GPT(layers, width, heads, context)
+    if words != 256:
+        gpt.byte, gpt.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
     model: nn.Module = gpt
     return model
 
@@ -160,11 +143,6 @@ def _fused(num_layers: int, length: int, width: int) -> nn.Module:
 def _fused_batch(num_sequences: int, length: int, width: int) -> dict[str, Tensor]:
     targets = torch.randint(100, (num_sequences * length,))
     return {"x": torch.randn(num_sequences, length, width), "targets": targets}
-
-
-def _mlp(num_layers: int, width: int) -> nn.Module:
-    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.ReLU())]
-    return Chain(*layers, nn.Linear(width, 100))
 
 
 def _classify(*shape: int, num_classes: int = 100) -> dict[str, Tensor]:
@@ -202,60 +180,35 @@ def _images(num_images: int, size: int, num_classes: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(num_images, 3, size, size), "labels": labels}
 
 
+# ---- the table --------------------------------------------------------------------------------
+
+_partial = functools.partial
+
+
 def _gpt_model(name: str, description: str, sizes: tuple[int, ...], num_sequences: int) -> Model:
     """Return the example's GPT: `sizes` are layers, width, heads, context, and words if not 256."""
-    build = _gpt_with_words if len(sizes) > 4 else _gpt
-    return Model(
-        name=name,
-        description=description,
-        build=functools.partial(build, *sizes),
-        batch=functools.partial(_gpt_batch, num_sequences, *sizes[3:]),
-    )
+    batch = _partial(_gpt_batch, num_sequences, *sizes[3:])
+    return Model(name, description, _partial(_gpt, *sizes), batch)
 
 
-def _hugging_face(name: str, batch: Any, what: str) -> Model:
-    """Return a model of the transformers package, whose class and sizes are in `_SIZES`."""
-    architecture, sizes = _SIZES[name]
-    return Model(
-        name=name,
-        description=f"{architecture}{what}",
-        build=functools.partial(_transformer, architecture, sizes),
-        batch=batch,
-    )
+def _hugging_face(
+    name: str, architecture: str, what: str, batch: Callable[[], dict[str, Tensor]], **sizes: Any
+) -> Model:
+    """Return a model of the transformers package, of this class and sizes."""
+    build = _partial(_transformer, architecture, sizes)
+    return Model(name, f"{architecture}{what}", build, batch)
 
 
-_GPT2 = {
+_SMALL_GPT2: dict[str, Any] = {
+    "vocab_size": 8192, "n_positions": 128, "n_embd": 384, "n_layer": 6, "n_head": 6,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+_GPT2: dict[str, Any] = {
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
 }  # fmt: skip
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_SIZES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("BertForMaskedLM", {
-        "vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6,
-        "intermediate_size": 1536, "max_position_embeddings": 128, **_NO_DROPOUT,
-    }),
-    "gpt2": ("GPT2LMHeadModel", {
-        "vocab_size": 8192, "n_positions": 128, "n_embd": 384, "n_layer": 6, "n_head": 6,
-        "bos_token_id": 0, "eos_token_id": 0, **_GPT2,
-    }),
-    "t5": ("T5ForConditionalGeneration", {
-        "vocab_size": 8192, "d_model": 320, "d_kv": 64, "d_ff": 1280, "num_layers": 4,
-        "num_heads": 5, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
-    }),
-    "resnet50": ("ResNetForImageClassification", {
-        "hidden_sizes": [192, 384, 768, 1536], "num_labels": 100,
-    }),
-    "vit": ("ViTForImageClassification", {
-        "hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6,
-        "intermediate_size": 1536, "image_size": 96, "patch_size": 16, "num_labels": 100,
-        **_NO_DROPOUT,
-    }),
-    # As they were published; a step of one of these takes a GPU.
-    "gpt2-small": ("GPT2LMHeadModel", {**_GPT2, "n_embd": 768, "n_layer": 12, "n_head": 12}),
-    "gpt2-medium": ("GPT2LMHeadModel", {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16}),
-    "bert-base": ("BertForMaskedLM", _NO_DROPOUT),
-    "resnet50-imagenet": ("ResNetForImageClassification", {"num_labels": 1000}),
+_NO_DROPOUT: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-_partial = functools.partial
 _ALL = (
     _gpt_model(
         "gpt", "examples/train_gpt.py: 8 layers, width 384, 2 x 128 bytes", (8, 384, 6, 128), 2
@@ -264,68 +217,73 @@ _ALL = (
         "gpt70", "as gpt, with 4096 words and 2 x 256 of them: 70 MB", (8, 384, 6, 256, 4096), 2
     ),
     Model(
-        name="convnet",
-        description="11 x convolution, batch norm, ReLU; 16 images of 128 x 128",
-        build=_convnet,
-        batch=_partial(_classify, 16, 3, 128, 128),
+        "convnet", "11 x convolution, batch norm, ReLU; 16 images of 128 x 128",
+        _convnet, _partial(_classify, 16, 3, 128, 128),
     ),
     Model(
-        name="fused",
-        description="14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
-        build=_partial(_fused, 14, 128, 512),
-        batch=_partial(_fused_batch, 4, 128, 512),
-    ),
-    Model(
-        name="mlp",
-        description="12 x linear, ReLU of width 1024; 512 rows",
-        build=_partial(_mlp, 12, 1024),
-        batch=_partial(_classify, 512, 1024),
+        "fused", "14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
+        _partial(_fused, 14, 128, 512), _partial(_fused_batch, 4, 128, 512),
     ),
     _hugging_face(
-        "bert", _partial(_tokens, 4, 128, 8192), ": 6 layers, width 384, 4 x 128 tokens of 8192"
+        "bert", "BertForMaskedLM", ": 6 layers, width 384, 4 x 128 tokens of 8192",
+        _partial(_tokens, 4, 128, 8192),
+        vocab_size=8192, hidden_size=384, num_hidden_layers=6, num_attention_heads=6,
+        intermediate_size=1536, max_position_embeddings=128, **_NO_DROPOUT,
     ),
     _hugging_face(
-        "gpt2", _partial(_tokens, 4, 128, 8192), ": 6 layers, width 384, 4 x 128 tokens of 8192"
+        "gpt2", "GPT2LMHeadModel", ": 6 layers, width 384, 4 x 128 tokens of 8192",
+        _partial(_tokens, 4, 128, 8192), **_SMALL_GPT2, **_GPT2,
     ),
     _hugging_face(
-        "t5", _partial(_tokens, 4, 96, 8192), ": 4 + 4 layers, width 320, 4 x 96 tokens of 8192"
+        "t5", "T5ForConditionalGeneration", ": 4 + 4 layers, width 320, 4 x 96 tokens of 8192",
+        _partial(_tokens, 4, 96, 8192),
+        vocab_size=8192, d_model=320, d_kv=64, d_ff=1280, num_layers=4, num_heads=5,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
     ),
     _hugging_face(
-        "resnet50", _partial(_images, 4, 96, 100), ": 3/4 as wide as ResNet-50, 4 images of 96 x 96"
+        "resnet50", "ResNetForImageClassification",
+        ": 3/4 as wide as ResNet-50, 4 images of 96 x 96", _partial(_images, 4, 96, 100),
+        hidden_sizes=[192, 384, 768, 1536], num_labels=100,
     ),
     _hugging_face(
-        "vit", _partial(_images, 12, 96, 100), ": 8 layers, width 384, 12 images of 96 x 96"
+        "vit", "ViTForImageClassification", ": 8 layers, width 384, 12 images of 96 x 96",
+        _partial(_images, 12, 96, 100),
+        hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536,
+        image_size=96, patch_size=16, num_labels=100, **_NO_DROPOUT,
+    ),
+    # As they were published; a step of one of these takes a GPU.
+    _hugging_face(
+        "gpt2-small", "GPT2LMHeadModel", " as published, 4 x 1024 tokens",
+        _partial(_tokens, 4, 1024, 50257), n_embd=768, n_layer=12, n_head=12, **_GPT2,
     ),
     _hugging_face(
-        "gpt2-small", _partial(_tokens, 4, 1024, 50257), " as published, 4 x 1024 tokens"
+        "gpt2-medium", "GPT2LMHeadModel", " as published, medium, 2 x 1024 tokens",
+        _partial(_tokens, 2, 1024, 50257), n_embd=1024, n_layer=24, n_head=16, **_GPT2,
     ),
     _hugging_face(
-        "gpt2-medium", _partial(_tokens, 2, 1024, 50257), " as published, medium, 2 x 1024 tokens"
+        "bert-base", "BertForMaskedLM", " as published, 16 x 512 tokens",
+        _partial(_tokens, 16, 512, 30522), **_NO_DROPOUT,
     ),
-    _hugging_face("bert-base", _partial(_tokens, 16, 512, 30522), " as published, 16 x 512 tokens"),
     _hugging_face(
-        "resnet50-imagenet",
-        _partial(_images, 64, 224, 1000),
-        " as published, 64 images of 224 x 224",
+        "resnet50-imagenet", "ResNetForImageClassification",
+        " as published, 64 images of 224 x 224", _partial(_images, 64, 224, 1000),
+        num_labels=1000,
     ),
     _gpt_model("tiny", "as gpt, with 3 layers of width 192, for --quick", (3, 192, 2, 32), 1),
     _gpt_model("small", "as gpt, with 2 layers of width 128; 8 x 64 bytes", (2, 128, 4, 64), 8),
-)
+)  # fmt: skip
 MODELS: Mapping[str, Model] = {model.name: model for model in _ALL}
 
 
 def main() -> None:
     print("| model | parameters, M | gradients, MB | what it is |\n|---|--:|--:|---|")
     for model in MODELS.values():
-        print(_row(model))
-
-
-def _row(model: Model) -> str:
-    try:
-        millions = model.num_parameters() / 1e6
-    except MissingPackageError as error:
-        return f"| {model.name} | - | - | {error} |"
-    return f"| {model.name} | {millions:.1f} | {4 * millions:.0f} | {model.description} |"
+        try:
+            millions = model.num_parameters() / 1e6
+            sizes = f"{millions:.1f} | {4 * millions:.0f} | {model.description}"
+        except MissingPackageError as error:
+            sizes = f"- | - | {error}"
+        print(f"| {model.name} | {sizes} |")
 
 
 if __name__ == "__main__":

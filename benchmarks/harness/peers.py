@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,51 +15,51 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 from ddpopt.algorithms import Algorithm, ShardedUpdate
 
 Compiled = Callable[..., Any]
 Compile = Callable[[Any, str, dict[str, Any]], Compiled]
 Wrap = Callable[..., nn.Module]
-_P = TypeVar("_P")
 Around = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_adamw = functools.partial(AdamW, fused=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """One of them.
 
-    Plots call it by its `label`. `wrap` makes the data parallel module, with DDP's arguments, and
-    `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
+    Tables and plots say its `label`. `wrap` makes the data parallel module, with DDP's arguments,
+    and `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
     before the module is made, and backward runs in `around_backward`. One that `is_tuned` finds
-    its buckets anew for each rate. `optimizer` takes parameters and what AdamW takes; with an
-    `algorithm` this is attached to it.
+    its buckets anew for each rate. `optimizer` takes parameters and `lr`; with an `algorithm`,
+    which takes the peer's options, this is attached to it. One that `is_asynchronous` exchanges at
+    times of its own, not in each step.
     """
 
     name: str
     label: str
-    description: str
     compile: Compile
     wrap: Wrap = DistributedDataParallel
     optimize_ddp: bool | str = True
     around_backward: Around = lambda _inner: contextlib.nullcontext()
     has_buckets: bool = True
     is_tuned: bool = False
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    algorithm: Algorithm[Any] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = _adamw
+    algorithm: Callable[..., Algorithm[Any]] | None = None
+    is_asynchronous: bool = False
 
 
-def find_peer(text: str) -> tuple[Peer, dict[str, Any]]:
-    """Return a peer and its options; see `find`."""
-    return find(text, PEERS)
-
-
-def find(text: str, peers: Mapping[str, _P]) -> tuple[_P, dict[str, Any]]:
-    """Return a peer and its options, as in `backward` or `backward:option=1:other=text`.
+def find_peer(text: str, peers: Mapping[str, Peer] | None = None) -> tuple[Peer, dict[str, Any]]:
+    """Return a peer, of `PEERS` if not given, and its options, as `backward:option=1:other=text`.
 
     Raises:
         ValueError: there is no such peer, or an option has no value.
     """
+    peers = PEERS if peers is None else peers
     name, *settings = text.split(":")
     if name not in peers:
         raise ValueError(f"there is no peer {name!r}; there are {', '.join(peers)}")
@@ -86,15 +86,13 @@ def _compile_plainly(ddp: nn.Module, inner: str, options: dict[str, Any]) -> Com
     return compiled
 
 
-def _compile_split(split: str, **more: Any) -> Compile:
-    def compile_split(
-        ddp: DistributedDataParallel, inner: str, options: dict[str, Any]
-    ) -> Compiled:
+def compile_split(split: str, **more: Any) -> Compile:
+    def compile_(ddp: DistributedDataParallel, inner: str, options: dict[str, Any]) -> Compiled:
         given = {"inner": inner, "split": split, **more, **options}
         compiled: Compiled = torch.compile(ddp, backend="ddpopt", options=given)
         return compiled
 
-    return compile_split
+    return compile_
 
 
 def _fully_shard(module: nn.Module, **_of_ddp: object) -> nn.Module:
@@ -122,84 +120,33 @@ def _compiler(inner: str) -> Any:
     return torch.compile(backend=inner)
 
 
+_cut, _tuned = compile_split("backward"), compile_split("backward", buckets="auto")
+_zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, fused=True)
+_behind_forward = functools.partial(ShardedUpdate, overlap_forward=True)
 _ALL = (
+    Peer("eager", "DDP, not compiled", lambda ddp, _inner, _options: ddp),
+    Peer("nosplit", "torch.compile, one graph", _compile_plainly, optimize_ddp=False),
+    Peer("intree", "PyTorch's DDPOptimizer", _compile_plainly),
     Peer(
-        name="eager",
-        label="DDP, not compiled",
-        description="DDP, not compiled",
-        compile=lambda ddp, _inner, _options: ddp,
-    ),
-    Peer(
-        name="nosplit",
-        label="torch.compile, one graph",
-        description="torch.compile with `optimize_ddp = False`: one graph",
-        compile=_compile_plainly,
-        optimize_ddp=False,
-    ),
-    Peer(
-        name="intree",
-        label="PyTorch's DDPOptimizer",
-        description="torch.compile as it comes, with PyTorch's own DDPOptimizer",
-        compile=_compile_plainly,
-    ),
-    Peer(
-        name="python_reducer",
-        label="compiled autograd without Reducer",
-        description='`optimize_ddp = "python_reducer"` and compiled autograd',
-        compile=_compile_plainly,
+        "python_reducer",
+        "compiled autograd without Reducer",
+        _compile_plainly,
         optimize_ddp="python_reducer",
         around_backward=_compiled_autograd,
         has_buckets=False,
     ),
+    Peer("forward", "ddpopt, cut in forward", compile_split("forward")),
+    Peer("backward", "ddpopt, cut in backward", _cut),
+    Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True),
+    Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
+    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fully_shard, has_buckets=False),
+    Peer("sharded", "ddpopt, sharded update", _tuned, is_tuned=True, algorithm=ShardedUpdate),
     Peer(
-        name="forward",
-        label="ddpopt, cut in forward",
-        description="ddpopt, `split: forward`",
-        compile=_compile_split("forward"),
-    ),
-    Peer(
-        name="backward",
-        label="ddpopt, cut in backward",
-        description="ddpopt, `split: backward`",
-        compile=_compile_split("backward"),
-    ),
-    Peer(
-        name="auto",
-        label="ddpopt, tuned buckets",
-        description="ddpopt, `split: backward, buckets: auto`",
-        compile=_compile_split("backward", buckets="auto"),
+        "overlapped",
+        "ddpopt, sharded update behind forward",
+        _tuned,
         is_tuned=True,
-    ),
-    Peer(
-        name="zero",
-        label="torch's ZeroRedundancyOptimizer",
-        description="ddpopt, `split: backward`, and ZeroRedundancyOptimizer",
-        compile=_compile_split("backward"),
-        optimizer=functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW),
-    ),
-    Peer(
-        name="fsdp2",
-        label="torch's FSDP2",
-        description="torch.compile, and FSDP2 with `reshard_after_forward=False`",
-        compile=_compile_plainly,
-        wrap=_fully_shard,
-        has_buckets=False,
-    ),
-    Peer(
-        name="sharded",
-        label="ddpopt, sharded update",
-        description="ddpopt, `split: backward, buckets: auto`, and ShardedUpdate",
-        compile=_compile_split("backward", buckets="auto"),
-        is_tuned=True,
-        algorithm=ShardedUpdate(),
-    ),
-    Peer(
-        name="overlapped",
-        label="ddpopt, sharded update behind forward",
-        description="as `sharded`, with `overlap_forward=True`",
-        compile=_compile_split("backward", buckets="auto"),
-        is_tuned=True,
-        algorithm=ShardedUpdate(overlap_forward=True),
+        algorithm=_behind_forward,
     ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

@@ -40,6 +40,16 @@ def ratios(own: Iterable[float], base: Iterable[float]) -> Spread:
     return spread([mine / theirs for mine, theirs in zip(own, base, strict=True)])
 
 
+def write_run(
+    stem: Path, facts: Mapping[str, str], found: Mapping[str, object], lines: Iterable[str]
+) -> None:
+    """Write what a run found as JSON, and as Markdown below its command and its other facts."""
+    write_json({**facts, **found}, stem.with_suffix(".json"))
+    where = "; ".join(fact for name, fact in facts.items() if name != "command")
+    heading = [f"# {stem.name.capitalize()}", "", f"    {facts['command']}", "", f"{where}."]
+    stem.with_suffix(".md").write_text("\n".join([*heading, *lines]) + "\n")
+
+
 def write_json(found: object, path: Path) -> None:
     path.write_text(json.dumps(as_data(found), indent=1) + "\n")
 
@@ -111,8 +121,13 @@ def draw_bars(
         panel.bar(places, heights, width, yerr=quartiles, label=label)
 
 
-def save(figure: Any, path: Path, *, bottom: float) -> None:
-    """Write a figure whose legend is in its lowest part."""
+def save(
+    figure: Any, path: Path, panel: Any, *, num_columns: int, bottom: float, legend: float = 0.0
+) -> None:
+    """Write a figure with a panel's legend, from `legend` up to `bottom` of its height."""
+    handles, names = panel.get_legend_handles_labels()
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, legend)}
+    figure.legend(handles, names, ncols=num_columns, fontsize=8, frameon=False, **place)
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot().close(figure)

@@ -14,25 +14,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
-from benchmarks.harness.report import as_data, write_json
+from benchmarks.harness.report import write_run
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 
 _T = TypeVar("_T")
 _GBIT = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
-
-
-class Failure(NamedTuple):
-    what: str
-    error: str
-
-    def __str__(self) -> str:
-        last = [line for line in self.error.splitlines() if line.strip()][-1]
-        return f"- {self.what}: `{last.strip()}`"
 
 
 def names(text: str) -> list[str]:
@@ -74,7 +65,7 @@ class Session:
     cluster: Cluster
     setting: Setting
     teams: dict[str, Team] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
     where: str = ""
 
     @property
@@ -94,7 +85,7 @@ class Session:
             self.teams.pop(team, None)
             self.say(f"  {error}")
             what = ", ".join(filter(None, [self.where, team]))
-            self.failures.append(Failure(what, str(error)))
+            self.failures.append({"what": what, "error": str(error).strip()})
 
     def open(
         self, peer: str, model: str, cap_mb: float | None, caches: Path
@@ -134,21 +125,11 @@ class Session:
 
     def write(self, found: Mapping[str, object], lines: Sequence[str]) -> None:
         """Write what there is so far, as JSON, and as Markdown under a heading."""
+        failed = [f"- {f['what']}: `{f['error'].splitlines()[-1].strip()}`" for f in self.failures]
+        if failed:
+            failed = ["", "## Not measured", "", *failed]
         stem = self.args.output / self.name
-        data = {**self.facts, **found, "failures": [f._asdict() for f in self.failures]}
-        write_json(as_data(data), stem.with_suffix(".json"))
-        facts = self.facts
-        heading = [
-            f"# {self.name.capitalize()}",
-            "",
-            f"    {facts['command']}",
-            "",
-            f"{facts['date']}; {facts['versions']}; {facts['machine']}; inner compiler "
-            f"{facts['inner']}.",
-            f"Network: {facts['network']}.",
-        ]
-        failed = ["", "## Not measured", "", *map(str, self.failures)] if self.failures else []
-        stem.with_suffix(".md").write_text("\n".join([*heading, *lines, *failed]) + "\n")
+        write_run(stem, self.facts, {**found, "failures": self.failures}, [*lines, *failed])
 
     def end(self, losses: Mapping[str, Mapping[str, float]], tolerance: float = 1e-3) -> int:
         """Say where everything is; return 1 if something failed or computed something else.
@@ -157,11 +138,12 @@ class Session:
         """
         differences = []
         for what, by_peer in losses.items():
-            base, *_ = by_peer or [""]
-            for name, loss in by_peer.items():
-                if not abs(loss - by_peer[base]) <= tolerance * abs(by_peer[base]):
-                    said = f"{name}'s first loss is {loss}, {base}'s {by_peer[base]}"
-                    differences.append(f"{what}: {said}")
+            base = next(iter(by_peer), "")
+            differences += [
+                f"{what}: {name}'s first loss is {loss}, {base}'s {by_peer[base]}"
+                for name, loss in by_peer.items()
+                if not abs(loss - by_peer[base]) <= tolerance * abs(by_peer[base])
+            ]
         stem = self.args.output / self.name
         self.say("\n".join([*differences, f"written to {stem}.md and {self.name}.json"]))
         return 1 if self.failures or differences else 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +16,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness.cluster import Cluster
 
-_ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 1200
 _LOG_LINES = 25
 
@@ -50,10 +46,10 @@ class Task:
     """What one process is to be.
 
     `cap_mb` is DDP's `bucket_cap_mb`, None for its default. Ranks meet in the file `store`, or if
-    that is empty at torchrun's address, under the name `meeting`. `socket` is the inherited one on
-    which requests come. The rest is as in `Setting`.
+    that is empty at torchrun's address, under the name `meeting`.
     """
 
+    setting: Setting
     peer: str
     model: str
     cap_mb: float | None
@@ -61,11 +57,6 @@ class Task:
     num_ranks: int
     store: str
     meeting: str
-    inner: str
-    num_threads: int | None
-    device: str
-    emulated_ranks: int
-    socket: int = -1
 
 
 class StepTimes(NamedTuple):
@@ -102,44 +93,54 @@ class Facts(NamedTuple):
 class Team:
     """One process a rank, of one peer, model and cap. See `open_team`."""
 
-    def __init__(self, name: str, processes: Mapping[int, _Process]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._processes = processes
+        self.processes: dict[int, Process] = {}
 
     def wait_until_ready(self) -> None:
         self._answers()
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Send a request, a method of the worker, to all ranks; return the first one's answer."""
-        for process in self._processes.values():
-            with contextlib.suppress(BrokenPipeError):  # the answer says why
-                process.connection.send((name, arguments))
+        self.send(name, *arguments)
         return self._answers()[0]
 
+    def send(self, name: str, *arguments: Any) -> None:
+        """Send a request to all ranks, for whose answers somebody has to wait."""
+        for process in self.processes.values():
+            with contextlib.suppress(BrokenPipeError):  # the answer says why
+                process.connection.send((name, arguments))
+
+    def answer_of(self, rank: int, timeout_s: float = _TIMEOUT_S) -> Any:
+        """Wait for a rank's answer to the last request.
+
+        Raises:
+            TeamError: it raised, has ended, or gave none in time.
+        """
+        process = self.processes[rank]
+        if not process.connection.poll(timeout_s):
+            raise TeamError(f"rank {rank} of {self.name} did not answer in {timeout_s} s")
+        try:
+            is_good, answer = process.connection.recv()
+        except (EOFError, ConnectionResetError):
+            is_good, answer = False, process.last_words()
+        if not is_good:
+            raise TeamError(f"rank {rank} of {self.name} failed:\n{answer}")
+        return answer
+
     def stop(self) -> None:
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.popen.kill()
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.popen.wait()
             process.connection.close()
 
     def _answers(self) -> list[Any]:
-        answers = []
-        for rank, process in self._processes.items():
-            if not process.connection.poll(_TIMEOUT_S):
-                raise TeamError(f"rank {rank} of {self.name} did not answer in {_TIMEOUT_S} s")
-            try:
-                is_good, answer = process.connection.recv()
-            except (EOFError, ConnectionResetError):
-                is_good, answer = False, process.last_words()
-            if not is_good:
-                raise TeamError(f"rank {rank} of {self.name} failed:\n{answer}")
-            answers.append(answer)
-        return answers
+        return [self.answer_of(rank) for rank in self.processes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Process:
+class Process:
     popen: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
     log: Path
@@ -158,11 +159,11 @@ def open_team(
     Each rank has a compiler's cache of its own, as on machines of their own, in `caches`.
     """
     place = Path(tempfile.mkdtemp(dir=setting.folder))
-    processes: dict[int, _Process] = {}
-    team = Team(f"{peer} ({model}, cap {cap_mb or 'default'})", processes)
+    team = Team(f"{peer} ({model}, cap {cap_mb or 'default'})")
     try:
         for rank in cluster.local_ranks:
             task = Task(
+                setting=setting,
                 peer=peer,
                 model=model,
                 cap_mb=cap_mb,
@@ -170,56 +171,31 @@ def open_team(
                 num_ranks=cluster.num_ranks,
                 store="" if cluster.is_torchrun else str(place / "store"),
                 meeting=f"{caches.name}-{place.name}",
-                inner=setting.inner,
-                num_threads=setting.num_threads,
-                device=setting.device,
-                emulated_ranks=setting.emulated_ranks,
             )
             cache, log = caches / f"rank{rank}", place / f"rank{rank}.log"
-            processes[rank] = _start(cluster, setting.worker, task, cache, log)
+            team.processes[rank] = _start(cluster, task, cache, log)
         yield team
     finally:
         team.stop()
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _start(cluster: Cluster, worker: str, task: Task, cache: Path, log: Path) -> _Process:
+def _start(cluster: Cluster, task: Task, cache: Path, log: Path) -> Process:
+    """Start a worker, which takes its task and then requests from a socket that it inherits."""
     ours, theirs = socket.socketpair()
-    task = dataclasses.replace(task, socket=theirs.fileno())
-    environment = {
-        **os.environ,
-        **cluster.environment(),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    if task.num_threads is not None:
-        environment["OMP_NUM_THREADS"] = str(task.num_threads)
-    command = [sys.executable, "-m", worker, json.dumps(dataclasses.asdict(task))]
-    with log.open("wb") as output, _pinned(task):
-        popen = subprocess.Popen(
-            [*cluster.command_prefix(task.rank), *command],
-            env=environment,
+    with log.open("wb") as output:
+        popen = cluster.start(
+            task.rank,
+            [sys.executable, "-m", task.setting.worker, str(theirs.fileno())],
+            num_threads=task.setting.num_threads,
+            environment={"TORCHINDUCTOR_CACHE_DIR": str(cache)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a Ctrl-C is for us; we end them
         )
+    connection: Connection[Any, Any] = Connection(ours.detach())
+    connection.send(task)
     theirs.close()
-    return _Process(popen=popen, connection=Connection(ours.detach()), log=log)
-
-
-@contextlib.contextmanager
-def _pinned(task: Task) -> Iterator[None]:
-    """Give what is started here as many cores as it has threads, and ranks different ones."""
-    if task.num_threads is None or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    first, listed = task.rank * task.num_threads, sorted(cores)
-    own = {listed[(first + index) % len(listed)] for index in range(task.num_threads)}
-    os.sched_setaffinity(0, own)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
+    return Process(popen=popen, connection=connection, log=log)

@@ -1,7 +1,7 @@
 """One rank of one peer: a process that obeys what `teams.py` sends it.
 
-It is started with its `Task` as JSON, and answers requests (a method's name and arguments) on an
-inherited socket. All times are the slowest rank's, so that every rank's answer is the same. What a
+It takes its `Task`, and then requests (a method's name and arguments), from a socket that it has
+inherited. All times are the slowest rank's, so that every rank's answer is the same. What a
 peer sets for all of its process stays there: nothing is undone.
 
 On an emulated network a step does not wait for the one before: on a GPU its work is queued while
@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib
-import json
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ import ddpopt
 from benchmarks.harness import device, trace
 from benchmarks.harness.models import find_model
 from benchmarks.harness.network import Rate, connect, connect_exchange, open_network
-from benchmarks.harness.peers import Peer, find_peer
+from benchmarks.harness.peers import PEERS, Peer, find_peer
 from benchmarks.harness.teams import Facts, FirstSteps, StepTimes, Task
 from ddpopt.algorithms import ShardedUpdateHandle, attach
 from ddpopt.inspection.recording import RecordedStep
@@ -55,6 +54,7 @@ _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4
 _MAX_TUNING_STEPS = 40
 _NUM_CPU_STEPS = 3
+_KERNEL = re.compile(r"^\w+ = async_compile\.(cpp_pybinding|triton)\(", re.MULTILINE)
 
 
 class Moments(NamedTuple):
@@ -66,43 +66,38 @@ class Moments(NamedTuple):
     stop: device.Moment
 
 
-class Rank:
-    """A process group, and a model with a batch: what every benchmark's worker begins with."""
+class Worker:
+    """Trains as one of `peers`; each public method is a request."""
+
+    peers: Mapping[str, Peer] = PEERS
 
     def __init__(self, task: Task) -> None:
-        join(task)
-        torch.manual_seed(0)
-        self._device = task.device
-        self._model = find_model(task.model)
-        self._module = self._model.build().to(task.device)
-        torch.manual_seed(task.rank)
-        self._batch = {name: value.to(task.device) for name, value in self._model.batch().items()}
-
-
-class Worker(Rank):
-    """Trains as one peer; each public method is a request."""
-
-    def __init__(self, task: Task) -> None:
-        self._peer, options = find_peer(task.peer)
+        self._peer, options = find_peer(task.peer, self.peers)
         torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
-        super().__init__(task)
-        self._clock = device.Clock(task.device)
-        self._inner = task.inner
+        join(task)
+        self._device = task.setting.device
+        self._model = find_model(task.model)
+        torch.manual_seed(0)
+        self._module = self._model.build().to(self._device)
+        torch.manual_seed(task.rank)
+        self._batch = {name: value.to(self._device) for name, value in self._model.batch().items()}
+        self._clock = device.Clock(self._device)
+        self._inner = task.setting.inner
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
         self._ddp: Any = self._peer.wrap(self._module, **cap)
         with contextlib.suppress(ImportError):
             # Half a second to a second, which some peers would pay here and some in the first step.
             importlib.import_module("torch._inductor.compile_fx")
-        self._compiled = self._peer.compile(self._ddp, task.inner, options)
-        make_optimizer = self._peer.optimizer
-        self._optimizer = make_optimizer(self._module.parameters(), lr=_LEARNING_RATE, fused=True)
+        algorithm = self._peer.algorithm
+        self._compiled = self._peer.compile(self._ddp, self._inner, {} if algorithm else options)
+        self._optimizer = self._peer.optimizer(self._module.parameters(), lr=_LEARNING_RATE)
         self._handle: Any = None
-        if self._peer.algorithm is not None:
-            self._handle = attach(self._ddp, self._optimizer, self._peer.algorithm)
+        if algorithm is not None:
+            self._handle = attach(self._ddp, self._optimizer, algorithm(**options))
         self._loss = torch.zeros(())
         self._network = None
-        if task.emulated_ranks:
-            self._network = _Network(self, self._peer, task.emulated_ranks)
+        if task.setting.emulated_ranks:
+            self._network = _Network(self, self._peer, task.setting.emulated_ranks)
 
     # ---- training -----------------------------------------------------------------------------
 
@@ -132,7 +127,8 @@ class Worker(Rank):
         """Return the sizes of DDP's buckets, none for a peer that has no use for them."""
         if not self._peer.has_buckets:
             return ()
-        return tuple(bucket.buffer().nbytes for bucket in _buckets(self._ddp))
+        buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
+        return tuple(bucket.buffer().nbytes for bucket in buckets)
 
     def reduce_alone(self, num_times: int) -> list[float]:
         """Reduce buckets of the same sizes, all launched at once, with nothing to compute."""
@@ -201,12 +197,14 @@ class Worker(Rank):
             for m in get_compilation_metrics()
             if m.compile_id is not None and m.graph_op_count
         }
+        sources = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("*/*.py")
         return Facts(
             num_graphs=counters["stats"]["unique_graphs"],
             num_sections=self._count_sections(),
-            num_kernels=_num_kernels(),
+            num_kernels=sum(len(_KERNEL.findall(source.read_text())) for source in sources),
             num_kernel_calls=self._count_kernel_calls(),
-            num_recompiles=sum(_is_recompile(frame) for frame in frames),
+            # `1/2`, or `1/2_0` after a restart, is not the first compile of its frame, 1.
+            num_recompiles=sum(not re.search(r"/0(_|$)", frame) for frame in frames),
         )
 
     def peak_mb(self) -> float:
@@ -324,10 +322,6 @@ class Worker(Rank):
         return len(calls)
 
 
-def _buckets(ddp: Any) -> Any:
-    return ddp.reducer._get_zeros_like_grad_buckets()
-
-
 class _Network:
     """The emulated network of a worker, and the best buckets for it."""
 
@@ -408,44 +402,25 @@ def _whole(module: FSDPModule, optimizer: torch.optim.Optimizer) -> Iterator[Non
 
 def join(task: Task) -> None:
     """Make the process group of a team; see where its ranks meet in `Task`."""
-    if task.num_threads is not None:
-        torch.set_num_threads(task.num_threads)
+    if task.setting.num_threads is not None:
+        torch.set_num_threads(task.setting.num_threads)
     store: dist.Store
     if task.store:
         store = dist.FileStore(task.store, task.num_ranks)
     else:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore(task.meeting, dist.TCPStore(address, port, is_master=False))
-    backend = device.backend_of(task.device)
+    backend = "nccl" if task.setting.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.num_ranks)
-
-
-_KERNEL = re.compile(r"^\w+ = async_compile\.(cpp_pybinding|triton)\(", re.MULTILINE)
-
-
-def _num_kernels() -> int:
-    sources = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("*/*.py")
-    return sum(len(_KERNEL.findall(source.read_text())) for source in sources)
-
-
-def _is_recompile(frame: str) -> bool:
-    """Whether `1/2`, or `1/2_0` after a restart, is not the first compile of its frame."""
-    return frame.rpartition("/")[2].partition("_")[0] != "0"
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it is gone."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(make: Callable[[Task], Any]) -> None:
     """Make a worker, and obey until the other side is gone."""
-    _die_with_parent()
-    task = Task(**json.loads(sys.argv[1]))
-    connection: Connection[Any, Any] = Connection(task.socket)
+    if sys.platform.startswith("linux"):  # has the kernel end this when what started it is gone
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
-        worker = make(task)
+        worker = make(connection.recv())
         connection.send((True, None))
         while True:
             name, arguments = connection.recv()

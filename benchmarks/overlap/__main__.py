@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ _QUICK: dict[str, Any] = {
 _LOSS_TOLERANCES = {"cpu": 1e-3, "cuda": 0.02}  # on a GPU losses are bfloat16's
 
 
+_Open = Callable[[str], contextlib.AbstractContextManager[Team]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """What is found for one model and cap after the other."""
@@ -54,12 +57,19 @@ class _Run:
     def measure_model(self, model: str, cap: str) -> None:
         session = self.session
         session.where = f"{model}, cap {cap}"
+        cap_mb = None if cap == "default" else float(cap)
         with contextlib.ExitStack() as stack:
             folder = tempfile.TemporaryDirectory(dir=session.setting.folder)
-            start = _Start(session, model, cap, Path(stack.enter_context(folder)), stack)
+            caches = Path(stack.enter_context(folder))
+
+            def open_(peer: str) -> contextlib.AbstractContextManager[Team]:
+                own = caches / str(session.args.peers.index(peer))
+                return session.open(peer, model, cap_mb, own)
+
             session.set_rate(FREE)
             is_emulated = bool(session.setting.emulated_ranks)
-            compilations = start.at_once() if is_emulated else start.cold_then_warm()
+            start = _start_at_once if is_emulated else _start_cold_then_warm
+            found = start(session, open_, stack)
             cells = [
                 cell
                 for rate in session.args.rates
@@ -68,27 +78,20 @@ class _Run:
             if is_emulated:
                 self.costs[session.where] = dict(_measure_costs(session))
             else:
-                compilations = {
-                    name: _count_recompiles(session, name, own)
-                    for name, own in compilations.items()
-                }
+                found = {name: _count_recompiles(session, name, own) for name, own in found.items()}
                 # Last, because what they record with slows later steps.
                 cells = [_add_timelines(session, cell) for cell in cells]
             session.teams.clear()
-        self.compilations.extend(compilations.values())
+        self.compilations.extend(
+            own._replace(model=model, cap=cap, peer=peer) for peer, own in found.items()
+        )
         self.cells.extend(cells)
 
     def write(self) -> None:
         if not self.session.is_first:
             return
-        output, pictures = self.session.args.output, []
-        for cell in self.cells:
-            stem = f"timeline-{cell.model}-{cell.cap}-{cell.rate.partition(' ')[0]}"
-            figures.write_timelines(cell, output / stem.replace(":", "."))
-        for model in dict.fromkeys(cell.model for cell in self.cells):
-            path = output / f"{model.replace(':', '.')}.png"
-            if figures.write_plot(model, [c for c in self.cells if c.model == model], path):
-                pictures.append(path.name)
+        output = self.session.args.output
+        pictures = figures.draw(self.cells, output)
         found = {"cells": self.cells, "compilations": self.compilations, "costs": self.costs}
         lines = report.lines(self.compilations, self.cells, self.costs, pictures)
         self.session.write(found, list(lines))
@@ -101,72 +104,56 @@ class _Run:
         return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Start:
-    """Starts the peers of one model and cap, to stay; those that fail are left out."""
+# ---- starting: all peers, to stay; those that fail are left out -------------------------------
 
-    session: Session
-    model: str
-    cap: str
-    caches: Path
-    stack: contextlib.ExitStack
 
-    def cold_then_warm(self) -> dict[str, Compilation]:
-        """Start each in processes that go, with an empty cache, and again with the filled one."""
-        session = self.session
-        found = {}
-        for peer in session.args.peers:
-            with self.session.failing(peer), self._open(peer) as team:
-                team.wait_until_ready()
-                found[peer] = own = self._compile(peer, team)
-                session.say(f"{session.where}, {peer}: compiled in {own.cold_s:.1f} s")
-        for peer in found:
-            session.teams[peer] = self.stack.enter_context(self._open(peer))
-        for peer in found:
-            with self.session.failing(peer):
-                session.teams[peer].wait_until_ready()
-        for peer in list(session.teams):  # each compiles while the others wait
-            with self.session.failing(peer):
-                found[peer] = self._compile_warm(session.teams[peer], found[peer])
-        return found
-
-    def at_once(self) -> dict[str, Compilation]:
-        """Have all compile beside each other: there is one process for each, and none is timed."""
-        for peer in self.session.args.peers:
-            self.session.teams[peer] = self.stack.enter_context(self._open(peer))
-
-        def first_steps(team: Team) -> Any:
+def _start_cold_then_warm(
+    session: Session, open_: _Open, stack: contextlib.ExitStack
+) -> dict[str, Compilation]:
+    """Start each in processes that go, with an empty cache, and again with the filled one."""
+    found = {}
+    for peer in session.args.peers:
+        with session.failing(peer), open_(peer) as team:
             team.wait_until_ready()
-            return team.ask("first_steps"), team.ask("bucket_bytes")
+            first, facts = team.ask("first_steps"), team.ask("facts")
+            num_buckets = len(team.ask("bucket_bytes"))
+            found[peer] = Compilation(first.loss, num_buckets, first.compile_s, facts=facts)
+            session.say(f"{session.where}, {peer}: compiled in {first.compile_s:.1f} s")
+    for peer in found:
+        session.teams[peer] = stack.enter_context(open_(peer))
+    for peer in found:
+        with session.failing(peer):
+            session.teams[peer].wait_until_ready()
+    for peer, team in list(session.teams.items()):  # each compiles while the others wait
+        with session.failing(peer):
+            warm_s = team.ask("first_steps").compile_s
+            found[peer] = found[peer]._replace(warm_s=warm_s, peak_mb=team.ask("peak_mb"))
+            team.ask("lone_steps", 2, 0)
+    return found
 
-        found = {}
-        with ThreadPoolExecutor(len(self.session.teams)) as pool:
-            asked = {n: pool.submit(first_steps, team) for n, team in self.session.teams.items()}
-        for peer, future in asked.items():
-            with self.session.failing(peer):
-                first, buckets = future.result()
-                found[peer] = Compilation(
-                    self.model, self.cap, peer, first.loss, len(buckets), first.compile_s
-                )
-        return found
 
-    def _compile(self, peer: str, team: Team) -> Compilation:
-        first, facts = team.ask("first_steps"), team.ask("facts")
-        num_buckets = len(team.ask("bucket_bytes"))
-        return Compilation(
-            self.model, self.cap, peer, first.loss, num_buckets, first.compile_s, facts=facts
-        )
+def _start_at_once(
+    session: Session, open_: _Open, stack: contextlib.ExitStack
+) -> dict[str, Compilation]:
+    """Have all compile beside each other: there is one process for each, and none is timed."""
+    for peer in session.args.peers:
+        session.teams[peer] = stack.enter_context(open_(peer))
 
-    def _compile_warm(self, team: Team, cold: Compilation) -> Compilation:
-        warm_s = team.ask("first_steps").compile_s
-        peak_mb = team.ask("peak_mb")
-        team.ask("lone_steps", 2, 0)
-        return cold._replace(warm_s=warm_s, peak_mb=peak_mb)
+    def first_steps(team: Team) -> Compilation:
+        team.wait_until_ready()
+        first, buckets = team.ask("first_steps"), team.ask("bucket_bytes")
+        return Compilation(first.loss, len(buckets), first.compile_s)
 
-    def _open(self, peer: str) -> contextlib.AbstractContextManager[Team]:
-        cap_mb = None if self.cap == "default" else float(self.cap)
-        folder = self.caches / str(self.session.args.peers.index(peer))
-        return self.session.open(peer, self.model, cap_mb, folder)
+    found = {}
+    with ThreadPoolExecutor(len(session.teams)) as pool:
+        asked = {name: pool.submit(first_steps, team) for name, team in session.teams.items()}
+    for peer, future in asked.items():
+        with session.failing(peer):
+            found[peer] = future.result()
+    return found
+
+
+# ---- measuring --------------------------------------------------------------------------------
 
 
 def _measure_cell(session: Session, model: str, cap: str, rate: str) -> Cell | None:
@@ -186,17 +173,8 @@ def _measure_cell(session: Session, model: str, cap: str, rate: str) -> Cell | N
 def _measure_costs(session: Session) -> Iterator[tuple[str, Cost]]:
     for name, team in list(session.teams.items()):
         with session.failing(name):
-            seen = team.ask("profile")
-            yield (
-                name,
-                Cost(
-                    cpu_ms=team.ask("cpu_s") * 1e3,
-                    gaps_ms=seen.gaps_ms,
-                    communication_ms=seen.communication_ms,
-                    hidden_ms=seen.hidden_ms,
-                    peak_mb=team.ask("peak_mb"),
-                ),
-            )
+            seen, cpu_s, peak_mb = (team.ask(what) for what in ("profile", "cpu_s", "peak_mb"))
+            yield name, Cost(cpu_s * 1e3, seen, peak_mb)
 
 
 def _count_recompiles(session: Session, name: str, own: Compilation) -> Compilation:

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.harness.peers import find_peer
+from benchmarks.harness.peers import PEERS, label
 from benchmarks.harness.report import Spread, table_of
 from benchmarks.harness.teams import Facts
+from benchmarks.harness.trace import Summary
 from benchmarks.overlap.rounds import Cell, Measured
 
 _MB = 1e6
@@ -20,24 +21,22 @@ class Compilation(NamedTuple):
     On an emulated network peers compile beside each other, once, and nothing is counted.
     """
 
-    model: str
-    cap: str
-    peer: str
     loss: float
     num_buckets: int
     cold_s: float
     warm_s: float | None = None
     peak_mb: float = 0.0
     facts: Facts | None = None
+    model: str = ""
+    cap: str = ""
+    peer: str = ""
 
 
 class Cost(NamedTuple):
-    """What a step of a peer costs on a device, beside its time; of the profile of two steps, ms."""
+    """What a step of a peer costs on a device, beside its time; `seen` is a profile of two."""
 
     cpu_ms: float
-    gaps_ms: float
-    communication_ms: float
-    hidden_ms: float
+    seen: Summary
     peak_mb: float
 
 
@@ -49,7 +48,7 @@ def lines(
 ) -> Iterator[str]:
     yield ""
     for name in dict.fromkeys(compilation.peer for compilation in compilations):
-        yield f"- {name}: {find_peer(name)[0].description}"
+        yield f"- {name}: {label(name, PEERS)}"
     for (model, cap), group in itertools.groupby(compilations, key=lambda c: (c.model, c.cap)):
         title = f"{model}, cap {cap}"
         yield from ("", f"## {title}", "", *_compilation_table(list(group)))
@@ -124,8 +123,8 @@ _TIMES: dict[str, Callable[[Measured], str]] = {
 }
 _COSTS: dict[str, Callable[[Cost], str]] = {
     "CPU ms a step": lambda cost: f"{cost.cpu_ms:.1f}",
-    "gaps ms": lambda cost: f"{cost.gaps_ms:.1f}",
-    "communication ms": lambda cost: f"{cost.communication_ms:.1f}",
-    "hidden ms": lambda cost: f"{cost.hidden_ms:.1f}",
+    "gaps ms": lambda cost: f"{cost.seen.gaps_ms:.1f}",
+    "communication ms": lambda cost: f"{cost.seen.communication_ms:.1f}",
+    "hidden ms": lambda cost: f"{cost.seen.hidden_ms:.1f}",
     "peak MB": lambda cost: f"{cost.peak_mb:.0f}",
 }

@@ -19,8 +19,6 @@ from ddpopt.inspection.recording import RecordedStep
 _MIN_ROUNDS = 3
 _LONG_STEP_S = 0.3  # of such steps one is enough in a turn
 
-_Columns = dict[str, list[float]]
-
 
 class Turn(NamedTuple):
     """Medians of one turn, in seconds; `exposed_s` is what communication adds to an iteration."""
@@ -178,25 +176,18 @@ def _bounds(
 
 
 def _measured(turns: Mapping[str, Sequence[Turn]], name: str, bound_s: float) -> Measured:
-    own = _columns(turns[name])
-    eager, intree = (_columns(turns.get(base, ())) for base in ("eager", "intree"))
-    times = {column: spread(values) for column, values in own.items()}
+    def column(peer: str, what: str) -> list[float]:
+        return [getattr(turn, what) for turn in turns.get(peer, ())]
+
+    def ratio(own: str, base: str, what: str) -> Spread | None:
+        mine, theirs = column(own, what), column(base, what)
+        return ratios(mine, theirs) if mine and theirs else None
+
+    times = {what: spread(column(name, what)) for what in Turn._fields}
     return Measured(
         times=times,
-        throughput_of_eager=_ratios(eager, own, "iteration_s"),
-        throughput_of_intree=_ratios(intree, own, "iteration_s"),
-        backward_of_intree=_ratios(own, intree, "backward_s"),
+        throughput_of_eager=ratio("eager", name, "iteration_s"),
+        throughput_of_intree=ratio("intree", name, "iteration_s"),
+        backward_of_intree=ratio(name, "intree", "backward_s"),
         over_bound=times["iteration_s"].median / bound_s - 1 if bound_s else 0.0,
     )
-
-
-def _ratios(own: _Columns, base: _Columns, column: str) -> Spread | None:
-    return ratios(own[column], base[column]) if own and base else None
-
-
-def _columns(turns: Sequence[Turn]) -> _Columns:
-    """Return the values of some turns by name; none for no turns."""
-    if not turns:
-        return {}
-    columns = map(list, zip(*turns, strict=True))
-    return dict(zip(Turn._fields, columns, strict=True))

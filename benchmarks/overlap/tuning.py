@@ -13,38 +13,39 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.harness.cluster import FREE
 from benchmarks.harness.models import find_model
-from benchmarks.harness.report import as_data, table, write_json
+from benchmarks.harness.report import table, write_run
 from benchmarks.harness.session import Session, make_parser, names, open_session
 from benchmarks.harness.teams import Team, TeamError
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
 _NUM_STEPS = 2
-_AUTO, _DEFAULT = "auto", "default"
 _CHOICES: dict[str, tuple[int, ...]] = {
-    _AUTO: (),
-    _DEFAULT: DDP_DEFAULT_CAPS,
+    "auto": (),
+    "default": DDP_DEFAULT_CAPS,
     **{f"{cap:g} MB": (int(cap * _MIB),) for cap in (0.5, 1, 4, 8, 16, 1000)},
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One choice of buckets: each round's backward, and what was predicted of it."""
 
     buckets: str
     num_buckets: int
-    backwards_s: tuple[float, ...]
+    backwards_s: list[float]
     predicted_backward_s: float
 
     @property
     def backward_s(self) -> float:
         return statistics.median(self.backwards_s)
+
+    @property
+    def prediction(self) -> float:
+        return self.predicted_backward_s / self.backward_s
 
     def backward_in(self, half: int) -> float:
         """Median over the even (0) or the odd (1) rounds; over all where there is but one."""
@@ -56,7 +57,7 @@ class Cell(NamedTuple):
     rate: str
     num_ranks: int
     outcome: str
-    rows: tuple[Row, ...]
+    rows: list[Row]
 
 
 def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
@@ -71,15 +72,10 @@ def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
             plans[name] = BucketPlan.from_json(team.ask("use_caps", caps))
             steps = team.ask("steps", 0, _NUM_STEPS)
             times[name].append(statistics.median(step.backward_s for step in steps))
-    rows = tuple(
-        Row(
-            buckets=name,
-            num_buckets=len(plan.buckets),
-            backwards_s=tuple(times[name]),
-            predicted_backward_s=plan.timeline().backward_s,
-        )
+    rows = [
+        Row(name, len(plan.buckets), times[name], plan.timeline().backward_s)
         for name, plan in plans.items()
-    )
+    ]
     return Cell(model, rate, session.cluster.num_ranks, tuned["outcome"], rows)
 
 
@@ -88,19 +84,23 @@ def report(cells: Sequence[Cell]) -> str:
         "model", "ranks", "rate", "auto, backward ms", "best cap", "default", "auto / best cap",
         "auto / default", "predicted / measured backward: auto", "all, worst", "decision",
     )  # fmt: skip
-    return "\n".join(table(header, [_row(cell) for cell in cells])) + "\n"
+    return "\n".join(table(header, map(_shown, cells))) + "\n"
 
 
-def _row(cell: Cell) -> Sequence[str]:
-    rows = {row.buckets: row for row in cell.rows}
-    auto, default = rows[_AUTO], rows[_DEFAULT]
+def _shown(cell: Cell) -> Sequence[str]:
+    auto, default, *_ = cell.rows
     # Where it stays with DDP's buckets, those are what one gets.
     if cell.outcome.startswith("buckets stay"):
         auto = default
-    caps = [row for name, row in rows.items() if name != _AUTO]
+    caps = cell.rows[1:]
     best = min(caps, key=lambda row: row.backward_s)
-    ratios = {name: row.predicted_backward_s / row.backward_s for name, row in rows.items()}
-    worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
+    # The best of several in the very rounds that are compared would be the luckiest of them: so
+    # compare with the cap that was best in the other half of the rounds, for both halves.
+    to_best = []
+    for half in (0, 1):
+        luckless = min(caps, key=lambda row: row.backward_in(half))
+        to_best.append(auto.backward_in(1 - half) / luckless.backward_in(1 - half))
+    worst = max(cell.rows, key=lambda row: abs(row.prediction - 1))
     return (
         cell.model,
         str(cell.num_ranks),
@@ -108,24 +108,12 @@ def _row(cell: Cell) -> Sequence[str]:
         f"{auto.backward_s * 1e3:.0f} ({auto.num_buckets})",
         f"{best.backward_s * 1e3:.0f} ({best.buckets})",
         f"{default.backward_s * 1e3:.0f}",
-        f"{_to_best(auto, caps):.3f}",
+        f"{statistics.mean(to_best):.3f}",
         f"{auto.backward_s / default.backward_s:.3f}",
-        f"{ratios[auto.buckets]:.2f}",
-        f"{ratios[worst]:.2f} ({worst})",
+        f"{auto.prediction:.2f}",
+        f"{worst.prediction:.2f} ({worst.buckets})",
         cell.outcome.partition(":")[0],
     )
-
-
-def _to_best(auto: Row, caps: Sequence[Row]) -> float:
-    """Compare with the cap that was best in the other half of the rounds, for both halves.
-
-    The best of several in the very rounds that are compared would be the luckiest of them.
-    """
-    ratios = []
-    for half in (0, 1):
-        best = min(caps, key=lambda row: row.backward_in(half))
-        ratios.append(auto.backward_in(1 - half) / best.backward_in(1 - half))
-    return statistics.mean(ratios)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,14 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session.where = model
             session.set_rate(FREE)
             caches = session.setting.folder / model
-            with session.failing(_AUTO), session.open(_AUTO, model, None, caches) as team:
+            with session.failing("auto"), session.open("auto", model, None, caches) as team:
                 team.wait_until_ready()
                 for rate in args.rates:
                     session.set_rate(rate)
                     cells.append(measure(team, model, rate, session))
                     session.say(f"{model}, {rate}: {cells[-1].outcome}\n{report(cells[-1:])}")
-            write_json(as_data(cells), args.output / "tuning.json")
-            (args.output / "tuning.md").write_text(report(cells))
+            write_run(args.output / "tuning", session.facts, {"cells": cells}, ["", report(cells)])
         return 1 if session.failures else 0
 
 

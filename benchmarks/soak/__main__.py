@@ -4,12 +4,11 @@
     python -m benchmarks.soak --models 50
 
 Two ranks on gloo train a small model for 20,000 steps: shapes alternate, some steps only
-accumulate, evaluations come in between, and eight times all is compiled anew (see
-`worker.py`). Each peer has processes of its own: eager DDP, torch's compile of one graph, and
-ddpopt with both splits. What each rank holds is counted 32 times. The verdict compares medians of
-the last quarter with those of the second, and ddpopt with the unsplit compile, since torch itself
-keeps something of each graph that it compiles. With `--models`, that many models of each kind (see
-`models.py`) are made, compiled, trained and dropped on both ranks instead.
+accumulate, evaluations come in between, and eight times all is compiled anew (see `worker.py`).
+Each peer has processes of its own. What each rank holds is counted 32 times. The verdict compares
+medians of the last quarter with those of the second, and ddpopt with the unsplit compile, since
+torch itself keeps something of each graph that it compiles. With `--models`, that many models of
+each kind are made, compiled, trained and dropped on both ranks instead.
 """
 # test: skip, hours; tests/system/test_soak.py runs a small one
 
@@ -19,9 +18,8 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from benchmarks.harness.cluster import open_cluster
 from benchmarks.harness.peers import find_peer
@@ -29,18 +27,13 @@ from benchmarks.harness.report import table
 from benchmarks.harness.session import names
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 from benchmarks.soak.census import MEASURES, PERIODS_COMPARED, Counts, find_growth, growth_of
-from benchmarks.soak.models import LIVES
+from benchmarks.soak.worker import LIVES
 
 _PEERS = ["eager", "nosplit", "forward", "backward"]
-_OWN_NAME, _UNSPLIT = "ddpopt", "nosplit"
+_UNSPLIT = "nosplit"
 _NUM_COUNTS, _NUM_PERIODS = 32, 8  # so that each quarter has the same places in a period
 
-
-class Run(NamedTuple):
-    """One peer's: for each rank its counts."""
-
-    peer: str
-    series: tuple[tuple[Counts, ...], ...]
+Series = list[list[Counts]]  # the counts of each rank
 
 
 @contextlib.contextmanager
@@ -59,15 +52,36 @@ def _team(peer: str) -> Iterator[Team]:
             yield team
 
 
-def soak(peer: str, num_steps: int) -> Run:
+def soak(peer: str, num_steps: int) -> Series:
     each = max(1, num_steps // _NUM_COUNTS)
     period = each * _NUM_COUNTS // _NUM_PERIODS
     taken: list[list[Counts]] = []
     with _team(peer) as team:
         for _ in range(_NUM_COUNTS):
             taken.append(team.ask("run", each, period))
-            _tell(f"{peer}: {taken[-1][0]}")
-    return Run(peer, tuple(tuple(counts) for counts in zip(*taken, strict=True)))
+            print(f"{peer}: {taken[-1][0]}", file=sys.stderr, flush=True)
+    return [list(counts) for counts in zip(*taken, strict=True)]
+
+
+def report(found: Mapping[str, Series]) -> list[str]:
+    header = (
+        "peer", "rank", "steps", "RSS MiB, 2nd quarter to last", "fds", "threads", "tensors",
+        "objects, each time all is compiled", "FX sources, likewise", "verdict",
+    )  # fmt: skip
+    rows = []
+    for peer, by_rank in found.items():
+        for rank, series in enumerate(by_rank):
+            growth, last = growth_of(series), series[-1]
+            held = [f"{growth[name]:+.0f}" for name in MEASURES[1:4]]
+            a_compile = [f"{growth[name] / PERIODS_COMPARED:+.0f}" for name in MEASURES[4:]]
+            memory = f"{growth['rss_mib']:+.1f} (at {last['rss_mib']:.0f})"
+            verdict = "-"
+            if find_peer(peer)[0].label.startswith("ddpopt"):
+                more = find_growth(series, found[_UNSPLIT][rank] if _UNSPLIT in found else None)
+                verdict = f"GROWS: {'; '.join(more)}" if more else "holds no more"
+            steps = f"{last['step']:,.0f}"
+            rows.append((peer, str(rank), steps, memory, *held, *a_compile, verdict))
+    return table(header, rows)
 
 
 def drop_models(lives: Sequence[str], num_models: int) -> list[str]:
@@ -83,53 +97,13 @@ def drop_models(lives: Sequence[str], num_models: int) -> list[str]:
     for life in lives:
         with _team(_UNSPLIT if life == "aot_eager" else "eager") as team:
             found = team.ask("live", life, num_models)
-        grown = found["grown"]
-        held = [f"{grown[name]:+.0f}" for name in ("num_fds", "num_threads", "num_tensors")]
-        objects = f"{grown['num_objects'] / num_models:+.1f}"
-        registries = str(found["registries"] or "none more")
-        rows.append((life, str(len(found["left"])), *held, objects, registries))
-        _tell(" | ".join(rows[-1]))
+        more = found["more"]
+        held = [f"{more[name]:+.0f}" for name in ("num_fds", "num_threads", "num_tensors")]
+        objects = f"{more['num_objects'] / num_models:+.1f}"
+        grown = str(found["grown"] or "none more")
+        rows.append((life, str(len(found["left"])), *held, objects, grown))
+        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     return table(header, rows)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# ---- the report -------------------------------------------------------------------------------
-
-
-def report(runs: Sequence[Run]) -> str:
-    return "\n".join([*_growth_table(runs), "", *_verdicts(runs)])
-
-
-def _growth_table(runs: Sequence[Run]) -> list[str]:
-    header = (
-        "peer", "rank", "steps", "RSS MiB, 2nd quarter to last", "fds", "threads", "tensors",
-        "objects, each time all is compiled", "FX sources, likewise",
-    )  # fmt: skip
-    rows = []
-    for run in runs:
-        for rank, series in enumerate(run.series):
-            growth, last = growth_of(series), series[-1]
-            held = [f"{growth[name]:+.0f}" for name in MEASURES[1:4]]
-            a_compile = [f"{growth[name] / PERIODS_COMPARED:+.0f}" for name in MEASURES[4:]]
-            memory = f"{growth['rss_mib']:+.1f} (at {last['rss_mib']:.0f})"
-            rows.append((run.peer, str(rank), f"{last['step']:,.0f}", memory, *held, *a_compile))
-    return table(header, rows)
-
-
-def _verdicts(runs: Sequence[Run]) -> list[str]:
-    unsplit: Any = next((run.series for run in runs if run.peer == _UNSPLIT), None)
-    lines = []
-    for run in runs:
-        if not find_peer(run.peer)[0].description.startswith(_OWN_NAME):
-            continue
-        for rank, series in enumerate(run.series):
-            found = find_growth(series, unsplit[rank] if unsplit else None)
-            verdict = f"GROWS: {'; '.join(found)}" if found else "holds no more than at the start"
-            lines.append(f"- {run.peer}, rank {rank}: {verdict}")
-    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,18 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=20_000, help="of each peer")
     add("--peers", type=names, default=_PEERS, help="as in benchmarks/harness/peers.py")
     add("--models", type=int, help="how many to drop of each kind, in place of it")
-    add("--lives", type=names, default=list(LIVES), help="as in benchmarks/soak/models.py")
+    add("--lives", type=names, default=list(LIVES), help="as in benchmarks/soak/worker.py")
     given = parser.parse_args(arguments)
     try:
         if given.models is not None:
-            print("\n".join(drop_models(given.lives, given.models)))
-            return 0
-        found = report([soak(peer, given.steps) for peer in given.peers])
+            lines = drop_models(given.lives, given.models)
+        else:
+            lines = report({peer: soak(peer, given.steps) for peer in given.peers})
     except TeamError as error:
         print(error, file=sys.stderr)
         return 1
-    print(found)
-    return int("GROWS" in found)
+    print("\n".join(lines))
+    return int(any("GROWS" in line for line in lines))
 
 
 if __name__ == "__main__":

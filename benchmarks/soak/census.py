@@ -1,7 +1,4 @@
-"""What a process holds: memory, file descriptors, threads, tensors, objects, ddpopt's registries.
-
-It counts, says what grew, and whether that is more than torch's own.
-"""
+"""What a process holds, what of it grew, and whether that is more than torch's own."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import statistics
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.fx.graph_module import _loader
@@ -26,90 +23,65 @@ _SLACK_MIB = 4.0
 _MORE_OBJECTS = 0.05
 _OBJECTS_A_SOURCE = 3
 _NOISE_OBJECTS = 10 * PERIODS_COMPARED  # one a step would be thousands
-
-Counts = Mapping[str, float]  # of a census, by measure
-
-_STATUS = Path("/proc/self/status")
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _SIZED = (dict, list, set, *_WEAK)
 _LEAST = 8  # counts in a series
 MEASURES = ("rss_mib", "num_fds", "num_threads", "num_tensors", "num_objects", "num_sources")
 
+Counts = Mapping[str, float]  # by measure, and of a long run by `step`
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
-    """What one process holds after `step` steps.
 
-    `num_threads` are the kernel's, `num_tensors` the Python objects of class Tensor, `num_objects`
-    all that Python's garbage collector tracks, and `types` those by class. `num_sources` are the
-    FX graphs whose code torch keeps for tracebacks as long as the process lives. `registries` are
-    the lengths of the containers in the globals of ddpopt's modules, by their names, as
-    `ddpopt.split.state._states`.
+class Census(NamedTuple):
+    """What one process holds.
+
+    In `counts`, `num_threads` are the kernel's, `num_tensors` the Python objects of class Tensor,
+    `num_objects` all that Python's garbage collector tracks, and `num_sources` the FX graphs whose
+    code torch keeps for tracebacks as long as the process lives. `types` are the objects by class,
+    `registries` the lengths of the containers in the globals of ddpopt's modules, by their names.
     """
 
-    step: int
-    rss_mib: float
-    num_fds: int
-    num_threads: int
-    num_tensors: int
-    num_objects: int
-    num_sources: int
-    types: Mapping[str, int]
-    registries: Mapping[str, int]
-
-    def measures(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("step", *MEASURES)}
+    counts: Counts
+    types: Counts
+    registries: Counts
 
 
-def take_census(step: int) -> Census:
+def take_census() -> Census:
     """Count, after what is in cycles has been collected."""
     for _ in range(2):  # finalizers make garbage of their own
         gc.collect()
-    types: collections.Counter[str] = collections.Counter()
-    num_tensors = 0
-    for found in gc.get_objects():
-        kind = type(found)  # `isinstance` would ask proxies for what they stand for
-        num_tensors += issubclass(kind, torch.Tensor)
-        types[repr(kind)] += 1
-    return Census(
-        step=step,
-        rss_mib=_status("VmRSS") / 1024,
-        num_fds=len(os.listdir("/proc/self/fd")) - 1,  # of which one lists them
-        num_threads=_status("Threads"),
-        num_tensors=num_tensors,
-        num_objects=types.total(),
-        num_sources=len(_loader.eval_cache),
-        types=types,
-        registries=registries(),
-    )
-
-
-def registries() -> dict[str, int]:
-    """Return the length of each container that a module of ddpopt's keeps."""
-    return {
+    kinds = [type(found) for found in gc.get_objects()]  # `isinstance` would ask proxies
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    registries = {
         f"{name}.{attribute}": len(value)
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == "ddpopt"
         for attribute, value in list(vars(module).items())
         if isinstance(value, _SIZED) and not attribute.startswith("__")
     }
+    values = (
+        int(status["VmRSS"].split()[0]) / 1024,
+        len(os.listdir("/proc/self/fd")) - 1,  # of which one lists them
+        int(status["Threads"]),
+        sum(issubclass(kind, torch.Tensor) for kind in kinds),
+        len(kinds),
+        len(_loader.eval_cache),
+    )
+    counts = dict(zip(MEASURES, values, strict=True))
+    return Census(counts, collections.Counter(map(repr, kinds)), registries)
 
 
-def _status(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1])
-    raise ValueError(f"{_STATUS} has no {field}")
+def grown(before: Counts, after: Counts) -> dict[str, float]:
+    """Return of what there is more than before, and how much, the most first."""
+    more = {name: value - before.get(name, 0) for name, value in after.items()}
+    ordered = sorted(more.items(), key=lambda item: -item[1])
+    return {name: value for name, value in ordered if value > 0}
 
 
-# ---- growth -----------------------------------------------------------------------------------
-
-
-def growth_of(series: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def growth_of(series: Sequence[Counts]) -> dict[str, float]:
     """Return how much more there is in the last quarter of a series than in the second.
 
-    `series` has `Census.measures` at equal distances. Medians are compared, so that no single
-    count decides; the first quarter is the warm-up.
+    Counts are at equal distances. Medians are compared, so that no single count decides; the first
+    quarter is the warm-up.
 
     Raises:
         ValueError: there are less than eight counts, two a quarter.
@@ -117,27 +89,12 @@ def growth_of(series: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(series) < _LEAST:
         raise ValueError(f"{len(series)} counts are no series; take {_LEAST} or more")
     quarter = len(series) // 4
+
+    def median(part: Sequence[Counts], name: str) -> float:
+        return statistics.median(counts[name] for counts in part)
+
     second, last = series[quarter : 2 * quarter], series[-quarter:]
-    medians = [
-        {name: statistics.median(counts[name] for counts in part) for name in ("step", *MEASURES)}
-        for part in (second, last)
-    ]
-    return {name: later - medians[0][name] for name, later in medians[1].items()}
-
-
-def grown_types(before: Census, after: Census) -> dict[str, int]:
-    more = {kind: num - before.types.get(kind, 0) for kind, num in after.types.items()}
-    ordered = sorted(more.items(), key=lambda item: -item[1])
-    return {kind: num for kind, num in ordered if num > 0}
-
-
-def grown_registries(before: Census, after: Census) -> dict[str, int]:
-    """Return which of ddpopt's registries hold more than before, and how much more."""
-    more = {name: n - before.registries.get(name, 0) for name, n in after.registries.items()}
-    return {name: num for name, num in more.items() if num > 0}
-
-
-# ---- the verdict ------------------------------------------------------------------------------
+    return {name: median(last, name) - median(second, name) for name in ("step", *MEASURES)}
 
 
 def find_growth(own: Sequence[Counts], unsplit: Sequence[Counts] | None) -> list[str]:

@@ -89,28 +89,20 @@ def test_a_straggler_is_compared_with_turns_before_it() -> None:
     """Fast ranks by what each did in its own time; the last rank is the slow one."""
     without = Turn(num_steps=10, times_s=(1.0, 1.0, 1.0), sent_bytes=(), num_exchanges=0)
     with_one = Turn(num_steps=10, times_s=(1.0, 1.25, 2.0), sent_bytes=(), num_exchanges=0)
-    found = straggler("async", "1gbit", [without], [with_one], num_samples=4)
+    found = straggler("async", "1gbit", [(without, with_one)], num_samples=4)
     assert found.undisturbed_per_s == pytest.approx(120)
     assert found.fast.median == pytest.approx(0.9)
     assert found.slow.median == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("task", "names"), [("gpt", CONVERGING[:2]), ("convnet", CONVERGING)], ids=["gpt", "convnet"]
-)
-def test_convergence_compares_algorithms_on_the_same_samples(
-    task: str, names: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_convergence_compares_algorithms_on_the_same_samples(tmp_path: Path) -> None:
     """All begin with the same loss, torch's hooks too, and there is a row each."""
-    if task == "convnet":
-        pytest.importorskip("sklearn")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    options = ("--tasks", task, "--steps", "8", "--seeds", "1", "--algorithms", ",".join(names))
+    options = ("--steps", "8", "--seeds", "1", "--algorithms", ",".join(CONVERGING))
     _run(*torchrun, "-m", "benchmarks.algorithms.convergence", *options, "--output", str(tmp_path))
-    found = json.loads((tmp_path / f"convergence-{task}.json").read_text())
+    found = json.loads((tmp_path / "convergence.json").read_text())
     results = {result["peer"]: result for result in found["results"]}
-    assert tuple(results) == names
+    assert tuple(results) == CONVERGING
     assert len({round(result["losses"][0], 4) for result in results.values()}) == 1
-    assert all((result["accuracy"] is None) == (task == "gpt") for result in results.values())
-    table = (tmp_path / f"convergence-{task}.md").read_text()
-    assert all(f"\n| {name} |" in table for name in names)
+    table = (tmp_path / "convergence.md").read_text()
+    assert all(f"\n| {name} |" in table for name in CONVERGING)

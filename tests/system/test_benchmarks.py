@@ -50,12 +50,12 @@ def test_the_table_of_models_needs_no_further_package() -> None:
     run = _start("-m", "benchmarks.harness.models")
     text, _ = run.communicate()
     assert run.returncode == 0, text
-    names = ("gpt", "convnet", "fused", "mlp", "bert", "gpt2", "t5", "resnet50", "vit")
+    names = ("gpt", "convnet", "fused", "bert", "gpt2", "t5", "resnet50", "vit")
     assert all(f"\n| {name} |" in text for name in names)
 
 
-def test_what_cutting_costs_is_measured_for_sections_and_for_gates() -> None:
-    """Of both splits beside the unsplit compile, and of gates without a compiler."""
+def test_what_cutting_costs_is_measured() -> None:
+    """Of both splits beside the unsplit compile."""
     sizes = ("--inner", "aot_eager", "--parameters", "12", "--sections", "3", "--rounds", "2")
     run = _start("-m", "benchmarks.cost.overhead", *sizes)
     text, _ = run.communicate()
@@ -70,7 +70,7 @@ def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     run = _start("-m", "benchmarks.overlap.tuning", *options, "--output", str(tmp_path))
     text, _ = run.communicate()
     assert run.returncode == 0, text
-    cells = json.loads((tmp_path / "tuning.json").read_text())
+    cells = json.loads((tmp_path / "tuning.json").read_text())["cells"]
     assert [cell["rate"] for cell in cells] == ["1gbit", "2gbit"]
     for cell in cells:
         rows = {row["buckets"]: row for row in cell["rows"]}
@@ -99,7 +99,6 @@ def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -
     assert ("UNSHAPED" in table) == bool(NOT_EMULATED)
     is_drawn = importlib.util.find_spec("matplotlib") is not None
     assert bool(list(tmp_path.glob("timeline-*.png"))) == is_drawn
-    assert list(tmp_path.glob("timeline-*.txt"))
     assert _namespaces(run.pid) == []
 
 
@@ -165,14 +164,3 @@ def test_a_peer_is_named_with_its_options() -> None:
     assert (peer.name, options) == ("backward", {"number": 1, "name": "text"})
     with pytest.raises(ValueError, match="there are eager"):
         find_peer("nobody")
-
-
-def test_recording_is_compared_with_steps_that_are_not_recorded() -> None:
-    """For both splits, on two ranks."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    options = ("--models", "tiny", "--inner", "aot_eager", "--rounds", "1", "--steps", "1")
-    run = _start(*torchrun, "-m", "benchmarks.cost.recording", *options)
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
-    rows = [line for line in text.splitlines() if line.startswith("| tiny |")]
-    assert [row.split(" | ")[1] for row in rows] == ["forward", "backward"]

@@ -1,6 +1,6 @@
 """The job scripts of docs/clusters.md start programs that are there, with options that they take.
 
-What becomes of a node that is lost is tried by `python -m benchmarks.faults.nodes`.
+That training goes on from a checkpoint when a rank is lost is shown by `test_examples.py`.
 """
 
 from __future__ import annotations

@@ -17,13 +17,11 @@ from benchmarks.soak.census import (
     MEASURES,
     Census,
     find_growth,
-    grown_registries,
-    grown_types,
+    grown,
     growth_of,
     take_census,
 )
-from benchmarks.soak.models import LIVES, Refs, Trial
-from benchmarks.soak.worker import Training
+from benchmarks.soak.worker import LIVES, Life, LongTraining, Refs, Trial
 from ddpopt import config
 from ddpopt.errors import DisagreementError
 from ddpopt.ranks import agreement
@@ -101,19 +99,14 @@ class _Leak:
 
 def _grown(before: Census, after: Census) -> dict[str, Any]:
     """Return of what there is more: descriptors, threads, tensors, entries of registries."""
-    more = {
-        name: getattr(after, name) - getattr(before, name)
-        for name in ("num_fds", "num_threads", "num_tensors")
-    }
-    return {
-        **{name: num for name, num in more.items() if num > 0},
-        **grown_registries(before, after),
-    }
+    more = grown(before.counts, after.counts)
+    counts = {k: more[k] for k in ("num_fds", "num_threads", "num_tensors") if k in more}
+    return {**counts, **grown(before.registries, after.registries)}
 
 
 def _run_long(rank: int, peer: str, is_leaking: bool) -> dict[str, Any]:
     """Compile all twice, and count; go on without compiling, and count."""
-    training = Training(peer, "aot_eager", rank)
+    training = LongTraining(peer, "aot_eager", rank)
     leak = _Leak()
     if is_leaking:
         training.ddp.register_forward_pre_hook(leak)
@@ -128,8 +121,8 @@ def _run_long(rank: int, peer: str, is_leaking: bool) -> dict[str, Any]:
     return {
         "with compiling": with_compiling,
         "without": _grown(settled, later),
-        "objects": later.num_objects - settled.num_objects,
-        "which": dict(list(grown_types(settled, later).items())[:10]),
+        "objects": later.counts["num_objects"] - settled.counts["num_objects"],
+        "which": dict(list(grown(settled.types, later.types).items())[:10]),
     }
 
 
@@ -158,9 +151,9 @@ def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
     """Have two models live and die, count, and again two."""
     life = LIVES[name]
     refs: list[Refs] = [life.live() for _ in range(_TWICE)]
-    before = take_census(0)
+    before = take_census()
     refs += [life.live() for _ in range(_TWICE)]
-    after = take_census(1)
+    after = take_census()
     alive = sorted({what for each in refs for what, ref in each.items() if ref() is not None})
     grown = _grown(before, after)
     if name == "tuned":  # its tensors were seen to grow, of which none is the model's: open
@@ -180,17 +173,15 @@ def test_a_model_that_is_dropped_leaves_nothing(ranks: Ranks, name: str) -> None
 def _keep_models(rank: int) -> dict[str, Any]:
     kept: list[Trial] = []
     state.kept = kept  # type: ignore[attr-defined]  # a registry that forgets nothing
-    life = LIVES["backward"]
-    use = life.use
 
     def use_and_keep(trial: Trial) -> None:
-        use(trial)
+        trial.train()
         kept.append(trial)
 
-    leaking = type(life)(name="leaking", options=life.options, use=use_and_keep)
-    before = take_census(0)
+    leaking = Life(use_and_keep, {"split": "backward"})
+    before = take_census()
     refs = leaking.live()
-    found = _grown(before, take_census(1))
+    found = _grown(before, take_census())
     alive = [name for name, ref in refs.items() if ref() is not None]
     del state.kept  # type: ignore[attr-defined]
     return {"alive": alive, "grown": found}
