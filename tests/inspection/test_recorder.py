@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ddpopt import _events, _torch
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedStep
+from ddpopt.planning import timer
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -422,6 +424,9 @@ class _LateEvent:
         self.at_ms = time.time_ns() / 1e6 + (0.0 if _LateEvent.first is None else 1e5)
         _LateEvent.first = _LateEvent.first or self.at_ms
 
+    def synchronize(self) -> None:
+        pass
+
     def elapsed_time(self, other: _LateEvent) -> float:
         return other.at_ms - self.at_ms
 
@@ -434,16 +439,16 @@ def test_on_a_gpu_times_are_those_at_which_it_got_there(
     inputs = batches(0, [(8, WIDTH)] * (SETTLED + 3))
     for x in inputs[:SETTLED]:
         model(x).sum().backward()
-    waited: list[torch.device] = []
+    finish = mock.Mock()
     with monkeypatch.context() as patched:
         patched.setattr(_LateEvent, "first", None)
         patched.setattr(torch, "Event", _LateEvent)
-        patched.setattr(recorder, "_device_of", lambda _: torch.device("meta"))
-        patched.setattr(recorder, "now", waited.append)
+        patched.setattr(recorder, "device_of", lambda _: torch.device("meta"))
+        patched.setattr(timer.Clock, "finish", finish)
         with ddpopt.record(model) as recording:
             for x in inputs[SETTLED:]:
                 model(x).sum().backward()
-    assert len(waited) == 2
+    assert finish.call_count == 2
     assert len(recording.steps) == 3
     for step in recording.steps:
         assert step.sections

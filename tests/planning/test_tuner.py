@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.planning import AllreduceCost, decision, rebucket, stopwatch
+from ddpopt.planning import AllreduceCost, decision, rebucket, timer
 from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import rendezvous
 from ddpopt.split import driver
@@ -60,7 +60,7 @@ def _clock(tick_s: float = TICK_S, later: float = 1.0) -> mock.Mock:
 def _given(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
     with (
         mock.patch.object(tuning, "calibrate", return_value=cost),
-        mock.patch.object(stopwatch, "time", clock or _clock()),
+        mock.patch.object(timer, "time", clock or _clock()),
     ):
         yield
 

@@ -23,7 +23,7 @@ from ddpopt._text import count, format_bytes, format_ms, printable, shorten, tab
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedBucket, RecordedGather, RecordedStep
+from ddpopt.inspection.recording import RecordedBucket, RecordedExchange, RecordedStep
 from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.costs import ALLREDUCE, SHARDED
 from ddpopt.planning.decision import communication_of
@@ -71,7 +71,7 @@ class BucketReport:
     predicted: BucketTimes | None = None
     measured: RecordedBucket | None = None
     predicted_gather: BucketTimes | None = None
-    measured_gather: RecordedGather | None = None
+    measured_gather: RecordedExchange | None = None
 
     @property
     def is_as_planned(self) -> bool | None:

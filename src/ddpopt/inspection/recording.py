@@ -45,19 +45,19 @@ class RecordedBucket:
     finished_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedGather:
-    """When a bucket's updated parameters were sent behind forward, with sharded updates.
+@dataclass(slots=True)
+class RecordedExchange:
+    """When a bucket's gradients were summed, or its updated parameters gathered, if sharded.
 
-    Their first reader wanted them from `wanted_s` on, and had them at `had_s`.
+    Their first reader wanted them from `wanted_s` on, and had them at `had_s`; 0 is unknown.
     """
 
     index: int
     num_bytes: int
     launched_s: float
-    finished_s: float
-    wanted_s: float
-    had_s: float
+    finished_s: float = 0.0
+    wanted_s: float = 0.0
+    had_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class RecordedStep:
     sections: tuple[RecordedSection, ...]
     buckets: tuple[RecordedBucket, ...]
     is_sharded: bool = False
-    gathers: tuple[RecordedGather, ...] = ()
+    gathers: tuple[RecordedExchange, ...] = ()
 
     @property
     def forward_s(self) -> float:
@@ -112,7 +112,7 @@ class RecordedStep:
         """How long forward waited for gathers, None without any."""
         return sum(g.had_s - g.wanted_s for g in self.gathers) if self.gathers else None
 
-    def gather_spans(self) -> Iterator[tuple[RecordedGather, float, float]]:
+    def gather_spans(self) -> Iterator[tuple[RecordedExchange, float, float]]:
         """Yield each gather with its start and end: one runs at a time."""
         end_s = -math.inf
         for gather in self.gathers:
@@ -131,11 +131,11 @@ class RecordedStep:
     @property
     def shape(self) -> object:
         """What is equal for steps that ran the same sections and buckets."""
-        return _of_times(lambda _: None, self)
+        return map_times(lambda _: None, self)
 
     def since_forward(self) -> RecordedStep:
         """Return this step with times that count from the end of forward."""
-        moved: RecordedStep = _of_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
+        moved: RecordedStep = map_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
         return moved
 
     def num_started(self, time_s: float) -> int:
@@ -183,7 +183,7 @@ class Recording:
             return None
         shape = self.steps[-1].shape
         alike = [step.since_forward() for step in self.steps if step.shape == shape]
-        median: RecordedStep = _of_times(statistics.median, *alike)
+        median: RecordedStep = map_times(statistics.median, *alike)
         return median
 
     def save(self, path: str | Path) -> None:
@@ -246,7 +246,7 @@ class Recording:
             yield from self._exchange(what, bucket, told)
 
     def _exchange(
-        self, what: str, bucket: RecordedBucket | RecordedGather, args: dict[str, Any]
+        self, what: str, bucket: RecordedBucket | RecordedExchange, args: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         """Yield what a bucket communicates, from launch to end, on the bucket's own track.
 
@@ -300,7 +300,7 @@ class Recording:
         return "\n".join([*lines, *self.notes])
 
 
-def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
+def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
     """Merge values of equal structure into one, with `function` applied to each place's times.
 
     Every float or None in such a structure of dataclasses and tuples is a time.
@@ -308,10 +308,10 @@ def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> 
     first = values[0]
     if dataclasses.is_dataclass(first):
         names = [field.name for field in dataclasses.fields(first)]
-        found = {name: _of_times(function, *(getattr(v, name) for v in values)) for name in names}
+        found = {name: map_times(function, *(getattr(v, name) for v in values)) for name in names}
         return dataclasses.replace(values[0], **found)
     if isinstance(first, tuple):
-        return tuple(_of_times(function, *items) for items in zip(*values, strict=True))
+        return tuple(map_times(function, *items) for items in zip(*values, strict=True))
     if not isinstance(first, float | None):
         return first
     known = [time_s for time_s in values if time_s is not None]

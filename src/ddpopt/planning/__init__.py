@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ddpopt._lazy import import_from
 
 if TYPE_CHECKING:
-    from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
-    from ddpopt.planning.device import Device, measure_device
+    from ddpopt.planning.calibrate import measure_device
+    from ddpopt.planning.costs import AllreduceCost, Device, Gradient, Network, Profile
     from ddpopt.planning.estimates import estimate
     from ddpopt.planning.plan import PlannedBucket
     from ddpopt.planning.simulation import Simulation, Stragglers, simulate
@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 _WHERE = {
-    "costs": "AllreduceCost Gradient Network Profile",
-    "device": "Device measure_device",
+    "calibrate": "measure_device",
+    "costs": "AllreduceCost Device Gradient Network Profile",
     "estimates": "estimate",
     "plan": "PlannedBucket",
     "simulation": "Simulation Stragglers simulate",

@@ -39,7 +39,7 @@ from ddpopt.planning import rebucket
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, decide, judge
 from ddpopt.planning.plan import BucketPlan
-from ddpopt.planning.stopwatch import Measured, Stopwatch, device_of
+from ddpopt.planning.timer import Measured, Stopwatch, device_of
 from ddpopt.ranks.agreement import gather, hand_out
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
@@ -191,7 +191,7 @@ class _Tuner(Observer):
 
     def stop(self) -> None:
         if self._stopwatch is not None:
-            self._stopwatch.remove()
+            self._stopwatch.stop()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._stage is None:
@@ -199,7 +199,7 @@ class _Tuner(Observer):
             return
         if not will_communicate(ddp):
             if self._stopwatch is not None:
-                self._stopwatch.end_step()
+                self._stopwatch.skip_forward()
             return
         stopwatch = self._begin_step(ddp, self._stage)
         if stopwatch.num_backwards == self._stage.num_backwards - 1 and self._appointment is None:
@@ -212,7 +212,7 @@ class _Tuner(Observer):
                     absence="did not begin it in the same step",
                 )
             except PeerError as error:
-                stopwatch.remove()
+                stopwatch.stop()
                 state.of(ddp).end_search()
                 self._give_up(ddp, self._stage, str(error))
         elif stopwatch.num_backwards == self._stage.num_backwards:
@@ -226,13 +226,13 @@ class _Tuner(Observer):
     def _begin_step(self, ddp: DistributedDataParallel, stage: _Stage) -> Stopwatch:
         if self._stopwatch is None:
             self._stopwatch = Stopwatch(ddp, stage.num_untimed)
-        self._stopwatch.begin_step()
+        self._stopwatch.begin_forward()
         return self._stopwatch
 
     def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
         assert self._appointment is not None
         appointment = self._appointment
-        stopwatch.remove()
+        stopwatch.stop()
         self._stopwatch = self._appointment = self._stage = None
         state.of(ddp).end_search()
         expected = (None, self.best if stage in _COMPARISONS else self._first)

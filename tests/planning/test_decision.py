@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import _events
 from ddpopt._torch import LoggedStep
-from ddpopt.planning import advice
+from ddpopt.planning import decision
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -32,12 +32,12 @@ def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
     options = {"inner": "aot_eager", **options}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     lines: list[str] = []
-    real = advice._torch.last_logged_step
+    real = decision._torch.last_logged_step
     clock = mock.Mock(perf_counter=lambda: real(ddp).number * 0.11)
     with (
-        mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch.object(decision._logs, "info", lambda text, *args: lines.append(text % args)),
         mock.patch.object(
-            advice._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
+            decision._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
         ),
         mock.patch.object(_events, "time", clock),
     ):
@@ -63,13 +63,13 @@ def test_nothing_is_said_otherwise(ranks: Ranks, step: LoggedStep, options: dict
 
 
 def _train_without(rank: int, name: str) -> tuple[list[str], int]:
-    """Train where a function of `advice` raises; return what is said of it, and the sections."""
+    """Train where a function of `decision` raises; return what is said of it, and the sections."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     lines: list[str] = []
     with (
-        mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
-        mock.patch(f"ddpopt.planning.advice.{name}", side_effect=KeyError("lost")),
+        mock.patch.object(decision._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch(f"ddpopt.planning.decision.{name}", side_effect=KeyError("lost")),
     ):
         train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
     *_, plan = ddpopt.explain(ddp).plans
@@ -89,7 +89,7 @@ def _estimate(_rank: int, step: LoggedStep, sizes: list[int]) -> float:
     ddp = DistributedDataParallel(MLP())
     indices = iter(reversed(range(12)))
     buckets = [[next(indices) for _ in range(size)] for size in sizes]
-    return advice.estimate_gain(ddp, buckets, step, 0.11)
+    return decision.estimate_gain(ddp, buckets, step, 0.11)
 
 
 def test_what_could_be_won_is_what_the_cost_model_says(ranks: Ranks) -> None:
