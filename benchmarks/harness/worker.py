@@ -49,6 +49,7 @@ from ddpopt.planning.costs import ALLREDUCE, SHARDED
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt.planning.timer import Clock
 from ddpopt.split import state
 
 _PR_SET_PDEATHSIG = 1
@@ -58,12 +59,12 @@ _NUM_CPU_STEPS = 3
 
 
 class Moments(NamedTuple):
-    """Of one step, as a `device.Clock` has them."""
+    """Of one step, as a `Clock` has them."""
 
-    start: device.Moment
-    forward: device.Moment
-    backward: device.Moment
-    stop: device.Moment
+    start: float
+    forward: float
+    backward: float
+    stop: float
 
 
 class Rank:
@@ -86,7 +87,7 @@ class Worker(Rank):
         self._peer, options = find_peer(task.peer)
         torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
         super().__init__(task)
-        self._clock = device.Clock(task.device)
+        self._clock = Clock(torch.device(task.device))
         self._inner = task.inner
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
         self._ddp: Any = self._peer.wrap(self._module, **cap)
@@ -142,10 +143,10 @@ class Worker(Rank):
         times = []
         for _ in range(num_times):
             dist.barrier()
-            start = self._clock.moment()
+            start = self._clock.now()
             for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
                 work.wait()
-            times.append(self._clock.seconds(start, self._clock.moment()))
+            times.append(self._clock.seconds(start, self._clock.now()))
         return self._slowest(times)
 
     # ---- buckets ------------------------------------------------------------------------------
@@ -253,10 +254,10 @@ class Worker(Rank):
 
     # ---- one step -----------------------------------------------------------------------------
 
-    def _step(self, start: device.Moment | None = None) -> Moments:
+    def _step(self, start: float | None = None) -> Moments:
         if self._network is None:
             dist.barrier()
-        now = self._clock.moment
+        now = self._clock.now
         start = now() if start is None else start
         with self._autocast():
             loss = self._model.loss(self._compiled(**self._batch))
