@@ -273,7 +273,7 @@ def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
         return _train(rank, "backward", SLOW, {})
 
 
-@pytest.mark.parametrize("where", ["find_obstacle", "find_problem"])
+@pytest.mark.parametrize("where", ["find_obstacle", "find_misfit"])
 def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
     first, second = ranks.run(_train_with_an_obstacle, where)
     for told in (first, second):

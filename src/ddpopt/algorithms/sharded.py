@@ -171,7 +171,7 @@ class ShardedUpdateHandle(Handle):
         self._removable += [*self._hooks(), *self._states.hooks()]
         _waits.begin_sharded(ddp, self.exchange, is_guarded)
         state.of(ddp).wait_in_forward(is_guarded)
-        tuner.begin_anew(ddp)
+        tuner.start_over(ddp)
 
     # ---- what users do -----------------------------------------------------------------------
 
@@ -432,7 +432,7 @@ class ShardedUpdateHandle(Handle):
                 self._send_next()
             self._unsent = None
             self._gradients.take_back()
-            self._sent = self._tell(has_failed)
+            self._sent = self._report(has_failed)
             if not self.algorithm.overlap_forward:
                 self._receive()
 
@@ -477,7 +477,7 @@ class ShardedUpdateHandle(Handle):
 
     # ---- what ranks tell each other ----------------------------------------------------------
 
-    def _tell(self, *numbers: int) -> _Told:
+    def _report(self, *numbers: int) -> _Told:
         rows = torch.zeros(self._flags.num_ranks, len(numbers), dtype=torch.int64)
         rows[self._flags.rank] = torch.tensor(numbers)
         with communicating(f"asking all ranks about step {self.num_steps}"):
@@ -485,7 +485,7 @@ class ShardedUpdateHandle(Handle):
 
     def _check_gradients(self) -> None:
         index = self._gradients.find_local(self._index.values())
-        told = self._tell(0 if index is None else _LOCAL, index or 0, 0)
+        told = self._report(0 if index is None else _LOCAL, index or 0, 0)
         self._gradients.finish()  # meanwhile
         self._check(told)
 
@@ -502,7 +502,7 @@ class ShardedUpdateHandle(Handle):
             if disturbed is not None:
                 problem, index = _DISTURBED, shard.members[disturbed]
         self.shards.announce()  # where they are now
-        return self._tell(problem, index or 0, digest)
+        return self._report(problem, index or 0, digest)
 
     def _check(self, told: _Told) -> None:
         """Raise on all ranks what was found on one."""
