@@ -1,4 +1,4 @@
-"""With DDP's buckets: one line where better ones would save a tenth of an iteration, else none.
+"""With DDP's buckets: a hint where better ones would save a tenth of an iteration, else none.
 
 The times are given: those that DDP takes here say nothing.
 """
@@ -27,7 +27,7 @@ HIDDEN = WAITING._replace(communication_s=0.01, overlap_s=0.009)
 
 
 def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
-    """Return what is logged in twelve steps whose forwards begin 110 ms apart."""
+    """Return what is said in the log and by `explain`, of twelve steps that begin 110 ms apart."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     options = {"inner": "aot_eager", **options}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
@@ -42,15 +42,17 @@ def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
         mock.patch.object(_events, "time", clock),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
+    lines += str(ddpopt.explain(ddp)).splitlines()
     return [line for line in lines if "other buckets" in line]
 
 
-def test_one_line_on_one_rank_says_what_could_be_won(ranks: Ranks) -> None:
+def test_one_line_on_one_rank_and_in_explain_says_what_could_be_won(ranks: Ranks) -> None:
     first, second = ranks.run(_train, WAITING, {})
-    assert len(first) == 1
+    logged, explained = first
+    assert logged == explained
     assert not second
-    assert first[0].startswith("of an iteration of 110.0 ms 45.0 are spent waiting")
-    assert "options={'buckets': 'auto'}" in first[0]
+    assert logged.startswith("of an iteration of 110.0 ms 45.0 are spent waiting")
+    assert "options={'buckets': 'auto'}" in logged
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
     return [line for line in lines if "lost" in line], len(plan.sections)
 
 
-@pytest.mark.parametrize("name", ["observe", "_torch.last_logged_step", "plan_of"])
+@pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])
 def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
     """One line on rank 0 has it; graphs are split, and training goes on."""
     (first, sections), (second, _) = ranks.run(_train_without, name)

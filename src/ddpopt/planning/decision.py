@@ -5,12 +5,11 @@ Where DDP keeps its buckets, hint at better ones: as a line of the log and of `e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import statistics
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -216,21 +215,10 @@ def watch(ddp: DistributedDataParallel) -> None:
     if ddp in _hints:
         return
     _hints[ddp] = ""
-    with _costing_the_hint(ddp):
-        group = ddp.process_group
-        is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
-        if is_first and not state.is_copy(ddp):
-            observe(ddp, Turn.ADVICE, _Watch())
-
-
-@contextlib.contextmanager
-def _costing_the_hint(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Give up the hint if this block raises; nothing else may end with it."""
-    try:
-        yield
-    except Exception as error:
-        ignore(ddp, Turn.ADVICE)
-        _logs.info("what better buckets would save is not known: %r", error)
+    group = ddp.process_group
+    is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
+    if is_first and not state.is_copy(ddp):
+        observe(ddp, Turn.ADVICE, _Watch())
 
 
 class _Watch(StepClock):
@@ -243,7 +231,7 @@ class _Watch(StepClock):
         if not will_communicate(ddp):
             return
         super().before_forward(ddp)
-        with _costing_the_hint(ddp):
+        try:
             step = _torch.last_logged_step(ddp)
             if step.number in _STEPS and self.step_s is not None:
                 self._steps.setdefault(step.number, (step, self.step_s))
@@ -252,6 +240,9 @@ class _Watch(StepClock):
                 _hints[ddp] = self._find_hint(ddp)
                 if _hints[ddp]:
                     _logs.info("%s", _hints[ddp])
+        except Exception as error:  # which costs the hint, and nothing else
+            ignore(ddp, Turn.ADVICE)
+            _logs.info("what better buckets would save is not known: %r", error)
 
     def _find_hint(self, ddp: DistributedDataParallel) -> str:
         buckets = _torch.final_buckets(ddp)
