@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.harness.peers import PEERS, label
 from benchmarks.harness.report import draw_bars, label_of_rate, pyplot, save
 from benchmarks.overlap.rounds import Cell
-from ddpopt.inspection.recording import RecordedBucket, RecordedStep
+from ddpopt.inspection.recording import RecordedStep
+from ddpopt.planning.timeline import BucketTimes
 
 _WIDE = 10  # times the fastest, from where on the axis is logarithmic
 _COLUMNS = 72
@@ -89,12 +90,12 @@ def _text(timelines: dict[str, RecordedStep]) -> Iterator[str]:
             yield f"{_line(bucket)} |{bar.ljust(_COLUMNS)}|"
 
 
-def _life(bucket: RecordedBucket) -> tuple[float, float, float]:
+def _life(bucket: BucketTimes) -> tuple[float, float, float]:
     finished_s = bucket.launched_s if bucket.finished_s is None else bucket.finished_s
     return bucket.ready_s, bucket.launched_s, finished_s
 
 
-def _line(bucket: RecordedBucket) -> str:
+def _line(bucket: BucketTimes) -> str:
     ready, launched, finished = (f"{time_s * 1e3:6.0f}" for time_s in _life(bucket))
     return f"{bucket.index:3} {bucket.num_bytes / _MB:5.1f} MB {ready}{launched}{finished}"
 

@@ -50,13 +50,13 @@ from ddpopt._ranges import range_name, watch_backward
 from ddpopt._text import format_bytes
 from ddpopt.inspection.exchanges import Follower
 from ddpopt.inspection.recording import (
-    RecordedBucket,
     RecordedExchange,
     RecordedSection,
     RecordedStep,
     Recording,
     map_times,
 )
+from ddpopt.planning.timeline import BucketTimes
 from ddpopt.planning.timer import Clock, Step, StepTimer, device_of
 from ddpopt.split import state
 
@@ -323,7 +323,7 @@ class _Reader:
 
     def _read_buckets(
         self, step: Step, recorded: RecordedStep, sums: Mapping[int, RecordedExchange]
-    ) -> Iterator[RecordedBucket]:
+    ) -> Iterator[BucketTimes]:
         arrived = [[index for index in bucket if index in step.ready] for bucket in self._buckets]
         if not all(arrived):
             self.notes.append("buckets: not all of them got a gradient in each step")
@@ -336,7 +336,7 @@ class _Reader:
             # Buckets are launched in order.
             after_s = max(after_s, self._at(step.launched.get(last, 0.0)))
             start_s, stop_s = exchanges[k] if exchanges else (after_s, None)
-            yield RecordedBucket(
+            yield BucketTimes(
                 index=k,
                 num_bytes=sum(self._num_bytes[index] for index in bucket),
                 ready_s=ready_s,

@@ -34,7 +34,7 @@ from ddpopt.planning.costs import (
 )
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
-from ddpopt.planning.timeline import Timeline, predict
+from ddpopt.planning.timeline import Timeline, bucket_table, predict
 from ddpopt.planning.timer import Clock
 
 _MIB = 1024 * 1024
@@ -129,8 +129,6 @@ class BucketPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""
         content = {"version": _VERSION, **dataclasses.asdict(self), "hash": self.hash}
-        if self.communication == ALLREDUCE:  # so that releases that know nothing else can read it
-            del content["communication"]
         return json.dumps(content, indent=1)
 
     @classmethod
@@ -201,7 +199,7 @@ class BucketPlan:
                 f"{format_ms(timeline.bound_s)}",
                 *([forward] if timeline.gathers else []),
                 "",
-                *timeline.bucket_table("parameters", names),
+                *bucket_table(timeline.buckets, "parameters", names),
             ]
         )
 
