@@ -299,6 +299,19 @@ def test_a_backward_without_a_forward_of_ddp_is_in_no_step(one_rank: None) -> No
     assert 0 < step.backward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9
 
 
+def test_an_evaluation_before_the_backward_is_no_part_of_the_step(one_rank: None) -> None:
+    """Forward ends where the one that communicates does, and its backward is recorded."""
+    ddp, _ = _model("uncompiled")
+    with ddpopt.record(ddp) as recording:
+        loss = ddp(torch.ones(8, WIDTH)).sum()
+        ended_ns = time.time_ns()
+        with torch.no_grad():
+            ddp(torch.ones(8, WIDTH))
+        loss.backward()
+    (step,) = recording.steps
+    assert step.forward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9 < step.backward_stop_s
+
+
 EAGER = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -48,10 +48,8 @@ def test_a_plan_survives_being_saved(tmp_path: Path) -> None:
     assert again.to_json() == plan.to_json()
 
 
-def test_a_plan_for_sharded_updates_says_so_and_others_are_as_they_were(tmp_path: Path) -> None:
-    """A file without `communication` is an allreduce's, as older releases write and read it."""
+def test_a_plan_says_for_which_communication_it_is(tmp_path: Path) -> None:
     plan = make_plan()
-    assert "communication" not in plan.to_json()
     sharded = plan_buckets(plan.profile, plan.cost, 2, "sharded")
     sharded.save(tmp_path / "plan.json")
     again = BucketPlan.load(tmp_path / "plan.json")

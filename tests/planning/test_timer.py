@@ -1,4 +1,4 @@
-"""The stopwatch measures computation: what sharded updates wait is counted apart."""
+"""Steps are timed to the end of the outermost backward, and without what sharded updates wait."""
 
 from __future__ import annotations
 
