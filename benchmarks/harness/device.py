@@ -1,44 +1,13 @@
-"""Steps on the CPU or on a GPU: moments of a step, and memory.
-
-Work on a GPU is queued, so a moment there is an event in its queue, and is read when all is done.
-"""
+"""The memory that steps take on the CPU or on a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
-
-Moment = Any  # seconds, or an event
-
-
-class Clock:
-    def __init__(self, device: str) -> None:
-        self._is_cpu = device == "cpu"
-        self._device = torch.device(device)
-
-    def moment(self) -> Moment:
-        if self._is_cpu:
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Moment, stop: Moment) -> float:
-        """Return the time between two moments, when the second one is over."""
-        if self._is_cpu:
-            return float(stop - start)
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-    def finish(self) -> None:
-        if not self._is_cpu:
-            torch.accelerator.synchronize(self._device)
 
 
 def forget_peak(device: str) -> None:

@@ -48,6 +48,7 @@ from ddpopt.planning.costs import ALLREDUCE, SHARDED
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt.planning.timer import Clock
 from ddpopt.split import state
 
 _PR_SET_PDEATHSIG = 1
@@ -58,12 +59,12 @@ _KERNEL = re.compile(r"^\w+ = async_compile\.(cpp_pybinding|triton)\(", re.MULTI
 
 
 class Moments(NamedTuple):
-    """Of one step, as a `device.Clock` has them."""
+    """Of one step, as a `Clock` has them."""
 
-    start: device.Moment
-    forward: device.Moment
-    backward: device.Moment
-    stop: device.Moment
+    start: float
+    forward: float
+    backward: float
+    stop: float
 
 
 class Worker:
@@ -81,7 +82,7 @@ class Worker:
         self._module = self._model.build().to(self._device)
         torch.manual_seed(task.rank)
         self._batch = {name: value.to(self._device) for name, value in self._model.batch().items()}
-        self._clock = device.Clock(self._device)
+        self._clock = Clock(torch.device(self._device))
         self._inner = task.setting.inner
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
         self._ddp: Any = self._peer.wrap(self._module, **cap)
@@ -138,10 +139,10 @@ class Worker:
         times = []
         for _ in range(num_times):
             dist.barrier()
-            start = self._clock.moment()
+            start = self._clock.now()
             for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
                 work.wait()
-            times.append(self._clock.seconds(start, self._clock.moment()))
+            times.append(self._clock.seconds(start, self._clock.now()))
         return self._slowest(times)
 
     # ---- buckets ------------------------------------------------------------------------------
@@ -251,10 +252,10 @@ class Worker:
 
     # ---- one step -----------------------------------------------------------------------------
 
-    def _step(self, start: device.Moment | None = None) -> Moments:
+    def _step(self, start: float | None = None) -> Moments:
         if self._network is None:
             dist.barrier()
-        now = self._clock.moment
+        now = self._clock.now
         start = now() if start is None else start
         with self._autocast():
             loss = self._model.loss(self._compiled(**self._batch))

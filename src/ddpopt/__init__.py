@@ -17,9 +17,8 @@ from ddpopt.errors import DDPOptError
 from ddpopt.inspection.explain import explain
 from ddpopt.inspection.metrics import metrics
 from ddpopt.inspection.recorder import record
-from ddpopt.planning.ahead import plan
 from ddpopt.planning.calibrate import calibrate
-from ddpopt.planning.plan import BucketPlan
+from ddpopt.planning.plan import BucketPlan, plan
 from ddpopt.planning.rebucket import rebucket
 
 if TYPE_CHECKING:

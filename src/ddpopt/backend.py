@@ -22,7 +22,7 @@ from ddpopt.checks import verify, warmup
 from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
-from ddpopt.planning import advice, tuner
+from ddpopt.planning import decision, tuner
 from ddpopt.ranks import agreement
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
@@ -74,7 +74,7 @@ def backend(
 
 def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
     if options.buckets == "ddp":
-        advice.watch(ddp)
+        decision.watch(ddp)
     else:
         tuner.start(ddp, options.buckets, is_trial=options.cuts_forward_alone)
 

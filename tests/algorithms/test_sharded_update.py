@@ -22,7 +22,7 @@ from ddpopt.algorithms import Decentralized, ShardedUpdate, attach
 from ddpopt.algorithms.comm import Exchange
 from ddpopt.algorithms.gradients import AbsentGradient, ShardedGradients
 from ddpopt.algorithms.shards import Shard
-from ddpopt.planning import AllreduceCost, rebucket, stopwatch, tuner
+from ddpopt.planning import AllreduceCost, rebucket, timer, tuner
 from ddpopt.planning.decision import Verdict
 from tests.planning.test_rebucket import _plan_for
 from tests.planning.test_tuner import _given
@@ -867,7 +867,7 @@ def _tune(rank: int, split: str, attached: int, is_kept: bool) -> Any:
         given = _given(AllreduceCost(startup_s=1e-5, s_per_byte=8e-8))
         with (
             given,
-            mock.patch.object(stopwatch._waits, "waited_s", return_value=0.0),
+            mock.patch.object(timer._waits, "waited_s", return_value=0.0),
             mock.patch.object(tuner, "judge", return_value=verdict),
         ):
             for k, x in enumerate(batches(rank, [(8, WIDTH)] * (attached + 28))):

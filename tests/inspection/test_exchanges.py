@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 import ddpopt
 from ddpopt.algorithms import ShardedUpdate, attach
-from ddpopt.inspection.exchanges import FollowedExchange, Follower
+from ddpopt.inspection.exchanges import Follower
 from ddpopt.inspection.page import render_page
-from ddpopt.planning import AllreduceCost
+from ddpopt.inspection.recording import RecordedExchange
+from ddpopt.planning import AllreduceCost, timer
 from tests.inspection.test_recorder import SETTLED, _model
 from tests.inspection.test_traces import _check
 from tests.planning.test_rebucket import _plan_for
@@ -40,22 +42,22 @@ class _Work:
 
 def test_an_exchange_ends_when_its_works_do_whoever_waits_for_it() -> None:
     """Nobody has asked for it by then; who does later has it at once."""
-    times_s = itertools.count(1)
-    follower = Follower(CPU, lambda: float(next(times_s)), lambda: float(next(times_s)))
-    exchange, work = FollowedExchange(0, 100, begun_s=0.5), _Work()
+    follower = Follower(timer.Clock(CPU))
+    exchange, work = RecordedExchange(0, 100, launched_s=time.perf_counter()), _Work()
     (waiter,) = follower.follow(exchange, [work])
-    assert exchange.ended_s == 0
+    assert exchange.finished_s == 0
     work.done.set()
     follower.close()
-    assert (exchange.ended_s, exchange.asked_s) == (1, 0)
+    assert exchange.finished_s > exchange.launched_s
+    assert exchange.wanted_s == 0
     waiter.wait()
-    assert (exchange.asked_s, exchange.got_s) == (2, 3)
+    assert exchange.finished_s < exchange.wanted_s < exchange.had_s
 
 
 def test_what_goes_wrong_is_raised_to_who_waits() -> None:
-    follower = Follower(CPU, lambda: 1.0, lambda: 1.0)
+    follower = Follower(timer.Clock(CPU))
     work = _Work(RuntimeError("Connection closed by peer"))
-    (waiter,) = follower.follow(FollowedExchange(0, 100, begun_s=0.5), [work])
+    (waiter,) = follower.follow(RecordedExchange(0, 100, launched_s=0.5), [work])
     work.done.set()
     with pytest.raises(RuntimeError, match="Connection closed"):
         waiter.wait()

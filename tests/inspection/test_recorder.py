@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ddpopt import _events, _torch
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedStep
+from ddpopt.planning import timer
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -297,6 +299,19 @@ def test_a_backward_without_a_forward_of_ddp_is_in_no_step(one_rank: None) -> No
     assert 0 < step.backward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9
 
 
+def test_an_evaluation_before_the_backward_is_no_part_of_the_step(one_rank: None) -> None:
+    """Forward ends where the one that communicates does, and its backward is recorded."""
+    ddp, _ = _model("uncompiled")
+    with ddpopt.record(ddp) as recording:
+        loss = ddp(torch.ones(8, WIDTH)).sum()
+        ended_ns = time.time_ns()
+        with torch.no_grad():
+            ddp(torch.ones(8, WIDTH))
+        loss.backward()
+    (step,) = recording.steps
+    assert step.forward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9 < step.backward_stop_s
+
+
 EAGER = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -422,6 +437,9 @@ class _LateEvent:
         self.at_ms = time.time_ns() / 1e6 + (0.0 if _LateEvent.first is None else 1e5)
         _LateEvent.first = _LateEvent.first or self.at_ms
 
+    def synchronize(self) -> None:
+        pass
+
     def elapsed_time(self, other: _LateEvent) -> float:
         return other.at_ms - self.at_ms
 
@@ -434,16 +452,16 @@ def test_on_a_gpu_times_are_those_at_which_it_got_there(
     inputs = batches(0, [(8, WIDTH)] * (SETTLED + 3))
     for x in inputs[:SETTLED]:
         model(x).sum().backward()
-    waited: list[torch.device] = []
+    finish = mock.Mock()
     with monkeypatch.context() as patched:
         patched.setattr(_LateEvent, "first", None)
         patched.setattr(torch, "Event", _LateEvent)
-        patched.setattr(recorder, "_device_of", lambda _: torch.device("meta"))
-        patched.setattr(recorder, "now", waited.append)
+        patched.setattr(recorder, "device_of", lambda _: torch.device("meta"))
+        patched.setattr(timer.Clock, "finish", finish)
         with ddpopt.record(model) as recording:
             for x in inputs[SETTLED:]:
                 model(x).sum().backward()
-    assert len(waited) == 2
+    assert finish.call_count == 2
     assert len(recording.steps) == 3
     for step in recording.steps:
         assert step.sections

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import ddpopt
-from ddpopt.inspection.recording import RecordedBucket, RecordedSection, RecordedStep, Recording
+from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
+from ddpopt.planning.timeline import BucketTimes
 
 AHEAD_S = 0.5  # the second machine's clock
 
@@ -26,7 +27,7 @@ def _recording(rank: int, machine: str, delay_s: float = 0.0) -> Recording:
 
         def bucket(index: int, ready_s: float, finished_s: float, at_s: float = at_s) -> Any:
             ready_s = at_s + ready_s + delay_s
-            return RecordedBucket(index, 1000, ready_s, ready_s + 0.001, at_s + finished_s)
+            return BucketTimes(index, 1000, ready_s, ready_s + 0.001, at_s + finished_s)
 
         steps.append(
             RecordedStep(
@@ -174,7 +175,7 @@ def _of_allreduces(rank: int, *times: tuple[float, float]) -> Recording:
         forward_stop_s=0.0,
         backward_stop_s=9.0,
         sections=(),
-        buckets=tuple(RecordedBucket(k, 1, t[0], t[0], t[1]) for k, t in enumerate(times)),
+        buckets=tuple(BucketTimes(k, 1, t[0], t[0], t[1]) for k, t in enumerate(times)),
     )
     return Recording(
         rank=rank, world_size=2, host="", machine=f"{rank}", origin_unix_ns=0, steps=(step,)

@@ -336,6 +336,7 @@ def test_json_holds_all_numbers_with_their_names() -> None:
     assert content["efficiency"] == pytest.approx(4.5 / 7)
     assert content["timeline"]["exposed_s"] == 2.5
     assert content["timeline"]["buckets"][1] == {
+        "index": 1,
         "num_bytes": 10,
         "ready_s": 2.0,
         "launched_s": 2.5,

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.planning import AllreduceCost, decision, rebucket, stopwatch
+from ddpopt.planning import AllreduceCost, decision, rebucket, timer
 from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import rendezvous
 from ddpopt.split import driver
@@ -60,7 +60,7 @@ def _clock(tick_s: float = TICK_S, later: float = 1.0) -> mock.Mock:
 def _given(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
     with (
         mock.patch.object(tuning, "calibrate", return_value=cost),
-        mock.patch.object(stopwatch, "time", clock or _clock()),
+        mock.patch.object(timer, "time", clock or _clock()),
     ):
         yield
 
@@ -273,7 +273,7 @@ def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
         return _train(rank, "backward", SLOW, {})
 
 
-@pytest.mark.parametrize("where", ["find_obstacle", "find_problem"])
+@pytest.mark.parametrize("where", ["find_obstacle", "find_misfit"])
 def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
     first, second = ranks.run(_train_with_an_obstacle, where)
     for told in (first, second):

@@ -31,9 +31,10 @@ from ddpopt.cli.main import find_command
 from ddpopt.cli.output import InputError
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.errors import TorchDriftError
-from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
+from ddpopt.inspection.recording import RecordedStep, Recording
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
+from ddpopt.planning.timeline import BucketTimes
 from tests.support.models import MLP
 from tests.system.documents import ROOT, environment
 
@@ -410,7 +411,7 @@ def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixtu
 
 def _record(path: Path, rank: int, ahead_s: float) -> None:
     """Write what a rank would record whose clock is ahead, with an allreduce of 0.1 s."""
-    bucket = RecordedBucket(0, 64, ahead_s + 0.1, ahead_s + 0.1, ahead_s + 0.2)
+    bucket = BucketTimes(0, 64, ahead_s + 0.1, ahead_s + 0.1, ahead_s + 0.2)
     step = RecordedStep(
         forward_start_s=ahead_s,
         forward_stop_s=ahead_s + 0.05,

@@ -28,7 +28,7 @@ from ddpopt._torch import names
 from ddpopt._torch.names import TABLE, PrivateName
 from ddpopt.checks import verify
 from ddpopt.cli.commands import doctor
-from ddpopt.planning import AllreduceCost, Gradient, Profile, stopwatch, tuner
+from ddpopt.planning import AllreduceCost, Gradient, Profile, timer, tuner
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 from tests.system.drifting import WHOLE, Trained, Use, looking_up, train_without
@@ -286,7 +286,7 @@ def _tune(rank: int) -> None:
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     with (
         mock.patch.object(tuner, "calibrate", return_value=SLOW),
-        mock.patch.object(stopwatch, "time", clock),
+        mock.patch.object(timer, "time", clock),
     ):
         train(ddp, batches(rank, [SHAPE] * 10), compiled)
 

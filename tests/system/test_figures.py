@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ddpopt.inspection.recording import (
-    RecordedBucket,
     RecordedSection,
     RecordedStep,
     Recording,
 )
+from ddpopt.planning.timeline import BucketTimes
 from tests.system.documents import DOCS, ROOT
 
 
@@ -41,8 +41,8 @@ def _step(start_s: float, stretch: float) -> RecordedStep:
             RecordedSection("0/0", 1, "backward", at_30, at_50),
         ),
         buckets=(
-            RecordedBucket(0, 1000, at_30, at_30, at_40),
-            RecordedBucket(1, 1000, at_50, at_50, at_70),
+            BucketTimes(0, 1000, at_30, at_30, at_40),
+            BucketTimes(1, 1000, at_50, at_50, at_70),
         ),
     )
 

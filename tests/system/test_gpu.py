@@ -18,7 +18,6 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness import device as measuring  # noqa: E402
 from benchmarks.harness import network, trace  # noqa: E402
 from tests.gpu import page  # noqa: E402
 from tests.gpu.__main__ import Runner, environment_for  # noqa: E402
@@ -157,18 +156,6 @@ def test_on_a_gpu_buckets_pass_on_a_stream_of_their_own() -> None:
     assert calls[:2] == [("wait", "the current one"), ("on", stream)]
     assert calls[2] == ("spin", int(2e-3 * cycles_per_s))
     done.set_result.assert_called_once_with(buffer)
-
-
-def test_on_a_gpu_moments_are_events_of_its_queue() -> None:
-    """Which are read when they are over."""
-    clock = measuring.Clock("cuda")
-    stop = mock.Mock()
-    event = mock.Mock(elapsed_time=lambda _: 250)
-    with mock.patch.object(torch, "Event", return_value=event):
-        start = clock.moment()
-    start.record.assert_called_once_with()
-    assert clock.seconds(start, stop) == 0.25
-    stop.synchronize.assert_called_once_with()
 
 
 def _kernel(name: str, start: int, stop: int, stream: int, category: str = "kernel") -> Any:

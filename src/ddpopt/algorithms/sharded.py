@@ -161,7 +161,7 @@ class ShardedUpdateHandle(Handle):
         self._removable += [*self._hooks(), *self._states.hooks()]
         _waits.begin_sharded(ddp, self.exchange, is_guarded)
         state.of(ddp).wait_in_forward(is_guarded)
-        tuner.begin_anew(ddp)
+        tuner.start_over(ddp)
 
     # ---- what users do -----------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
             raise OptionError(_not_compiled(run.model))
         if not is_apart:  # the model gets what compiling the copy made or began
             own.code += copied.code
-            tuner.take_over(rehearsal.ddp, run.ddp)
+            tuner.continue_search(rehearsal.ddp, run.ddp)
         facts = facts_of(run.ddp, copied.plans)
     agreement.compare(run.ddp, facts)
     return rehearsal

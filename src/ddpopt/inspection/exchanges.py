@@ -11,48 +11,30 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from ddpopt.inspection.recording import RecordedExchange
+from ddpopt.planning.timer import Clock
 
 _POLL_S = 1e-4
 _LAST_S = 1.0  # at most, for the end of a recording to wait for exchanges that still run
 
 
-@dataclass(slots=True)
-class FollowedExchange:
-    """Times of one exchange, of a bucket's gradients or parameters; 0 is unknown.
-
-    `asked_s` is when somebody begins to wait for it, `got_s` when that wait is over.
-    """
-
-    bucket: int
-    num_bytes: int
-    begun_s: float
-    ended_s: float = 0.0
-    asked_s: float = 0.0
-    got_s: float = 0.0
-
-
 class Follower:
-    """Waits for exchanges. `now_s` gives times in the device's queue, `wall_s` the clock's."""
+    """Waits for exchanges, and notes when they end."""
 
-    def __init__(
-        self, device: torch.device, now_s: Callable[[], float], wall_s: Callable[[], float]
-    ) -> None:
-        self._is_on_cpu = device.type == "cpu"
-        self._now_s, self._wall_s = now_s, wall_s
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._begun: queue.SimpleQueue[_Waiter | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def follow(self, exchange: FollowedExchange, works: Sequence[Any]) -> list[Any]:
+    def follow(self, exchange: RecordedExchange, works: Sequence[Any]) -> list[Any]:
         """Follow an exchange that has begun; return what to wait for in place of its works."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ddpopt-record", daemon=True)
             self._thread.start()
-        waiter = _Waiter(exchange, works, self._is_on_cpu, self._now_s)
+        waiter = _Waiter(exchange, works, self._clock)
         self._begun.put(waiter)
         return [waiter]
 
@@ -65,31 +47,24 @@ class Follower:
     def _run(self) -> None:
         while (waiter := self._begun.get()) is not None:
             waiter.run()
-            waiter.exchange.ended_s = self._wall_s()
+            waiter.exchange.finished_s = time.perf_counter()  # as `Clock` has it
             waiter.ended.set()
 
 
 class _Waiter:
     """Stands in for an exchange's works."""
 
-    def __init__(
-        self,
-        exchange: FollowedExchange,
-        works: Sequence[Any],
-        is_on_cpu: bool,
-        now_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, exchange: RecordedExchange, works: Sequence[Any], clock: Clock) -> None:
         self.exchange = exchange
         self.ended = threading.Event()
         self._works = works
-        self._is_on_cpu = is_on_cpu
-        self._now_s = now_s
+        self._clock = clock
         self._failure: Exception | None = None
 
     def run(self) -> None:
         try:
             for work in self._works:
-                if self._is_on_cpu:
+                if self._clock.is_on_cpu:
                     work.wait()
                 else:
                     while not work.is_completed():
@@ -99,12 +74,12 @@ class _Waiter:
 
     def wait(self) -> None:
         """Return when all works have ended; raise what went wrong."""
-        self.exchange.asked_s = self._now_s()
-        if self._is_on_cpu:
+        self.exchange.wanted_s = self._clock.now()
+        if self._clock.is_on_cpu:
             self.ended.wait()
             if self._failure is not None:
                 raise self._failure
         else:
             for work in self._works:
                 work.wait()
-        self.exchange.got_s = self._now_s()
+        self.exchange.had_s = self._clock.now()

@@ -23,10 +23,10 @@ from ddpopt._text import count, format_bytes, format_ms, printable, shorten, tab
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedBucket, RecordedGather, RecordedStep
+from ddpopt.inspection.recording import RecordedExchange, RecordedStep
 from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.costs import ALLREDUCE, SHARDED
-from ddpopt.planning.decision import communication_of
+from ddpopt.planning.decision import communication_of, hint_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
@@ -69,9 +69,9 @@ class BucketReport:
     shares_section_with: tuple[int, ...] = ()
     launched_after: int | None = None
     predicted: BucketTimes | None = None
-    measured: RecordedBucket | None = None
+    measured: BucketTimes | None = None
     predicted_gather: BucketTimes | None = None
-    measured_gather: RecordedGather | None = None
+    measured_gather: RecordedExchange | None = None
 
     @property
     def is_as_planned(self) -> bool | None:
@@ -254,9 +254,7 @@ class Explanation:
         if m and m.gathered_s and m.waited_s is not None:
             lines.append(_hidden("measured", m.gathered_s, m.waited_s, m.forward_s))
         if t and t.gathers:
-            gathered_s = sum(g.finished_s - g.launched_s for g in t.gathers)
-            waited_s = sum(max(0.0, g.finished_s - g.ready_s) for g in t.gathers)
-            lines.append(_hidden("predicted", gathered_s, waited_s, t.forward_s))
+            lines.append(_hidden("predicted", t.gathered_s, t.waited_s, t.forward_s))
         return "\n".join(lines)
 
 
@@ -332,6 +330,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     hints = [] if measured else [_NOTHING_MEASURED]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
+    if search is None and hint_of(ddp):
+        hints.append(hint_of(ddp))
     return Explanation(
         model=type(ddp.module).__name__,
         plans=known.plans,

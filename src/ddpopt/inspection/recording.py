@@ -9,13 +9,14 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpopt._files import write_text
-from ddpopt._text import count, format_bytes, format_ms, table
+from ddpopt._text import count, format_ms
+from ddpopt.planning.timeline import BucketTimes, bucket_table
 
 TRACE_FORMAT = "ddpopt trace 1"
 
@@ -31,33 +32,19 @@ class RecordedSection:
     stop_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedBucket:
-    """When a bucket's last gradient was ready, and its allreduce was launched and finished.
+@dataclass(slots=True)
+class RecordedExchange:
+    """When a bucket's gradients were summed, or its updated parameters gathered, if sharded.
 
-    `finished_s` is None where the profiler did not record it; see `Recording.notes`.
-    """
-
-    index: int
-    num_bytes: int
-    ready_s: float
-    launched_s: float
-    finished_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedGather:
-    """When a bucket's updated parameters were sent behind forward, with sharded updates.
-
-    Their first reader wanted them from `wanted_s` on, and had them at `had_s`.
+    Their first reader wanted them from `wanted_s` on, and had them at `had_s`; 0 is unknown.
     """
 
     index: int
     num_bytes: int
     launched_s: float
-    finished_s: float
-    wanted_s: float
-    had_s: float
+    finished_s: float = 0.0
+    wanted_s: float = 0.0
+    had_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +60,9 @@ class RecordedStep:
     forward_stop_s: float
     backward_stop_s: float
     sections: tuple[RecordedSection, ...]
-    buckets: tuple[RecordedBucket, ...]
+    buckets: tuple[BucketTimes, ...]
     is_sharded: bool = False
-    gathers: tuple[RecordedGather, ...] = ()
+    gathers: tuple[RecordedExchange, ...] = ()
 
     @property
     def forward_s(self) -> float:
@@ -98,44 +85,26 @@ class RecordedStep:
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without the time that one waited for the one before it."""
-        times_s = [stop_s - start_s for _, start_s, stop_s in self.allreduces() if stop_s]
-        return sum(times_s) if times_s else None
+        return _moving_s(self.buckets)
 
     @property
     def gathered_s(self) -> float | None:
         """The sum of all gathers, as in `communication_s`; None without any."""
-        times_s = [stop_s - start_s for _, start_s, stop_s in self.gather_spans()]
-        return sum(times_s) if times_s else None
+        return _moving_s(self.gathers)
 
     @property
     def waited_s(self) -> float | None:
         """How long forward waited for gathers, None without any."""
         return sum(g.had_s - g.wanted_s for g in self.gathers) if self.gathers else None
 
-    def gather_spans(self) -> Iterator[tuple[RecordedGather, float, float]]:
-        """Yield each gather with its start and end: one runs at a time."""
-        end_s = -math.inf
-        for gather in self.gathers:
-            start_s = max(gather.launched_s, end_s)
-            end_s = max(start_s, gather.finished_s)
-            yield gather, start_s, end_s
-
-    def allreduces(self) -> Iterator[tuple[RecordedBucket, float, float | None]]:
-        """Yield each bucket with the start and the end of its allreduce: one runs at a time."""
-        end_s = 0.0
-        for bucket in self.buckets:
-            start_s = max(bucket.launched_s, end_s)
-            end_s = max(start_s, bucket.finished_s or 0.0)
-            yield bucket, start_s, None if bucket.finished_s is None else end_s
-
     @property
     def shape(self) -> object:
         """What is equal for steps that ran the same sections and buckets."""
-        return _of_times(lambda _: None, self)
+        return map_times(lambda _: None, self)
 
     def since_forward(self) -> RecordedStep:
         """Return this step with times that count from the end of forward."""
-        moved: RecordedStep = _of_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
+        moved: RecordedStep = map_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
         return moved
 
     def num_started(self, time_s: float) -> int:
@@ -183,7 +152,7 @@ class Recording:
             return None
         shape = self.steps[-1].shape
         alike = [step.since_forward() for step in self.steps if step.shape == shape]
-        median: RecordedStep = _of_times(statistics.median, *alike)
+        median: RecordedStep = map_times(statistics.median, *alike)
         return median
 
     def save(self, path: str | Path) -> None:
@@ -246,7 +215,7 @@ class Recording:
             yield from self._exchange(what, bucket, told)
 
     def _exchange(
-        self, what: str, bucket: RecordedBucket | RecordedGather, args: dict[str, Any]
+        self, what: str, bucket: BucketTimes | RecordedExchange, args: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         """Yield what a bucket communicates, from launch to end, on the bucket's own track.
 
@@ -286,21 +255,24 @@ class Recording:
             return "\n".join(["no complete step was recorded", *self.notes])
         lines = [f"rank {self.rank}, medians of {count(len(self.steps), 'step')}: {step.summary()}"]
         if step.buckets:
-            header = ("bucket", "size", "ready ms", "launch", "finish", "sections begun")
-            rows = [
-                (
-                    f"{bucket.index}",
-                    format_bytes(bucket.num_bytes),
-                    *map(format_ms, (bucket.ready_s, bucket.launched_s, bucket.finished_s)),
-                    f"{step.num_started(bucket.launched_s)}",
-                )
-                for bucket in step.buckets
-            ]
-            lines += ["", *table(header, rows)]
+            begun = (f"{step.num_started(bucket.launched_s)}" for bucket in step.buckets)
+            lines += ["", *bucket_table(step.buckets, "sections begun", begun)]
         return "\n".join([*lines, *self.notes])
 
 
-def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
+def _moving_s(exchanges: Sequence[BucketTimes | RecordedExchange]) -> float | None:
+    """Return how long exchanges ran in all, of which one runs at a time; None if not known."""
+    total_s, end_s = 0.0, -math.inf
+    for exchange in exchanges:
+        if exchange.finished_s is None:
+            return None
+        start_s = max(exchange.launched_s, end_s)
+        end_s = max(start_s, exchange.finished_s)
+        total_s += end_s - start_s
+    return total_s if exchanges else None
+
+
+def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
     """Merge values of equal structure into one, with `function` applied to each place's times.
 
     Every float or None in such a structure of dataclasses and tuples is a time.
@@ -308,10 +280,10 @@ def _of_times(function: Callable[[list[float]], float | None], *values: Any) -> 
     first = values[0]
     if dataclasses.is_dataclass(first):
         names = [field.name for field in dataclasses.fields(first)]
-        found = {name: _of_times(function, *(getattr(v, name) for v in values)) for name in names}
+        found = {name: map_times(function, *(getattr(v, name) for v in values)) for name in names}
         return dataclasses.replace(values[0], **found)
     if isinstance(first, tuple):
-        return tuple(_of_times(function, *items) for items in zip(*values, strict=True))
+        return tuple(map_times(function, *items) for items in zip(*values, strict=True))
     if not isinstance(first, float | None):
         return first
     known = [time_s for time_s in values if time_s is not None]

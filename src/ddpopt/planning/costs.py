@@ -9,12 +9,15 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpopt._files import show
 from ddpopt.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 ALLREDUCE, SHARDED = COMMUNICATIONS = ("allreduce", "sharded")  # [Note: sharded iterations]
@@ -233,6 +236,41 @@ class Network:
 def _steps_of_ring(num_ranks: int) -> int:
     """Return the number of successive messages; each carries 1 / `num_ranks` of all bytes."""
     return 2 * (num_ranks - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The rates of a device: FLOPs of large matrix products, bytes of large copies, small calls.
+
+    `flops_per_s` is by dtype; a missing dtype is assumed to be as slow as the slowest. `launch_s`
+    is the additional cost of each call.
+
+    Raises:
+        PlanError: a rate is not positive and finite, or there is no rate of FLOPs.
+    """
+
+    flops_per_s: Mapping[torch.dtype, float]
+    bytes_per_s: float
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.flops_per_s:
+            raise PlanError("Device.flops_per_s is empty; give a rate for torch.float32 at least")
+        rates = {f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s.items()}
+        for name, rate in {**rates, "bytes_per_s": self.bytes_per_s}.items():
+            if not 0 < rate < math.inf:
+                raise PlanError(f"Device.{name} is {rate!r}; it must be above 0 and finite")
+        if not 0 <= self.launch_s < math.inf:
+            raise PlanError(f"Device.launch_s is {self.launch_s!r}; it must be 0 or more, finite")
+
+    def seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | None = None) -> float:
+        """Return how long a call takes without its launch: the longer of arithmetic and memory.
+
+        This is the roofline model (Williams, Waterman and Patterson, 2009).
+        """
+        rates = self.flops_per_s
+        rate = min(rates.values()) if dtype is None or dtype not in rates else rates[dtype]
+        return max(flops / rate, moved_bytes / self.bytes_per_s)
 
 
 def check_communication(communication: object) -> None:

@@ -1,20 +1,29 @@
-"""Decide from what all ranks measured whether other buckets are better, and give the reasons."""
+"""Decide from what all ranks measured whether other buckets are better, and give the reasons.
+
+Where DDP keeps its buckets, hint at better ones: as a line of the log and of `explain`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, _waits
+from ddpopt import _logs, _torch, _waits
+from ddpopt._events import StepClock, Turn, ignore, observe, will_communicate
 from ddpopt._text import format_ms, table
 from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Gradient, Profile
-from ddpopt.planning.plan import plan_buckets
-from ddpopt.planning.stopwatch import Measured
+from ddpopt.planning.plan import BucketPlan, plan_buckets
+from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
+from ddpopt.planning.timer import Measured
+from ddpopt.split import state
 
 _LEAST_GAIN = 0.03  # of an iteration, as predicted
 _LEAST_MEASURED_GAIN = 0.01
@@ -47,27 +56,49 @@ def decide(
             return Decision(f"{STAY}: on rank {rank}, {measured.problem}")
         if measured.buckets != gathered[0].buckets:
             return Decision(f"{STAY}: rank {rank} has others than rank 0")
-    sizes = [len(bucket) for bucket in gathered[0].buckets]
-    communication = communication_of(ddp)
-    profile = _profile(ddp, gathered, sizes, cost)
-    plan = plan_buckets(profile, cost, len(gathered), communication)
-    own, best = predict(profile, sizes, cost, communication), plan.timeline()
-    gain = 1 - best.iteration_s / own.iteration_s
+    compared = _compare(ddp, gathered, cost)
+    gain, num_own, num_best = compared.gain, len(gathered[0].buckets), len(compared.plan.buckets)
     if gain >= _LEAST_GAIN:
         text = (
-            f"buckets change, {len(sizes)} to {len(plan.buckets)}: iterations are predicted to get "
-            f"{gain:.0%} shorter"
+            f"buckets change, {num_own} to {num_best}: iterations are predicted to get {gain:.0%} "
+            "shorter"
         )
     else:
         text = (
-            f"{STAY}, {len(sizes)}: with the best, {len(plan.buckets)}, iterations are predicted "
-            f"to get {max(gain, 0.0):.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
+            f"{STAY}, {num_own}: with the best, {num_best}, iterations are predicted to get "
+            f"{max(gain, 0.0):.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
         )
-    lines = [text, "", *_compare(profile, own, best), "", *_describe(cost)]
-    return Decision("\n".join(lines), plan.to_json(), gain)
+    lines = [text, "", *_describe_times(compared), "", *_describe_cost(cost)]
+    return Decision("\n".join(lines), compared.plan.to_json(), gain)
 
 
-def _compare(profile: Profile, own: Timeline, best: Timeline) -> list[str]:
+class _Compared(NamedTuple):
+    """The best plan, and the iterations predicted with DDP's own buckets and with it."""
+
+    plan: BucketPlan
+    own: Timeline
+    best: Timeline
+
+    @property
+    def gain(self) -> float:
+        """The part of an iteration that the best plan saves."""
+        return 1 - self.best.iteration_s / self.own.iteration_s
+
+
+def _compare(
+    ddp: DistributedDataParallel, gathered: Sequence[Measured], cost: AllreduceCost
+) -> _Compared:
+    communication = communication_of(ddp)
+    sizes = [len(bucket) for bucket in gathered[0].buckets]
+    profile = _profile(ddp, gathered, sizes, cost)
+    world_size = dist.get_world_size(ddp.process_group)
+    plan = plan_buckets(profile, cost, world_size, communication)
+    return _Compared(plan, predict(profile, sizes, cost, communication), plan.timeline())
+
+
+def _describe_times(compared: _Compared) -> list[str]:
+    after_s = compared.plan.profile.after_s
+    _, own, best = compared
     times = {
         "iteration": (own.iteration_s, best.iteration_s),
         "of it waiting for communication": (own.exposed_s, best.exposed_s),
@@ -77,14 +108,14 @@ def _compare(profile: Profile, own: Timeline, best: Timeline) -> list[str]:
         times["forward, behind which parameters are gathered"] = (own.forward_s, best.forward_s)
         times["all communication, halved"] = (own.communication_s, best.communication_s)
     else:
-        times["of it after the last allreduce"] = (profile.after_s, profile.after_s)
+        times["of it after the last allreduce"] = (after_s, after_s)
         times["all allreduces"] = (own.communication_s, best.communication_s)
     rows = [(*map(format_ms, pair), name) for name, pair in times.items()]
     counts = (f"{len(own.buckets)}", f"{len(best.buckets)}", "buckets")
     return table(("now", "best", "predicted, in ms"), [*rows, counts])
 
 
-def _describe(cost: AllreduceCost) -> list[str]:
+def _describe_cost(cost: AllreduceCost) -> list[str]:
     rows = [
         (f"{cost.startup_s * 1e3:.2f}", "ms to start an allreduce"),
         (f"{cost.s_per_mib * 1e3:.2f}", "ms for each MiB"),
@@ -160,3 +191,113 @@ def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain:
     return Verdict(
         f"buckets are those of before again: iterations, {predicted}, took {times}", is_worse=True
     )
+
+
+# ---- A hint, where DDP keeps its buckets --------------------------------------------------------
+
+_STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
+_LEAST_HINTED_GAIN = 0.1  # of an iteration
+_STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
+
+_hints: weakref.WeakKeyDictionary[DistributedDataParallel, str] = weakref.WeakKeyDictionary()
+
+
+def hint_of(ddp: DistributedDataParallel) -> str:
+    """Return what better buckets are estimated to save, "" if that is little or not known."""
+    return _hints.get(ddp, "")
+
+
+def watch(ddp: DistributedDataParallel) -> None:
+    """Estimate once, on rank 0, what better buckets would save, from times that DDP takes anyway.
+
+    A tenth of an iteration or more is logged.
+    """
+    if ddp in _hints:
+        return
+    _hints[ddp] = ""
+    group = ddp.process_group
+    is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
+    if is_first and not state.is_copy(ddp):
+        observe(ddp, Turn.ADVICE, _Watch())
+
+
+class _Watch(StepClock):
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}  # with its iteration's time
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note the times of the step that ends where the next begins."""
+        if not will_communicate(ddp):
+            return
+        super().before_forward(ddp)
+        try:
+            step = _torch.last_logged_step(ddp)
+            if step.number in _STEPS and self.step_s is not None:
+                self._steps.setdefault(step.number, (step, self.step_s))
+            if step.number >= _STEPS[-1]:
+                ignore(ddp, Turn.ADVICE)
+                _hints[ddp] = self._find_hint(ddp)
+                if _hints[ddp]:
+                    _logs.info("%s", _hints[ddp])
+        except Exception as error:  # which costs the hint, and nothing else
+            ignore(ddp, Turn.ADVICE)
+            _logs.info("what better buckets would save is not known: %r", error)
+
+    def _find_hint(self, ddp: DistributedDataParallel) -> str:
+        buckets = _torch.final_buckets(ddp)
+        if not (self._steps and buckets) or plan_of(ddp) or _torch.has_comm_hook(ddp):
+            return ""
+        steps, iterations_s = zip(*self._steps.values(), strict=True)
+        step = _torch.LoggedStep(*map(statistics.median, zip(*steps, strict=True)))
+        iteration_s = statistics.median(iterations_s)
+        if step.exposed_s < _LEAST_HINTED_GAIN * iteration_s or find_lasting_obstacle(ddp):
+            return ""
+        gain = estimate_gain(ddp, buckets, step, iteration_s)
+        if gain < _LEAST_HINTED_GAIN:
+            return ""
+        return (
+            f"of an iteration of {format_ms(iteration_s)} ms {format_ms(step.exposed_s)} are spent "
+            "waiting for allreduces; other buckets are estimated to make iterations "
+            f"{gain:.0%} shorter: options={{'buckets': 'auto'}} finds the best and tries them"
+        )
+
+
+def estimate_gain(
+    ddp: DistributedDataParallel,
+    buckets: Sequence[Sequence[int]],
+    step: _torch.LoggedStep,
+    iteration_s: float,
+) -> float:
+    """Return the part of an iteration that the best buckets would save, by the cost model.
+
+    Gradients are assumed to arrive at a steady rate up to the first launch, and at another from
+    there to the end of backward. The time per byte of an allreduce is chosen so that the model
+    waits as long as DDP does: the last allreduce ends when all from some bucket on have run one
+    after another, since that bucket was ready.
+    """
+    num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
+    arrived = list(itertools.chain.from_iterable(buckets))
+    first = sum(num_bytes[index] for index in buckets[0])
+    rest = max(1, sum(num_bytes[index] for index in arrived) - first)
+    launched_s = max(0.0, step.backward_s - step.overlap_s)
+    rest_s = step.backward_s - launched_s
+    ends = itertools.accumulate(num_bytes[index] for index in arrived)
+    ready_s = {
+        index: launched_s * min(1.0, end / first) + rest_s * max(0, end - first) / rest
+        for index, end in zip(arrived, ends, strict=True)
+    }
+    backward_s = step.backward_s + step.exposed_s
+    rates, num_bytes_left = [], 0
+    for count, bucket in enumerate(reversed(buckets), start=1):
+        num_bytes_left += sum(num_bytes[index] for index in bucket)
+        moving_s = backward_s - ready_s[bucket[-1]] - count * _STARTUP_S
+        rates.append(moving_s / num_bytes_left)
+    cost = AllreduceCost(startup_s=_STARTUP_S, s_per_byte=max(0.0, min(rates)))
+    measured = Measured(
+        buckets=tuple(map(tuple, buckets)),
+        ready_s=tuple(ready_s.values()),
+        backward_s=backward_s,
+        forward_s=max(0.0, iteration_s - backward_s),
+    )
+    return _compare(ddp, [measured], cost).gain

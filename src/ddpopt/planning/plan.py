@@ -1,7 +1,7 @@
-"""BucketPlan: which gradients share a bucket, and what that was planned from. Plain data.
+"""BucketPlan: which gradients share a bucket, and what that was planned from; `plan` makes one.
 
-It is made before DDP exists or for a running DDP module, saved as JSON, and applied through DDP's
-own arguments or by `rebucket`.
+A plan is plain data. It is made before DDP exists or for a running DDP module, saved as JSON, and
+applied through DDP's own arguments or by `rebucket`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,40 @@ import dataclasses
 import functools
 import hashlib
 import json
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from ddpopt import _files
 from ddpopt._text import count, format_ms, printable, shorten
 from ddpopt.errors import PlanError
-from ddpopt.planning.costs import ALLREDUCE, AllreduceCost, Profile, check_communication
+from ddpopt.planning.batch import LossFn, call_model, find_loss
+from ddpopt.planning.costs import (
+    ALLREDUCE,
+    AllreduceCost,
+    Device,
+    Network,
+    Profile,
+    check_communication,
+)
+from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
-from ddpopt.planning.timeline import Timeline, predict
+from ddpopt.planning.timeline import Timeline, bucket_table, predict
+from ddpopt.planning.timer import Clock
 
 _MIB = 1024 * 1024
 _VERSION = 1
 _MOST_BYTES = 32 * _MIB  # of a file: some 170,000 parameters
 DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
+_NUM_STEPS = 5  # that are timed
+# What an additional section of backward costs: benchmarks/cost/overhead.py measured 40 us.
+_CUT_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +129,6 @@ class BucketPlan:
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""
         content = {"version": _VERSION, **dataclasses.asdict(self), "hash": self.hash}
-        if self.communication == ALLREDUCE:  # so that releases that know nothing else can read it
-            del content["communication"]
         return json.dumps(content, indent=1)
 
     @classmethod
@@ -182,7 +199,7 @@ class BucketPlan:
                 f"{format_ms(timeline.bound_s)}",
                 *([forward] if timeline.gathers else []),
                 "",
-                *timeline.bucket_table("parameters", names),
+                *bucket_table(timeline.buckets, "parameters", names),
             ]
         )
 
@@ -206,3 +223,84 @@ def plan_buckets(
         sizes=best_buckets(profile, cost, communication),
         communication=communication,
     )
+
+
+def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    network: AllreduceCost | Network,
+    world_size: int | None = None,
+    backend: str | Callable[..., Any] | None = "inductor",
+    device: Device | None = None,
+    loss: LossFn | None = None,
+    communication: str = ALLREDUCE,
+) -> BucketPlan:
+    """Return the best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
+
+    The part of backward that each gradient has to wait for is estimated (see `estimate`); forward
+    and backward are timed, which leaves gradients, buffers and the random number state unchanged.
+    With several ranks, make the plan on one and broadcast `to_json()`: times differ between ranks.
+
+    Args:
+        model: What DDP is to wrap, compiled or not, on its device, in the mode used in training.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        network: What `calibrate` measured, or the links of a cluster.
+        world_size: Number of ranks; None means that of the default process group.
+        backend: Compiles the model for the measurement; None measures it uncompiled.
+        device: Rates of the device, to run nothing: then times are estimated too, as they are for
+            models on the meta device.
+        loss: Computes a scalar from the model's output; the default is as in `estimate`.
+        communication: "sharded" plans for `ddpopt.algorithms.ShardedUpdate`: for the whole
+            iteration, since half of the communication runs behind forward.
+
+    Raises:
+        PlanError: the model cannot be traced, `world_size` is missing or below 1, or
+            `communication` is something else.
+    """
+    check_communication(communication)
+    if world_size is None:
+        if not dist.is_initialized():
+            raise PlanError("world_size is None without a process group; give the number of ranks")
+        world_size = dist.get_world_size()
+    cost = network.allreduce(world_size) if isinstance(network, Network) else network
+    profile = estimate(model, example_inputs, device=device, loss=loss)
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if device is None and not is_on_meta:
+        forward_s, backward_s = _measure(model, example_inputs, backend, loss)
+        profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
+    return plan_buckets(profile, cost, world_size, communication)
+
+
+def _measure(
+    model: nn.Module,
+    example_inputs: Any,
+    backend: str | Callable[..., Any] | None,
+    loss: LossFn | None,
+) -> tuple[float, float]:
+    """Return the median times of forward and backward, without the first step, which compiles."""
+    compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    devices = {parameter.device for parameter in gradients}
+    clocks = [Clock(device) for device in devices]
+    indices = [device.index for device in devices if device.type != "cpu"]
+    times: list[tuple[float, float]] = []
+    try:
+        with torch.random.fork_rng(devices=indices):
+            for _ in range(_NUM_STEPS + 1):
+                model.zero_grad(set_to_none=True)
+                start_s = max(clock.finish() for clock in clocks)
+                value = find_loss(call_model(compiled, example_inputs), loss)
+                middle_s = max(clock.finish() for clock in clocks)
+                value.backward()  # type: ignore[no-untyped-call]  # as torch has it
+                stop_s = max(clock.finish() for clock in clocks)
+                times.append((middle_s - start_s, stop_s - middle_s))
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+    forward_s, backward_s = map(statistics.median, zip(*times[1:], strict=True))
+    return forward_s, backward_s

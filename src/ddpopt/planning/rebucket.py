@@ -80,11 +80,6 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
     return ""
 
 
-def find_problem(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
-    """Say why `plan` cannot be applied to `ddp` on this rank now; "" if it can."""
-    return find_obstacle(ddp) or find_misfit(ddp, plan)
-
-
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they match."""
     own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
@@ -109,7 +104,7 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
         PlanError: the first problem, or the ranks that differ from the first one.
         PeerError: a rank did not make this call.
     """
-    problem = find_problem(ddp, plan)
+    problem = find_obstacle(ddp) or find_misfit(ddp, plan)
     agreement.agree(
         ddp,
         Word([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),

@@ -19,7 +19,7 @@ from ddpopt.errors import PlanError
 from ddpopt.planning.costs import ALLREDUCE, AllreduceCost, Network, check_communication
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
-from ddpopt.planning.timeline import BucketTimes, Timeline, predict
+from ddpopt.planning.timeline import BucketTimes, Timeline, bucket_table, gather_table, predict
 
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10
@@ -80,21 +80,19 @@ class Simulation:
 
     def to_json(self) -> str:
         """Return all numbers, derived ones included, as JSON text; times are in seconds."""
-        content = dataclasses.asdict(self) | {
-            "timeline": self.timeline.to_dict(),
-            "efficiency": self.efficiency,
-        }
+        content = dataclasses.asdict(self) | {"efficiency": self.efficiency}
+        for name in ("iteration_s", "exposed_s"):
+            content["timeline"][name] = getattr(self.timeline, name)
         return json.dumps(content, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
         timeline = self.timeline
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
-        rows = _shortened(
-            timeline.bucket_table("- waits, = runs", map(self._bar, timeline.buckets))
-        )
+        bars = map(self._bar, timeline.buckets)
+        rows = _shortened(bucket_table(timeline.buckets, "- waits, = runs", bars))
         if timeline.gathers:
             rows = ["sums behind backward", "", *rows, "", "gathers behind the next forward", ""]
-            rows += _shortened(timeline.gather_table())
+            rows += _shortened(gather_table(timeline.gathers))
         return "\n".join(
             [
                 f"{count(self.world_size, 'rank')}: "
@@ -113,7 +111,7 @@ class Simulation:
 
     def _bar(self, bucket: BucketTimes) -> str:
         whole_s = self.timeline.backward_s or 1.0
-        times = (bucket.ready_s, bucket.launched_s, bucket.finished_s)
+        times = (bucket.ready_s, bucket.launched_s, bucket.finished_s or 0.0)
         # Divide first: the width divided by a tiny time would be infinite.
         ready, launched, finished = (math.floor(_BAR_WIDTH * (time / whole_s)) for time in times)
         return " " * ready + "-" * (launched - ready) + "=" * max(1, finished - launched)

@@ -17,11 +17,10 @@ is ready when the fraction p of backward is over, forward reads its parameter wh
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ddpopt._text import format_bytes, format_ms, table
 from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
@@ -29,16 +28,18 @@ from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """The times of one bucket, in seconds after backward began.
+    """When a bucket's last gradient was ready, and its allreduce was launched and finished.
 
-    A gather's times count from the start of forward, before which it may be launched; it is ready
-    when forward first reads it.
+    Predicted times count from the start of backward, and recorded ones as `Recording` says;
+    `finished_s` is None where it was not recorded. A gather's times count from the start of
+    forward, before which it may be launched; it is ready when forward first reads it.
     """
 
+    index: int
     num_bytes: int
     ready_s: float
     launched_s: float
-    finished_s: float
+    finished_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,39 +75,45 @@ class Timeline:
 
         Less than the iteration takes beyond `alone_s`: communication also slows computation down.
         """
-        after_backward_s = max((bucket.finished_s for bucket in self.buckets), default=0.0)
-        waits_s = (gather.finished_s - gather.ready_s for gather in self.gathers)
-        return max(0.0, after_backward_s - self.computed_s) + sum(max(0.0, s) for s in waits_s)
+        reduced_s = max((bucket.finished_s or 0.0 for bucket in self.buckets), default=0.0)
+        return max(0.0, reduced_s - self.computed_s) + self.waited_s
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all times by name, derived ones included."""
-        followed = {"iteration_s": self.iteration_s, "exposed_s": self.exposed_s}
-        return dataclasses.asdict(self) | followed
+    @property
+    def gathered_s(self) -> float:
+        """The sum of all gathers."""
+        return sum((g.finished_s or 0.0) - g.launched_s for g in self.gathers)
 
-    def bucket_table(self, title: str, texts: Iterable[str]) -> list[str]:
-        """Return a table of the buckets, with a last column that has this title and these texts."""
-        rows = [
-            (
-                f"{index}",
-                format_bytes(bucket.num_bytes),
-                *map(format_ms, (bucket.ready_s, bucket.launched_s, bucket.finished_s)),
-                text,
-            )
-            for index, (bucket, text) in enumerate(zip(self.buckets, texts, strict=True))
-        ]
-        return table(("bucket", "size", "ready ms", "launch", "finish", title), rows)
+    @property
+    def waited_s(self) -> float:
+        """How long forward waits for gathers."""
+        return sum(max(0.0, (g.finished_s or 0.0) - g.ready_s) for g in self.gathers)
 
-    def gather_table(self) -> list[str]:
-        """Return a table of the gathers, in the order in which they run."""
-        rows = [
-            (
-                f"{index}",
-                format_bytes(gather.num_bytes),
-                *map(format_ms, (gather.launched_s, gather.finished_s, gather.ready_s)),
-            )
-            for index, gather in reversed(list(enumerate(self.gathers)))
-        ]
-        return table(("bucket", "size", "launch ms", "finish", "first read"), rows)
+
+def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str]) -> list[str]:
+    """Return a table of buckets, with a last column that has this title and these texts."""
+    rows = [
+        (
+            f"{bucket.index}",
+            format_bytes(bucket.num_bytes),
+            *map(format_ms, (bucket.ready_s, bucket.launched_s, bucket.finished_s)),
+            text,
+        )
+        for bucket, text in zip(buckets, texts, strict=True)
+    ]
+    return table(("bucket", "size", "ready ms", "launch", "finish", title), rows)
+
+
+def gather_table(gathers: Sequence[BucketTimes]) -> list[str]:
+    """Return a table of the gathers, in the order in which they run."""
+    rows = [
+        (
+            f"{gather.index}",
+            format_bytes(gather.num_bytes),
+            *map(format_ms, (gather.launched_s, gather.finished_s, gather.ready_s)),
+        )
+        for gather in reversed(gathers)
+    ]
+    return table(("bucket", "size", "launch ms", "finish", "first read"), rows)
 
 
 def predict(
@@ -132,7 +139,7 @@ def predict(
     return Timeline(
         forward_s=forward_s,
         computed_s=reached[-1],
-        backward_s=max(reached[-1], buckets[-1].finished_s) + profile.after_s,
+        backward_s=max(reached[-1], buckets[-1].finished_s or 0.0) + profile.after_s,
         between_s=profile.between_s,
         alone_s=alone_s,
         communication_s=sum(each.seconds(moved.num_bytes) for moved in (*buckets, *gathers)),
@@ -160,8 +167,8 @@ def _run_backward(
     transfers = [_Transfer(each.num_bytes, each.last + 1) for each in queue]
     reached, spans = _run(goals, transfers, cost)
     return reached, [
-        BucketTimes(each.num_bytes, reached[each.last], *span)
-        for each, span in zip(queue, spans, strict=True)
+        BucketTimes(index, each.num_bytes, reached[each.last], *span)
+        for index, (each, span) in enumerate(zip(queue, spans, strict=True))
     ]
 
 
@@ -181,9 +188,10 @@ def _run_forward(
         transfers.append(_Transfer(each.num_bytes, count))
     reached, spans = _run([*updates, *reads, _Goal(begun_s + profile.forward_s)], transfers, cost)
     gathers = []
-    for each, read_s, span in zip(queue, reached[len(queue) :], spans, strict=False):
+    reached_reads = reached[len(queue) : 2 * len(queue)]
+    for count, (each, read_s, span) in enumerate(zip(queue, reached_reads, spans, strict=True), 1):
         times = (time_s - profile.between_s for time_s in (read_s, *span))
-        gathers.append(BucketTimes(each.num_bytes, *times))
+        gathers.append(BucketTimes(len(queue) - count, each.num_bytes, *times))
     return reached[-1] - profile.between_s, tuple(reversed(gathers))
 
 

@@ -39,7 +39,7 @@ from ddpopt.planning import rebucket
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, decide, judge
 from ddpopt.planning.plan import BucketPlan
-from ddpopt.planning.stopwatch import Measured, Stopwatch, device_of
+from ddpopt.planning.timer import Measured, Stopwatch, device_of
 from ddpopt.ranks.agreement import gather, hand_out
 from ddpopt.ranks.rendezvous import Appointment
 from ddpopt.split import state
@@ -96,7 +96,7 @@ def restart(ddp: DistributedDataParallel) -> None:
     start(ddp, "auto", is_trial=state.of(ddp).is_trial)
 
 
-def begin_anew(ddp: DistributedDataParallel) -> None:
+def start_over(ddp: DistributedDataParallel) -> None:
     """Start a running search over: steps take different times from here on. Collective."""
     tuner = of(ddp)
     if tuner is not None and tuner.source == "auto" and not tuner.is_done:
@@ -126,7 +126,7 @@ def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
         _in_use[copy] = tuner
 
 
-def take_over(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
+def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
     """Make `ddp` continue what compiling its copy has begun."""
     begun = of(copy)
     if begun is not None and of(ddp) is None:
@@ -167,7 +167,7 @@ class _Tuner(Observer):
             self._refuse(ddp, obstacle)
         elif self._stage is _SEARCH and dist.get_world_size(group) < 2:
             self._stage = None
-            self._tell(ddp, f"{STAY}: one rank communicates nothing")
+            self._report(ddp, f"{STAY}: one rank communicates nothing")
 
     @property
     def is_done(self) -> bool:
@@ -191,7 +191,7 @@ class _Tuner(Observer):
 
     def stop(self) -> None:
         if self._stopwatch is not None:
-            self._stopwatch.remove()
+            self._stopwatch.stop()
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._stage is None:
@@ -199,7 +199,7 @@ class _Tuner(Observer):
             return
         if not will_communicate(ddp):
             if self._stopwatch is not None:
-                self._stopwatch.end_step()
+                self._stopwatch.skip_forward()
             return
         stopwatch = self._begin_step(ddp, self._stage)
         if stopwatch.num_backwards == self._stage.num_backwards - 1 and self._appointment is None:
@@ -212,7 +212,7 @@ class _Tuner(Observer):
                     absence="did not begin it in the same step",
                 )
             except PeerError as error:
-                stopwatch.remove()
+                stopwatch.stop()
                 state.of(ddp).end_search()
                 self._give_up(ddp, self._stage, str(error))
         elif stopwatch.num_backwards == self._stage.num_backwards:
@@ -226,13 +226,13 @@ class _Tuner(Observer):
     def _begin_step(self, ddp: DistributedDataParallel, stage: _Stage) -> Stopwatch:
         if self._stopwatch is None:
             self._stopwatch = Stopwatch(ddp, stage.num_untimed)
-        self._stopwatch.begin_step()
+        self._stopwatch.begin_forward()
         return self._stopwatch
 
     def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
         assert self._appointment is not None
         appointment = self._appointment
-        stopwatch.remove()
+        stopwatch.stop()
         self._stopwatch = self._appointment = self._stage = None
         state.of(ddp).end_search()
         expected = (None, self.best if stage in _COMPARISONS else self._first)
@@ -251,7 +251,7 @@ class _Tuner(Observer):
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
         _torch.prepare_reducer(ddp)  # compiled code was already cut for these buckets
-        self._tell(ddp, f"buckets are those of {printable(self.source)}")
+        self._report(ddp, f"buckets are those of {printable(self.source)}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
@@ -268,14 +268,14 @@ class _Tuner(Observer):
         decided = hand_out(ddp, decided, _SEARCH.title)
         self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
         if self.best is None or not decided.is_better:
-            self._tell(ddp, decided.text)
+            self._report(ddp, decided.text)
             return
         try:
             rebucket.agree(ddp, self.best)
         except PlanError as error:
             self._refuse(ddp, str(error))
             return
-        self._tell(ddp, decided.text)
+        self._report(ddp, decided.text)
         self._own = _Own(gathered[0].buckets, tuple(gathered), _torch.reducer_caps(ddp))
         self._gain = decided.gain
         rebucket.apply(ddp, self.best)
@@ -289,12 +289,12 @@ class _Tuner(Observer):
             self._stage = _SECOND_LOOK
             return
         own, self._own = self._own, _Own((), ())
-        self._tell(ddp, verdict.text)
+        self._report(ddp, verdict.text)
         if verdict.is_worse:
             rebucket.take_back(ddp, own.buckets, own.caps_bytes)
             _begin_with_new_reducer(ddp)
 
-    def _tell(self, ddp: DistributedDataParallel, news: str) -> None:
+    def _report(self, ddp: DistributedDataParallel, news: str) -> None:
         """Note what all ranks know, and log it on rank 0."""
         self._note(news)
         if dist.get_rank(ddp.process_group) == 0:

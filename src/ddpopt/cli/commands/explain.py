@@ -17,11 +17,10 @@ from ddpopt.cli.parser import LATENCY_US
 from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.inspection.explain import Explanation, explain
 from ddpopt.options import resolve_options
-from ddpopt.planning.ahead import plan
 from ddpopt.planning.batch import call_model, find_loss
 from ddpopt.planning.costs import Network
 from ddpopt.planning.merging import buckets_of_caps
-from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan
 from ddpopt.planning.simulation import Simulation, format_bandwidth, simulate
 
 _NUM_STEPS = 3  # DDP forms its buckets after the first, and reports them in the third

@@ -1,4 +1,4 @@
-"""With DDP's buckets: one line where better ones would save a tenth of an iteration, else none.
+"""With DDP's buckets: a hint where better ones would save a tenth of an iteration, else none.
 
 The times are given: those that DDP takes here say nothing.
 """
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import _events
 from ddpopt._torch import LoggedStep
-from ddpopt.planning import advice
+from ddpopt.planning import decision
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -27,30 +27,32 @@ HIDDEN = WAITING._replace(communication_s=0.01, overlap_s=0.009)
 
 
 def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
-    """Return what is logged in twelve steps whose forwards begin 110 ms apart."""
+    """Return what is said in the log and by `explain`, of twelve steps that begin 110 ms apart."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     options = {"inner": "aot_eager", **options}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     lines: list[str] = []
-    real = advice._torch.last_logged_step
+    real = decision._torch.last_logged_step
     clock = mock.Mock(perf_counter=lambda: real(ddp).number * 0.11)
     with (
-        mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch.object(decision._logs, "info", lambda text, *args: lines.append(text % args)),
         mock.patch.object(
-            advice._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
+            decision._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
         ),
         mock.patch.object(_events, "time", clock),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
+    lines += str(ddpopt.explain(ddp)).splitlines()
     return [line for line in lines if "other buckets" in line]
 
 
-def test_one_line_on_one_rank_says_what_could_be_won(ranks: Ranks) -> None:
+def test_one_line_on_one_rank_and_in_explain_says_what_could_be_won(ranks: Ranks) -> None:
     first, second = ranks.run(_train, WAITING, {})
-    assert len(first) == 1
+    logged, explained = first
+    assert logged == explained
     assert not second
-    assert first[0].startswith("of an iteration of 110.0 ms 45.0 are spent waiting")
-    assert "options={'buckets': 'auto'}" in first[0]
+    assert logged.startswith("of an iteration of 110.0 ms 45.0 are spent waiting")
+    assert "options={'buckets': 'auto'}" in logged
 
 
 @pytest.mark.parametrize(
@@ -63,20 +65,20 @@ def test_nothing_is_said_otherwise(ranks: Ranks, step: LoggedStep, options: dict
 
 
 def _train_without(rank: int, name: str) -> tuple[list[str], int]:
-    """Train where a function of `advice` raises; return what is said of it, and the sections."""
+    """Train where a function of `decision` raises; return what is said of it, and the sections."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     lines: list[str] = []
     with (
-        mock.patch.object(advice._logs, "info", lambda text, *args: lines.append(text % args)),
-        mock.patch(f"ddpopt.planning.advice.{name}", side_effect=KeyError("lost")),
+        mock.patch.object(decision._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch(f"ddpopt.planning.decision.{name}", side_effect=KeyError("lost")),
     ):
         train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
     *_, plan = ddpopt.explain(ddp).plans
     return [line for line in lines if "lost" in line], len(plan.sections)
 
 
-@pytest.mark.parametrize("name", ["observe", "_torch.last_logged_step", "plan_of"])
+@pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])
 def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
     """One line on rank 0 has it; graphs are split, and training goes on."""
     (first, sections), (second, _) = ranks.run(_train_without, name)
@@ -89,7 +91,7 @@ def _estimate(_rank: int, step: LoggedStep, sizes: list[int]) -> float:
     ddp = DistributedDataParallel(MLP())
     indices = iter(reversed(range(12)))
     buckets = [[next(indices) for _ in range(size)] for size in sizes]
-    return advice.estimate_gain(ddp, buckets, step, 0.11)
+    return decision.estimate_gain(ddp, buckets, step, 0.11)
 
 
 def test_what_could_be_won_is_what_the_cost_model_says(ranks: Ranks) -> None:

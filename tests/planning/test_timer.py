@@ -1,4 +1,4 @@
-"""The stopwatch measures computation: what sharded updates wait is counted apart."""
+"""Steps are timed to the end of the outermost backward, and without what sharded updates wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt import _waits
-from ddpopt.planning import stopwatch
+from ddpopt.planning import timer
 from tests.support.models import MLP, WIDTH
 
 
@@ -34,10 +34,10 @@ def test_a_step_is_measured_without_its_waiting_and_an_iteration_with_it(one_ran
     """In forward, before backward, and before the update."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
     _waits.begin_sharded(ddp, clock, True)
-    with mock.patch.object(stopwatch, "time", clock):
-        watch = stopwatch.Stopwatch(ddp, num_untimed=1)
+    with mock.patch.object(timer, "time", clock):
+        watch = timer.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
-            watch.begin_step()
+            watch.begin_forward()
             clock.compute(1)
             output = ddp(torch.ones(4, WIDTH))
             clock.wait(10)
@@ -48,7 +48,7 @@ def test_a_step_is_measured_without_its_waiting_and_an_iteration_with_it(one_ran
             clock.wait(40)
             clock.compute(4)
         measured = watch.measured()
-    watch.remove()
+    watch.stop()
     assert (measured.forward_s, measured.backward_s, measured.between_s) == (1, 2, 4)
     assert set(measured.ready_s) == {2}
     assert measured.waited_s == 70
@@ -88,19 +88,19 @@ def test_a_backward_is_measured_to_its_end_and_no_further(one_rank: None) -> Non
     model = _Checkpointed(3)
     model.clock = clock
     ddp = DistributedDataParallel(model)
-    with mock.patch.object(stopwatch, "time", clock):
-        watch = stopwatch.Stopwatch(ddp, num_untimed=0)
+    with mock.patch.object(timer, "time", clock):
+        watch = timer.Stopwatch(ddp, num_untimed=0)
         for _ in range(7):
-            watch.begin_step()
+            watch.begin_forward()
             output = ddp(torch.ones(4, WIDTH, requires_grad=True))
             watch.end_forward()
             output.sum().backward()
-            assert watch.num_backwards == len(watch._steps)
+            assert watch.num_backwards == len(watch.steps)
             model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
             with ddp.no_sync():
-                watch.end_step()
+                watch.skip_forward()
                 model.layers[0](torch.ones(4, WIDTH)).sum().backward()
         measured = watch.measured()
-    watch.remove()
+    watch.stop()
     assert (measured.backward_s, measured.between_s) == (3, 3)
     assert measured.ready_s == (0, 0, 1, 1, 2, 2)

@@ -1,0 +1,295 @@
+"""The one clock: when forwards run, gradients arrive, and backwards end.
+
+The tuner, `ddpopt.record` and the benchmarks time steps with it.
+
+[Note: times of a step]
+Hooks on the autograd nodes that accumulate gradients note when each gradient arrives. DDP's own
+hook runs between our two on the same node, and launches the allreduces of the buckets that are
+complete, so our second hook gives the time of the launch. A step's backward ends with the last that
+got one of its gradients, since reentrant checkpoints run backwards within the backward; a gradient
+that arrives once more after an end is of another backward.
+
+A GPU gets to its queued work later than the CPU that queues it. So each time on a GPU is that of an
+event in its queue, and is known only when the GPU has got there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch, _waits
+from ddpopt.split import state
+
+_LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
+
+
+class _Queued(float):
+    """When the CPU was at a place in a device's queue, with the event that marks the place."""
+
+    __slots__ = ("event",)
+    event: torch.Event
+
+
+class Clock:
+    """Gives times in seconds. On the CPU it stops while `waited_s`, if given, goes on."""
+
+    def __init__(self, device: torch.device, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._device = device
+        self.is_on_cpu = device.type == "cpu"
+        self._waited_s = waited_s
+
+    def now(self) -> float:
+        """Return the time, and mark the place in the device's queue with it."""
+        if self.is_on_cpu:
+            return time.perf_counter() - self._waited_s()
+        moment = _Queued(time.perf_counter())
+        moment.event = torch.Event(self._device, enable_timing=True)
+        moment.event.record()
+        return moment
+
+    def seconds(self, start: float, stop: float) -> float:
+        """Return how long the device took from one time that `now` returned to another."""
+        if isinstance(start, _Queued) and isinstance(stop, _Queued):
+            stop.event.synchronize()
+            return float(start.event.elapsed_time(stop.event)) / 1e3
+        return stop - start
+
+    def finish(self) -> float:
+        """Wait until the device has done all of its queued work; return the CPU's time."""
+        if not self.is_on_cpu:
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+    def finish_stream(self) -> float:
+        """As `finish`, for the current stream: others, which may communicate, can be busy."""
+        if not self.is_on_cpu:
+            torch.accelerator.current_stream(self._device).synchronize()
+        return time.perf_counter()
+
+
+def device_of(ddp: DistributedDataParallel) -> torch.device:
+    """Return the device of the first parameter that is reduced."""
+    return next(iter(_torch.reducer_parameters(ddp))).device
+
+
+@dataclass(slots=True)
+class Step:
+    """The times of one step, as a `Clock` has them; 0 is unknown.
+
+    `ready` and `launched` are by parameter index: around DDP's own hook, see [Note: times of a
+    step]. `backwards` are autograd's numbers of those that ran, with a gradient that arrived in
+    each. `waited_s` is how long sharded updates had waited when the step began.
+    """
+
+    began: float
+    waited_s: float = 0.0
+    num_forwards: int = 1
+    forward_ended: float = 0.0  # of the last one
+    backward_ended: float = 0.0
+    ready: dict[int, float] = field(default_factory=dict)
+    launched: dict[int, float] = field(default_factory=dict)
+    backwards: dict[int, int] = field(default_factory=dict)
+
+
+class StepTimer:
+    """Notes the steps of a DDP module, for somebody who tells it of forwards.
+
+    `on_ready` gets the index of each gradient that arrives in a step. With `on_launched`, which is
+    called after DDP's own hook on it, launches are noted too.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        clock: Clock,
+        *,
+        on_ready: Callable[[int], None] = lambda _: None,
+        on_launched: Callable[[], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.steps: list[Step] = []
+        self._ddp = weakref.ref(ddp)  # holding this must not keep its module alive
+        self._clock = clock
+        self._on_ready, self._on_launched, self._on_end = on_ready, on_launched, on_end
+        self._is_in_forward = self._is_over = False
+        self._ends = _torch.BackwardEnds(self._end_backward)
+        parameters = _torch.reducer_parameters(ddp)
+        self._parameters = tuple(parameters)
+        # Autograd's nodes live only as long as somebody holds them.
+        self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
+        self._hooks: dict[int, list[Any]] = {}
+        for index, node in self._nodes.items():
+            self._hooks[index] = [node.register_prehook(functools.partial(self._arrive, index))]
+            if on_launched is not None:
+                launch = functools.partial(self._launch, index)
+                self._hooks[index].append(node.register_hook(launch))
+
+    @property
+    def step(self) -> Step | None:
+        """The step that a gradient would belong to, None between steps."""
+        return self.steps[-1] if self.steps and not self._is_over else None
+
+    @property
+    def num_backwards(self) -> int:
+        """How many steps' backwards have ended."""
+        return sum(bool(step.backward_ended) for step in self.steps)
+
+    def begin_forward(self) -> bool:
+        """Note that a forward that communicates begins; return whether a step begins with it.
+
+        A forward with all parameters frozen, such as of a GAN's discriminator, is in no step.
+        """
+        ddp = self._ddp()
+        if ddp is None or not any(parameter.requires_grad for parameter in self._parameters):
+            return False
+        self._is_in_forward = True
+        if self.step is not None and not self.step.ready:
+            self.step.num_forwards += 1
+            return False
+        self.steps.append(Step(began=self._clock.now(), waited_s=_waits.waited_s(ddp)))
+        self._is_over = False
+        return True
+
+    def end_forward(self) -> None:
+        """Note that a forward has ended, unless it is in no step."""
+        if self._is_in_forward:
+            self._is_in_forward = False
+            self.steps[-1].forward_ended = self._clock.now()
+
+    def skip_forward(self) -> None:
+        """Note that a forward begins that does not communicate: a backward of it is in no step."""
+        if self.steps and self.steps[-1].backward_ended:
+            self._is_over = True
+
+    def watch_only(self, indices: Collection[int]) -> None:
+        """Note no other gradients from here on: hooks on hundreds of them cost time."""
+        for index in self._hooks.keys() - indices:
+            for hook in self._hooks.pop(index):
+                hook.remove()
+
+    def stop(self) -> None:
+        self.watch_only(())
+        self._nodes.clear()
+
+    def _arrive(self, index: int, _gradients: object) -> None:
+        step = self.step
+        if step is None:
+            return
+        # A backward within the step's own may have ended; what comes twice after one is another's.
+        if step.backward_ended and index in step.ready and not self._ends.is_pending:
+            self._is_over = True
+            return
+        self._ends.watch()
+        step.backwards[_torch.running_backward()] = index
+        step.ready[index] = self._clock.now()
+        self._on_ready(index)
+
+    def _launch(self, index: int, _inputs: object, _outputs: object) -> None:
+        if self._on_launched is not None:
+            self._on_launched()
+        if self.step is not None:
+            self.step.launched[index] = self._clock.now()
+
+    def _end_backward(self) -> None:
+        if self.step is not None:
+            self.step.backward_ended = self._clock.now()
+            self._on_end()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
+
+    `ready_s` is in the order of `buckets`, which hold parameter indices. `waited_s` is how long
+    sharded updates waited, which no other time contains. `problem` says why there are no times.
+    """
+
+    problem: str = ""
+    buckets: tuple[tuple[int, ...], ...] = ()
+    ready_s: tuple[float, ...] = ()
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    between_s: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def iteration_s(self) -> float:
+        """From one forward to the next."""
+        return self.forward_s + self.backward_s + self.between_s + self.waited_s
+
+
+class Stopwatch(StepTimer):
+    """Measures a rank's steps for the tuner; on the CPU without what sharded updates wait.
+
+    The first `num_untimed` steps do not count. `key` is set by the first backward: it is the same
+    on all ranks, and belongs to no other stopwatch.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
+        self.key = ""
+        self._num_untimed = num_untimed
+        clock = Clock(device_of(ddp), functools.partial(_waited_s, weakref.ref(ddp)))
+        super().__init__(ddp, clock, on_end=self._name)
+
+    def _name(self) -> None:
+        ddp = self._ddp()
+        if self.num_backwards == 1 and ddp is not None:
+            parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
+            digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
+            # The number of earlier collectives tells in which backward a search was requested.
+            self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
+
+    def measured(self) -> Measured:
+        """Return the medians over the complete steps."""
+        ddp = self._ddp()
+        assert ddp is not None
+        buckets = state.of(ddp).buckets or _torch.final_buckets(ddp)
+        if not buckets:
+            return Measured(problem="DDP did not tell its buckets")
+        arrival = list(itertools.chain.from_iterable(buckets))
+        # A Reducer that looks for unused parameters treats them as ready before all others.
+        needed = set(arrival) if _torch.follows_arrival_order(ddp) else set()
+        complete = [
+            (step, following)
+            for step, following in itertools.pairwise(self.steps[self._num_untimed :])
+            if step.backward_ended and step.num_forwards == 1 and step.ready.keys() >= needed
+        ]
+        if len(complete) < _LEAST_COMPLETE:
+            return Measured(
+                problem="too few steps of one forward and one backward that used all parameters "
+                "could be measured"
+            )
+        seconds = self._clock.seconds
+
+        def ready_s(index: int) -> float:
+            return statistics.median(
+                seconds(step.forward_ended, step.ready.get(index, step.forward_ended))
+                for step, _ in complete
+            )
+
+        return Measured(
+            buckets=tuple(map(tuple, buckets)),
+            ready_s=tuple(map(ready_s, arrival)),
+            forward_s=statistics.median(seconds(s.began, s.forward_ended) for s, _ in complete),
+            backward_s=statistics.median(
+                seconds(s.forward_ended, s.backward_ended) for s, _ in complete
+            ),
+            between_s=statistics.median(seconds(s.backward_ended, t.began) for s, t in complete),
+            waited_s=statistics.median(t.waited_s - s.waited_s for s, t in complete),
+        )
+
+
+def _waited_s(ddp: weakref.ref[DistributedDataParallel]) -> float:
+    module = ddp()
+    return 0.0 if module is None else _waits.waited_s(module)
