@@ -23,7 +23,7 @@ from ddpopt.checks.dry_run import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
 from ddpopt.planning import advice, tuner
-from ddpopt.ranks import agreement
+from ddpopt.ranks import agree
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
@@ -68,7 +68,7 @@ def backend(
     else:
         compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
-        agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
+        agree.publish(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
     return compiled
 
 
@@ -145,7 +145,7 @@ def install() -> None:
         _torch.watch_ddp_forward(_events.before_forward, _after_ddp_forward)
     except TorchDriftError as error:
         _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
-    ask_at_first(Turn.AGREEMENT, agreement.observe)
+    ask_at_first(Turn.AGREEMENT, agree.observe)
     ask_at_first(Turn.VERIFY, verify.observe)
     ask_at_first(Turn.COMPILED, lambda _: _FirstForward())
 

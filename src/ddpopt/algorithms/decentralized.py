@@ -18,7 +18,7 @@ from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
 from ddpopt.algorithms.handle import BackgroundHandle, Handle, HierarchicalAlgorithm, Training
 from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
-from ddpopt.ranks.agreement import Fact, communicating
+from ddpopt.ranks.agree import Fact, communicating
 
 BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 

@@ -30,7 +30,7 @@ from ddpopt.errors import (
     VerificationError,
 )
 from ddpopt.planning.batch import Batch, LossFn
-from ddpopt.ranks.agreement import gather
+from ddpopt.ranks.agree import all_gather_object
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL
 
@@ -219,7 +219,7 @@ class _Report(NamedTuple):
 
 def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
     """Return the same result on all ranks, judged by the first one's tolerances."""
-    reports = gather(ddp, own, "comparing a step with an eager one")
+    reports = all_gather_object(ddp, own, "comparing a step with an eager one")
     errors = largest([report.errors for report in reports])
     worst = [report.errors.worst for report in reports]
     limits = reports[0].tolerances

@@ -15,8 +15,7 @@ from ddpopt.checks.numerics import name_of
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
-from ddpopt.ranks import agreement
-from ddpopt.ranks.agreement import Fact
+from ddpopt.ranks.agree import Fact, compare
 from ddpopt.split import state
 from ddpopt.split.plan import SplitPlan
 
@@ -69,7 +68,7 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
             own.code += copied.code
             tuner.take_over(rehearsal.ddp, run.ddp)
         facts = facts_of(run.ddp, copied.plans)
-    agreement.compare(run.ddp, facts)
+    compare(run.ddp, facts)
     return rehearsal
 
 

@@ -16,8 +16,7 @@ from ddpopt._events import Observer, Turn, ignore, observe
 from ddpopt._text import count, shorten
 from ddpopt.errors import PlanError
 from ddpopt.planning.plan import BucketPlan
-from ddpopt.ranks import agreement
-from ddpopt.ranks.agreement import Fact, Word
+from ddpopt.ranks.agree import Fact, RankReport, require_equal
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 
@@ -110,9 +109,9 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
         PeerError: a rank did not make this call.
     """
     problem = find_problem(ddp, plan)
-    agreement.agree(
+    require_equal(
         ddp,
-        Word([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
+        RankReport([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
         PlanError,
         "make the plan on one rank and broadcast its to_json()",
         title="buckets stay as they are: ",
