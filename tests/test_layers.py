@@ -17,7 +17,6 @@ LAYERS = (
     "errors",
     "reducer",
     "_text",
-    "_lazy",
     "_files",
     "config",
     "_torch",

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _events, _logs, _torch, config
 from ddpopt._events import Observer, Turn, ask_at_first, ignore
 from ddpopt.checks import verify, warmup
-from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
 from ddpopt.planning import advice, tuner

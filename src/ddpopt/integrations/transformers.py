@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ddpopt import _events
-from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.metrics import metrics
 from ddpopt.integrations.reporter import Reporter, say_nothing_to_split

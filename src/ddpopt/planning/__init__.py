@@ -1,18 +1,11 @@
 """Which buckets are best: costs, predictions for any cluster, and the search."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-from ddpopt._lazy import import_from
-
-if TYPE_CHECKING:
-    from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
-    from ddpopt.planning.device import Device, measure_device
-    from ddpopt.planning.estimates import estimate
-    from ddpopt.planning.plan import PlannedBucket
-    from ddpopt.planning.simulation import Simulation, Stragglers, simulate
-    from ddpopt.planning.timeline import Timeline
+from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
+from ddpopt.planning.device import Device, measure_device
+from ddpopt.planning.estimates import estimate
+from ddpopt.planning.plan import PlannedBucket
+from ddpopt.planning.simulation import Simulation, Stragglers, simulate
+from ddpopt.planning.timeline import Timeline
 
 __all__ = [
     "AllreduceCost",
@@ -28,16 +21,3 @@ __all__ = [
     "measure_device",
     "simulate",
 ]
-
-_WHERE = {
-    "costs": "AllreduceCost Gradient Network Profile",
-    "device": "Device measure_device",
-    "estimates": "estimate",
-    "plan": "PlannedBucket",
-    "simulation": "Simulation Stragglers simulate",
-    "timeline": "Timeline",
-}
-
-
-def __getattr__(name: str) -> Any:
-    return import_from(__name__, _WHERE, name)

@@ -273,6 +273,11 @@ def _distance(tensor: torch.Tensor) -> torch.Tensor:
     return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 @contextlib.contextmanager
 def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Restore torch's, Python's and numpy's random number state at the end of the block.
