@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddpopt import algorithms, config, errors, planning
-from ddpopt._files import installed_version
+from ddpopt._text import installed_version
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DDPOptError

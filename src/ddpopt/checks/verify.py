@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
-from ddpopt._events import Observer, Turn, ignore
+from ddpopt._events import Observer, Priority, ignore
 from ddpopt._text import count
 from ddpopt.checks.copies import (
     DryRun,
@@ -398,7 +398,7 @@ def _trains(ddp: DistributedDataParallel) -> bool:
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
     """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
-    ignore(ddp, Turn.VERIFY)
+    ignore(ddp, Priority.VERIFY)
     try:
         outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))
     except (_BrokenOffError, DisagreementError):
@@ -422,7 +422,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
 
 
 def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
-    ignore(ddp, Turn.VERIFY)
+    ignore(ddp, Priority.VERIFY)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
         "training goes on: %s; to verify it, %s",

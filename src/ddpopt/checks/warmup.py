@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._files import installed_version
+from ddpopt._text import installed_version
 from ddpopt.checks.copies import DryRun, Rehearsal, dtype_name, is_compiled_by_us
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.planning import tuner

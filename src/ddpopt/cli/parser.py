@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ddpopt._files import check_can_write, installed_version
+from ddpopt._text import check_can_write, installed_version
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import ALGORITHMS, COMMUNICATIONS
 from ddpopt.planning.simulation import parse_bandwidth

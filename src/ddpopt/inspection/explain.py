@@ -18,8 +18,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._files import installed_version, write_text
-from ddpopt._text import count, format_bytes, format_ms, printable, shorten, table
+from ddpopt._text import (
+    count,
+    format_bytes,
+    format_ms,
+    installed_version,
+    printable,
+    shorten,
+    table,
+    write_text,
+)
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page

@@ -44,16 +44,16 @@ from ddpopt import _torch, _waits
 from ddpopt._events import (
     Label,
     Observer,
-    Turn,
+    Priority,
     ignore,
     listen,
     observe,
+    range_name,
+    watch_backward,
     watch_forwards,
     will_communicate,
 )
-from ddpopt._files import check_can_write
-from ddpopt._ranges import range_name, watch_backward
-from ddpopt._text import format_bytes
+from ddpopt._text import check_can_write, format_bytes
 from ddpopt.inspection.exchanges import FollowedExchange, Follower
 from ddpopt.inspection.recording import (
     RecordedBucket,
@@ -247,11 +247,11 @@ class _Recorder(Observer):
             self._kept.append(node)
             self._watch_arrival(node, parameter.index)
         watch_forwards()
-        observe(ddp, Turn.RECORDER, self)
+        observe(ddp, Priority.RECORDER, self)
         try:
             yield
         finally:
-            ignore(ddp, Turn.RECORDER)
+            ignore(ddp, Priority.RECORDER)
             self._remove_hooks(self._hooks.keys())
             self._kept.clear()
             self._follower.close()

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpopt._files import write_text
-from ddpopt._text import count, format_bytes, format_ms, table
+from ddpopt._text import count, format_bytes, format_ms, table, write_text
 
 TRACE_FORMAT = "ddpopt trace 1"
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpopt._files import MalformedError, build, parse, show
-from ddpopt._text import printable
+from ddpopt._text import MalformedError, build, parse, printable, show
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
 

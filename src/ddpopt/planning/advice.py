@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import StepClock, Turn, ignore, observe, will_communicate
+from ddpopt._events import Priority, StepClock, ignore, observe, will_communicate
 from ddpopt._text import format_ms
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
@@ -37,7 +37,7 @@ def watch(ddp: DistributedDataParallel) -> None:
         group = ddp.process_group
         is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
         if is_first and not state.is_copy(ddp):
-            observe(ddp, Turn.ADVICE, _Adviser())
+            observe(ddp, Priority.ADVICE, _Adviser())
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def _costing_the_hint(ddp: DistributedDataParallel) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        ignore(ddp, Turn.ADVICE)
+        ignore(ddp, Priority.ADVICE)
         _logs.info("what better buckets would save is not known: %r", error)
 
 
@@ -65,7 +65,7 @@ class _Adviser(StepClock):
             if step.number in _STEPS and self.step_s is not None:
                 self._steps.setdefault(step.number, (step, self.step_s))
             if step.number >= _STEPS[-1]:
-                ignore(ddp, Turn.ADVICE)
+                ignore(ddp, Priority.ADVICE)
                 self._advise(ddp)
 
     def _advise(self, ddp: DistributedDataParallel) -> None:

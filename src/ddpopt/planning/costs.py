@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ddpopt._files import show
+from ddpopt._text import show
 from ddpopt.errors import PlanError
 
 ALGORITHMS = ("ring", "tree", "hierarchical")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._events import Observer, Priority, ignore, observe
 from ddpopt._text import count, shorten
 from ddpopt.errors import PlanError
 from ddpopt.planning.plan import BucketPlan
@@ -169,7 +169,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
     begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
     _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
-    observe(ddp, Turn.REBUCKET, _Permission())
+    observe(ddp, Priority.REBUCKET, _Permission())
 
 
 class _Permission(Observer):
@@ -180,4 +180,4 @@ class _Permission(Observer):
 def _allow_backward(ddp: DistributedDataParallel) -> None:
     for handle in _guards.pop(ddp, ()):
         handle.remove()
-    ignore(ddp, Turn.REBUCKET)
+    ignore(ddp, Priority.REBUCKET)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
-from ddpopt._events import Observer, Turn, ignore, observe, will_communicate
+from ddpopt._events import Observer, Priority, ignore, observe, will_communicate
 from ddpopt._text import printable
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
@@ -105,7 +105,7 @@ def begin_anew(ddp: DistributedDataParallel) -> None:
 
 def _begin(ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None) -> None:
     _tuners[ddp] = _Tuner(ddp, source, first)
-    observe(ddp, Turn.TUNER, _tuners[ddp])
+    observe(ddp, Priority.TUNER, _tuners[ddp])
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
@@ -195,7 +195,7 @@ class _Tuner(Observer):
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._stage is None:
-            ignore(ddp, Turn.TUNER)
+            ignore(ddp, Priority.TUNER)
             return
         if not will_communicate(ddp):
             if self._stopwatch is not None:

@@ -8,7 +8,7 @@ import json
 
 import torch.distributed as dist
 
-from ddpopt._files import write_text
+from ddpopt._text import write_text
 from ddpopt.cli.output import Report, Screen, explained
 from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.planning.calibrate import calibrate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ddpopt._files import write_text
+from ddpopt._text import write_text
 from ddpopt.cli.output import InputError, Report, Screen, Table, explained
 from ddpopt.inspection.traces import merge_traces, trace_files
 
