@@ -23,7 +23,7 @@ from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.rebucket import rebucket
 
 if TYPE_CHECKING:
-    from ddpopt.data_parallel.module import DataParallel
+    from ddpopt.data_parallel import DataParallel
 
 __all__ = [
     "BucketPlan",
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return installed_version()
     if name == "DataParallel":
-        from ddpopt.data_parallel.module import DataParallel  # noqa: PLC0415
+        from ddpopt.data_parallel import DataParallel  # noqa: PLC0415
 
         return DataParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
