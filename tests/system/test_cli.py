@@ -23,13 +23,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import __version__, _torch
-from ddpopt.cli import main, output
-from ddpopt.cli.choices import CHOICES
-from ddpopt.cli.commands import bench, doctor, simulate
-from ddpopt.cli.factory import Loaded, find_factory
+from ddpopt.cli import bench, commands, doctor, main, output
+from ddpopt.cli.doctor import CHOICES
+from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group
 from ddpopt.cli.main import find_command
 from ddpopt.cli.output import InputError
-from ddpopt.cli.process_groups import one_rank_group
 from ddpopt.errors import TorchDriftError
 from ddpopt.inspection.recording import RecordedBucket, RecordedStep, Recording
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
@@ -267,9 +265,8 @@ def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
         check=True,
     )
     loaded = set(done.stdout.splitlines()[-1].split())
-    commands = {"ddpopt.cli.commands", "ddpopt.cli.commands.simulate"}
-    rest = {f"ddpopt.cli.{name}" for name in ("main", "output", "parser")}
-    assert {m for m in loaded if m.startswith("ddpopt.cli.")} == commands | rest
+    needed = {f"ddpopt.cli.{name}" for name in ("main", "output", "commands", "inputs")}
+    assert {m for m in loaded if m.startswith("ddpopt.cli.")} == needed
     assert not loaded & {"ddpopt.backend", "networkx", "rich"}
 
 
@@ -644,7 +641,7 @@ def test_work_that_fails_exits_with_1_and_the_message(
     def fail(*_: Any) -> None:
         raise TorchDriftError("torch has no such name")
 
-    monkeypatch.setattr(simulate, "run_simulate", fail)
+    monkeypatch.setattr(commands, "run_simulate", fail)
     assert main(("simulate", saved, "--world-size", "4")) == 1
     assert capsys.readouterr().err == "ddpopt: torch has no such name\n"
 
@@ -694,8 +691,8 @@ def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_command_can_be_imported() -> None:
-    """Each name of `module:function` in parser.py."""
-    source = inspect.getsource(sys.modules["ddpopt.cli.parser"])
+    """Each name of `module:function` in main.py."""
+    source = inspect.getsource(sys.modules["ddpopt.cli.main"])
     names = re.findall(r'"(\w+:run\w*)"', source)
     assert len(names) == 7
     assert all(callable(find_command(name)) for name in names)
