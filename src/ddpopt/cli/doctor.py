@@ -216,9 +216,9 @@ def _optimizer() -> torch.optim.Optimizer:
 
 def _names(found: Mapping[PrivateName, bool]) -> Check:
     missing = [str(row) for row, is_found in found.items() if not is_found]
-    told = f"{len(found)} of {len(found)} found" if not missing else ""
+    all_found = f"{len(found)} of {len(found)} found" if not missing else ""
     problem = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
-    return _look("private names", told, problem, _INSTALL_TORCH)
+    return _look("private names", all_found, problem, _INSTALL_TORCH)
 
 
 class _TrialModel(nn.Module):
