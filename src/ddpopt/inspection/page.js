@@ -1,5 +1,7 @@
 "use strict";
 
+// The page of an explanation. timeline.js comes before in the same script, and has the timelines.
+
 // ---- Elements ----------------------------------------------------------------------------------
 // `make` puts strings in as text. Nothing here parses markup, so a name that looks like markup is
 // shown as it is.
@@ -67,16 +69,12 @@ function marked(text, query) {
 
 const content = JSON.parse(document.getElementById("explanation").textContent);
 const KINDS = ["measured", "predicted"];
-const TIMES = ["ready_s", "launched_s", "finished_s"];
 const UNIT = unitFor(longestTime());
 
 function longestTime() {
-  const buckets = content.buckets.flatMap((bucket) => KINDS.map((kind) => bucket[kind]));
-  const times = [...KINDS.map((kind) => content[kind]), ...buckets];
-  return Math.max(
-    0,
-    ...times.map((time) => time?.backward_s ?? time?.finished_s ?? time?.launched_s ?? 0),
-  );
+  const times = [content, ...content.buckets].flatMap((each) => KINDS.map((kind) => each[kind]));
+  const last = (time) => time?.backward_s ?? time?.finished_s ?? time?.launched_s ?? 0;
+  return Math.max(0, ...times.map(last));
 }
 
 function unitFor(seconds) {
@@ -104,6 +102,7 @@ const count = (total, noun) =>
 const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const join = (parts, between = " · ") => parts.filter(Boolean).join(between);
+const sentences = (...parts) => join(parts, " ");
 const shorten = (names) =>
   names.length > 6 ? [...names.slice(0, 6), `and ${names.length - 6} more`] : names;
 const numbersOf = (indices, noun) =>
@@ -291,18 +290,13 @@ function facts() {
   const numSections = sum(split.map((graph) => graph.sections.length));
   const exposed = predicted || isGiven(measured?.exposed_s);
   const numBytes = sum(content.buckets.map((bucket) => bucket.num_bytes));
+  const iteration = `predicted iteration ${duration(predicted?.iteration_s)}`;
   return [
     fact("dd", "DDP buckets", `${buckets.size}`, bytes(numBytes)),
     fact("dd", "sections", `${numSections}`, `in ${some}${count(total, "graph")}`),
     (predicted || measured) && comparedFact("dd", "backward", "backward_s"),
     exposed && comparedFact("dd.exposed", "exposed communication", "exposed_s"),
-    predicted &&
-      fact(
-        "dd",
-        "bound of an iteration",
-        duration(predicted.bound_s),
-        `predicted iteration ${duration(predicted.iteration_s)}`,
-      ),
+    predicted && fact("dd", "bound of an iteration", duration(predicted.bound_s), iteration),
   ];
 }
 
@@ -345,300 +339,6 @@ function fallback({ kind, reason, isAlert, names }) {
   );
 }
 
-// ---- Timelines ---------------------------------------------------------------------------------
-
-const TIME = { left: 112, right: 16, title: 30, compute: 26, gap: 8, after: 22, axis: 24 };
-let drawTimeline = () => {};
-
-function timelineCard() {
-  const panels = KINDS.map(panelOf).filter(Boolean);
-  if (!panels.length)
-    return card("timeline", "Timeline", "Neither predicted nor measured times are known.");
-  const figure = make("div.timeline");
-  let width = 0;
-  drawTimeline = () => {
-    if (figure.clientWidth === width || !figure.clientWidth) return;
-    width = figure.clientWidth;
-    figure.replaceChildren(timeline(panels, width));
-    showSelection();
-  };
-  const basis = content.predicted?.basis ? `Prediction (${content.predicted.basis}).` : "";
-  const lead = `Time in ${UNIT.name} from the end of forward. ${basis}`;
-  return card("timeline", "Timeline", lead, figure, legend(panels));
-}
-
-/** What one panel shows, or null where nothing is known: `kind` is measured or predicted. */
-function panelOf(kind) {
-  const summary = content[kind];
-  const reduced = content.buckets.filter((bucket) => bucket[kind]);
-  const gathers = content.buckets.map((bucket) => gatherOf(kind, bucket)).filter(Boolean);
-  if (!summary && !reduced.length) return null;
-  const finished = reduced.length
-    ? Math.max(...reduced.map((bucket) => bucket[kind].finished_s ?? 0))
-    : summary.backward_s;
-  const waited = sum(gathers.map(({ read, had }) => had - read));
-  // A predicted exposure includes what forward waits for, a measured one does not.
-  const exposed = isGiven(summary?.exposed_s)
-    ? Math.max(0, summary.exposed_s - (kind === "predicted" ? waited : 0))
-    : null;
-  const steps = summary?.num_steps;
-  const times = { backward: summary?.backward_s, communication: summary?.communication_s, exposed };
-  const known = Object.entries(times).filter(([, time]) => isGiven(time));
-  return {
-    kind,
-    title: capital(kind),
-    note: join([
-      steps ? (steps === 1 ? "one step" : `median of ${steps} steps`) : "",
-      ...known.map(([name, time]) => `${name} ${duration(time)}`),
-      gathers.length
-        ? `forward ${duration(summary.forward_s)} waits ${duration(waited)} for gathers`
-        : "",
-    ]),
-    work: [
-      ...(gathers.length ? [forwardOf(summary)] : []),
-      ...workOf(summary, exposed ? finished - exposed : summary?.backward_s),
-    ],
-    rows: pack([
-      ...gathers.reverse(),
-      ...reduced.map((bucket) => ({ bucket, times: bucket[kind] })),
-    ]),
-    hasGathers: gathers.length > 0,
-    end: summary ? Math.max(summary.backward_s, finished) : null,
-    exposed: exposed ? { start: finished - exposed, stop: finished } : null,
-  };
-}
-
-function forwardOf({ forward_s: forward }) {
-  const tip = ["Forward", `${duration(forward)}, with what it waits for`];
-  return { start: -forward, stop: 0, entry: null, labels: ["forward"], tip };
-}
-
-/** The bars of the computation lane: sections where they were measured, else one up to `stop`. */
-function workOf(summary, stop) {
-  if (!summary) return [];
-  const sections = (summary.sections ?? []).filter((section) => section.kind === "backward");
-  if (!sections.length) {
-    const tip = ["Computation of backward", `until ${duration(stop)}`];
-    return [{ start: 0, stop, entry: null, labels: ["backward"], tip }];
-  }
-  const isOneGraph = new Set(sections.map((section) => section.graph)).size === 1;
-  return sections.map(({ graph, section, start_s: start, stop_s: stop }) => ({
-    start,
-    stop,
-    entry: entries.get(keyOf(graph, section)) ?? null,
-    labels: [isOneGraph ? `section ${section}` : `${graph} section ${section}`, `${section}`],
-    tip: [
-      `Section ${section} of graph ${graph}`,
-      `${duration(start)} to ${duration(stop)}: ${duration(stop - start)}`,
-    ],
-  }));
-}
-
-/** Put each bucket into the first row that is free when it is ready. */
-function pack(reduced) {
-  const rows = [];
-  for (const item of reduced) {
-    let row = rows.find((each) => each.until <= item.times.ready_s);
-    if (!row) rows.push((row = { until: -Infinity, items: [] }));
-    row.items.push(item);
-    row.until = item.times.finished_s ?? item.times.launched_s;
-  }
-  return rows;
-}
-
-function timeline(panels, width) {
-  const times = panels.flatMap((panel) => [
-    panel.end ?? 0,
-    ...panel.work.flatMap((bar) => [bar.start, bar.stop]),
-    ...panel.rows.flatMap((row) => [row.until, ...row.items.map((item) => item.times.ready_s)]),
-  ]);
-  const first = Math.min(0, ...times);
-  const last = Math.max(...times, first + 1e-9);
-  const scale = (width - TIME.left - TIME.right) / (last - first);
-  const x = (seconds) => TIME.left + (seconds - first) * scale;
-  let bottom = 0;
-  const groups = panels.map((panel) => {
-    const group = drawPanel(panel, x, bottom, width - TIME.right);
-    bottom += TIME.title + TIME.compute + TIME.gap + laneHeight(panel) + TIME.after;
-    return group;
-  });
-  const lines = ticks(first, last, width).map((tick) => drawTick(tick, x(tick), bottom));
-  const label = panels.map((panel) => `${panel.title}: ${panel.note}`).join(". ");
-  const attributes = { height: bottom + TIME.axis, role: "group", "aria-label": label };
-  return make("svg", attributes, lines, groups);
-}
-
-const rowHeight = (panel) =>
-  panel.rows.length <= 8 ? 18 : panel.rows.length <= 20 ? 13 : panel.rows.length <= 60 ? 7 : 4;
-const laneHeight = (panel) => Math.max(1, panel.rows.length) * rowHeight(panel) + 4;
-
-/** Round times for the axis, about 90 pixels apart. */
-function ticks(first, last, width) {
-  const least = ((last - first) * UNIT.factor * 90) / Math.max(200, width - TIME.left);
-  const power = 10 ** Math.floor(Math.log10(least));
-  const step = (([1, 2, 5].find((each) => each * power >= least) ?? 10) * power) / UNIT.factor;
-  const from = Math.ceil(first / step);
-  return Array.from({ length: Math.floor(last / step) - from + 1 }, (_, i) => (from + i) * step);
-}
-
-function drawTick(seconds, x, bottom) {
-  const text = `${+(seconds * UNIT.factor).toPrecision(6)}`;
-  return make(
-    "g.tick",
-    make("line", { x1: x, x2: x, y1: TIME.title, y2: bottom }),
-    make("text", { x, y: bottom + 16, "text-anchor": "middle" }, text),
-  );
-}
-
-function drawPanel(panel, x, top, far) {
-  const compute = top + TIME.title;
-  const lane = compute + TIME.compute + TIME.gap;
-  const height = laneHeight(panel);
-  const bottom = lane + height;
-  const bars = panel.work.map((bar, i) => drawWork(bar, i, x, compute));
-  const marks = panel.rows.flatMap((row, i) => {
-    const place = { top: lane + 2 + i * rowHeight(panel), height: rowHeight(panel) };
-    return row.items.map((item) => drawBucket(panel.kind, item, x, place));
-  });
-  marks.sort((a, b) => a.dataset.bucket - b.dataset.bucket);
-  const size = { x: TIME.left, width: far - TIME.left };
-  const right = panel.end === null ? 0 : x(panel.end);
-  const node = make(
-    "g.panel",
-    make("rect.lane", { ...size, y: compute, height: TIME.compute }),
-    make("rect.lane", { ...size, y: lane, height }),
-    make("text.panel-title", { x: 0, y: top + 19 }, panel.title),
-    make("text.label", { x: TIME.left, y: top + 19 }, panel.note),
-    make("text.label", { x: 0, y: compute + 17 }, "computation"),
-    make("text.label", { x: 0, y: lane + 15 }, "communication"),
-    drawExposed(panel, x, compute, bottom),
-    panel.end !== null && make("line.end", { x1: right, x2: right, y1: compute, y2: bottom }),
-    oneTabStop(`${panel.kind} computation`, bars),
-    oneTabStop(`${panel.kind} communication`, marks),
-  );
-  node.classList.add(panel.kind);
-  return node;
-}
-
-function drawExposed({ exposed }, x, top, bottom) {
-  if (!exposed) return null;
-  const [from, to] = [x(exposed.start), x(exposed.stop)];
-  const time = duration(exposed.stop - exposed.start);
-  const text = [`exposed ${time}`, time].find((each) => each.length * 7.6 + 8 < to - from);
-  return make(
-    "g.mark.still",
-    make("title", `Exposed communication\n${time} in which nothing is computed`),
-    make("rect.exposed", { x: from, y: top, width: to - from, height: bottom - top }),
-    text && make("text.exposed-label", { x: (from + to) / 2, y: top + 17 }, text),
-  );
-}
-
-function drawWork({ start, stop, entry, labels, tip }, i, x, top) {
-  const from = x(start);
-  const width = Math.max(1, x(stop) - from);
-  const label = labels.find((text) => text.length * 6.8 + 8 < width);
-  const place = { x: from, width };
-  return make(
-    entry ? "g.mark" : "g.mark.still",
-    entry ? { "data-section": entry.key, ...pressable(tip.join(", "), { entry }) } : {},
-    make("title", [...tip, ...(entry ? [sectionText(entry)] : [])].join("\n")),
-    make(i % 2 ? "rect.work.other" : "rect.work", {
-      ...place,
-      y: top + 2,
-      height: TIME.compute - 4,
-      rx: 2,
-    }),
-    make("rect.hit", { ...place, y: top, height: TIME.compute }),
-    label && make("text", { x: from + width / 2, y: top + 17 }, label),
-  );
-}
-
-function drawBucket(kind, item, x, { top, height }) {
-  const { bucket, times } = item;
-  const isGather = "read" in item;
-  const isOpen = times.finished_s === null;
-  const launched = x(times.launched_s);
-  const ready = Math.min(x(times.ready_s), launched);
-  const finished = isOpen ? launched + 10 : Math.max(x(times.finished_s), launched + 1.5);
-  const width = finished - launched;
-  const middle = top + height / 2;
-  const thick = height - (height > 6 ? 3 : 1);
-  const radius = Math.min(3.5, height / 2);
-  const text = isGather ? gatherText(kind, item) : timesText(kind, times);
-  const hasLabel = height >= 13 && `${bucket.index}`.length * 7 + 8 < width;
-  return make(
-    "g.mark",
-    { "data-bucket": bucket.index, ...pressable(`bucket ${bucket.index}, ${text}`, { bucket }) },
-    make("title", join([`Bucket ${bucket.index}: ${bucketTip(item)}`, text, waits(item)], "\n")),
-    make("rect.hit", { x: ready - radius, y: top, width: finished - ready + radius, height }),
-    launched - ready > 1 &&
-      make("line.waiting", { x1: ready, x2: launched, y1: middle, y2: middle }),
-    make(isGather ? "rect.run.gather" : isOpen ? "rect.run.open" : "rect.run", {
-      x: launched,
-      y: middle - thick / 2,
-      width,
-      height: thick,
-      rx: Math.min(2, thick / 2),
-    }),
-    !isGather && make("circle.ready", { cx: ready, cy: middle, r: radius }),
-    hasLabel && make("text", { x: launched + width / 2, y: middle + 4 }, `${bucket.index}`),
-  );
-}
-
-const bucketTip = (item) => bytes(item.bucket.num_bytes) + ("read" in item ? " of parameters" : "");
-
-function waits(item) {
-  if ("read" in item) return "";
-  const { ready_s: ready, launched_s: launched, finished_s: finished } = item.times;
-  const running = finished === null ? "" : `, runs ${duration(finished - launched)}`;
-  const waiting = `waits ${duration(Math.max(0, launched - ready))}${running}`;
-  return `${waiting}\ncompleted by ${item.bucket.completed_by}`;
-}
-
-function legend(panels) {
-  const hasGathers = panels.some((panel) => panel.hasGathers);
-  const items = {
-    "i.work": hasGathers ? "computation" : "computation of backward",
-    "i.ready": "bucket ready",
-    "i.waiting": "waits for its launch",
-    "i.run": hasGathers ? "gradients are summed to shards" : "allreduce runs",
-    ...(hasGathers && { "i.run.gather": "updated parameters are gathered" }),
-    ...(panels.some((panel) => panel.exposed) && {
-      "i.exposed": "exposed: communication while nothing is computed",
-    }),
-  };
-  const shown = Object.entries(items).map(([what, text]) => make("span", make(what), text));
-  return make("div.legend", shown);
-}
-
-/** The attributes of a mark that selects something. */
-const pressable = (label, target) => ({
-  tabindex: "0",
-  role: "button",
-  "aria-pressed": "false",
-  "aria-label": label,
-  click: () => select(target),
-});
-
-/** A group of marks with one tab stop, between which the arrow keys move. */
-function oneTabStop(label, marks) {
-  const stops = marks.filter((mark) => mark.hasAttribute("tabindex"));
-  stops.slice(1).forEach((mark) => mark.setAttribute("tabindex", "-1"));
-  const keydown = (event) => {
-    const at = stops.indexOf(event.target);
-    const goals = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1 };
-    const next = stops[{ ...goals, Home: 0, End: stops.length - 1 }[event.key]];
-    if (event.key === "Enter" || event.key === " ") event.target.dispatchEvent(new Event("click"));
-    else if (!next) return;
-    event.preventDefault();
-    if (!next) return;
-    event.target.setAttribute("tabindex", "-1");
-    next.setAttribute("tabindex", "0");
-    next.focus();
-  };
-  return make("g", { role: "group", "aria-label": label, keydown }, marks);
-}
-
 // ---- Lanes: which section completes which bucket -----------------------------------------------
 
 const PLACE = 32; // pixels from one place to the next, as in the style
@@ -651,12 +351,9 @@ function lanesCard() {
   const title = "Sections and buckets";
   if (!buckets.size || !shown.length)
     return card("lanes", title, "No graph of this model completes a bucket of DDP's yet.");
-  const lead = join(
-    [
-      "From top to bottom as backward runs them. Select one to see it everywhere.",
-      others.length && `Without buckets, and not shown: ${numbersOf(shorten(others), "graph")}.`,
-    ],
-    " ",
+  const lead = sentences(
+    "From top to bottom as backward runs them. Select one to see it everywhere.",
+    others.length && `Without buckets, and not shown: ${numbersOf(shorten(others), "graph")}.`,
   );
   const left = shown.toReversed().flatMap((graph) => [graph, ...backwardOrder(graph)]);
   const height = PLACE * Math.max(left.length, 1 + buckets.size);
@@ -718,69 +415,73 @@ function drawLine(entry, bucket, ...places) {
 
 function tableCard() {
   if (!buckets.size) return card("buckets", "Buckets", "DDP's buckets are not known yet.");
-  const isKnown = (kind) => content.buckets.some((bucket) => bucket[kind]);
-  const kinds = KINDS.toReversed().filter(isKnown);
-  const hasLaunches = content.buckets.some((bucket) => bucket.launched_after !== null);
-  const lead = join(
-    [
-      kinds.length && `Times in ${UNIT.name} from the end of forward.`,
-      hasLaunches && "“Launched after” counts the backward sections that had started by then.",
-    ],
-    " ",
+  const columns = bucketColumns();
+  const titles = columns.map(({ what, title, kind }, i) => {
+    if (!kind) return make(what.replace("td", "th"), { rowspan: 2, scope: "col" }, title);
+    const isFirst = columns[i - 1].kind !== kind;
+    return isFirst && make("th.group.start", { colspan: 3, scope: "colgroup" }, kind);
+  });
+  const times = columns.filter(({ kind }) => kind);
+  const names = times.map(({ what, title }) =>
+    make(what.replace("td", "th"), { scope: "col" }, title),
   );
-  const columns = bucketColumns(hasLaunches);
-  const span = { rowspan: 2, scope: "col" };
-  const titles = columns.map(([what, title]) => make(what.replace("td", "th"), span, title));
-  const groups = kinds.map((kind) =>
-    make("th.group.start", { colspan: 3, scope: "colgroup" }, kind),
+  const lead = sentences(
+    times.length && `Times in ${UNIT.name} from the end of forward.`,
+    content.buckets.some(isLaunchKnown) &&
+      "“Launched after” counts the backward sections that had started by then.",
   );
-  const names = kinds.flatMap(() => [
-    make("th.start", { scope: "col" }, "ready"),
-    ["launch", "finish"].map((name) => make("th", { scope: "col" }, name)),
-  ]);
-  titles.splice(NUM_FIRST, 0, ...groups);
-  const rows = content.buckets.map((bucket) => bucketRow(bucket, columns, kinds));
   const total = bytes(sum(content.buckets.map((bucket) => bucket.num_bytes)));
-  const rest = { colspan: columns.length - 2 + 3 * kinds.length };
+  const rest = make("td", { colspan: columns.length - 2 });
   const table = make(
     "table",
     make("thead", make("tr", titles), make("tr", names)),
-    make("tbody", rows),
-    make("tfoot", make("tr", make("td", "all"), make("td", total), make("td", rest))),
+    make("tbody", content.buckets.map((bucket) => bucketRow(bucket, columns))),
+    make("tfoot", make("tr", make("td", "all"), make("td", total), rest)),
   );
   return card("buckets", "Buckets", lead, make("div.scroll", table));
 }
 
-const NUM_FIRST = 6; // columns before those of times
+const isLaunchKnown = (bucket) => bucket.launched_after !== null;
 
-/** The columns without times: how a cell is made, its title, and what is in it. */
-function bucketColumns(hasLaunches) {
-  const measured = content.measured?.sections ?? [];
-  const started = measured.filter((section) => section.kind === "backward").length;
+/** What a cell is and holds, and its column's title; those of times have a `kind`. */
+function bucketColumns() {
+  const chip = (bucket) => selectButton("button.chip", { bucket }, `${bucket.index}`);
+  const shared = (bucket) => bucket.shares_section_with.join(", ") || "–";
   const columns = [
-    ["td", "bucket", (bucket) => selectButton("button.chip", { bucket }, `${bucket.index}`)],
-    ["td", "size", (bucket) => bytes(bucket.num_bytes)],
-    ["td.left", "parameters", parameterDetails],
-    ["td.left", "completed by", completedBy],
-    ["td.left", "shares section with", (bucket) => bucket.shares_section_with.join(", ") || "–"],
-    ["td.left", "as planned", planned],
+    { what: "td", title: "bucket", inside: chip },
+    { what: "td", title: "size", inside: (bucket) => bytes(bucket.num_bytes) },
+    { what: "td.left", title: "parameters", inside: parameterDetails },
+    { what: "td.left", title: "completed by", inside: completedBy },
+    { what: "td.left", title: "shares section with", inside: shared },
+    { what: "td.left", title: "as planned", inside: planned },
   ];
-  const after = ({ launched_after: number }) =>
-    number === null ? "–" : `${number}${started ? ` of ${started}` : ""}`;
-  return hasLaunches ? [...columns, ["td.start", "launched after", after]] : columns;
+  for (const kind of KINDS.toReversed()) {
+    if (!content.buckets.some((bucket) => bucket[kind])) continue;
+    const inside = (field) => (bucket) => number(bucket[kind]?.[field]);
+    columns.push(
+      { what: "td.start", title: "ready", kind, inside: inside("ready_s") },
+      { what: "td", title: "launch", kind, inside: inside("launched_s") },
+      { what: "td", title: "finish", kind, inside: inside("finished_s") },
+    );
+  }
+  if (content.buckets.some(isLaunchKnown))
+    columns.push({ what: "td.start", title: "launched after", inside: launchedAfter });
+  return columns;
 }
 
-function bucketRow(bucket, columns, kinds) {
+function bucketRow(bucket, columns) {
   const click = ({ target }) => {
     const isReading = target.closest("details") || String(getSelection());
     if (!isReading) select({ bucket });
   };
-  const cells = columns.map(([what, , inside]) => make(what, inside(bucket)));
-  const times = kinds.flatMap((kind) =>
-    TIMES.map((field, i) => make(i ? "td" : "td.start", number(bucket[kind]?.[field]))),
-  );
-  cells.splice(NUM_FIRST, 0, ...times);
+  const cells = columns.map(({ what, inside }) => make(what, inside(bucket)));
   return make("tr", { id: `bucket-${bucket.index}`, "data-bucket": bucket.index, click }, cells);
+}
+
+function launchedAfter({ launched_after: number }) {
+  const sections = content.measured?.sections ?? [];
+  const started = sections.filter((section) => section.kind === "backward").length;
+  return number === null ? "–" : `${number}${started ? ` of ${started}` : ""}`;
 }
 
 function completedBy({ completed_by: by, graphs }) {
@@ -923,21 +624,18 @@ function graphView(graph) {
     : `${graph.split} split, ${count(graph.sections.length, "section")}`;
   const own = entriesOf(graph);
   for (const entry of own) entry.view = sectionView(entry);
-  const node = make(
-    "details.graph",
-    make(
-      "summary",
-      make(
-        "span.words",
-        make("span", `Graph ${graph.name}`),
-        make("span.tag.push", count(graph.num_nodes, "node")),
-        [state, graph.inner].map((text) => make("span.tag", text)),
-        graph.is_shared && make("span.tag", "shared"),
-        badge,
-      ),
-    ),
-    make("div.inside", make("p.quiet", graph.headline), own.map((entry) => entry.view.node)),
+  const summary = make(
+    "span.words",
+    make("span", `Graph ${graph.name}`),
+    make("span.tag.push", count(graph.num_nodes, "node")),
+    [state, graph.inner, graph.is_shared && "shared"]
+      .filter(Boolean)
+      .map((text) => make("span.tag", text)),
+    badge,
   );
+  const sections = own.map((entry) => entry.view.node);
+  const inside = make("div.inside", make("p.quiet", graph.headline), sections);
+  const node = make("details.graph", make("summary", summary), inside);
   const showMatches = () => {
     badge.hidden = !query;
     badge.textContent = count(sum(own.map(numMatches)), "match");
@@ -1076,23 +774,19 @@ function card(id, title, lead, ...children) {
 }
 
 function bar() {
-  const names = {
-    timeline: "Timeline",
-    lanes: "Sections and buckets",
-    buckets: "Buckets",
-    graphs: "Graphs",
-  };
-  const anchors = Object.entries(names).map(([id, name]) => make("a", { href: `#${id}` }, name));
+  const anchors = [...document.querySelectorAll("section.card")].map(({ id, firstChild }) =>
+    make("a", { href: `#${id}` }, firstChild.firstChild.textContent),
+  );
   const nav = make("nav", { "aria-label": "parts of the page" }, anchors);
   return make("div.bar", make("div", make("strong", content.model), nav));
 }
 
 document.title = `${content.model}: ddpopt explanation`;
 document.body.append(
-  bar(),
   make("main", header(), timelineCard(), lanesCard(), tableCard(), graphsCard()),
   chosen.bar,
 );
+document.body.prepend(bar());
 drawTimeline();
 addEventListener("resize", () => drawTimeline());
 addEventListener("hashchange", readFragment);
