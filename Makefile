@@ -6,7 +6,7 @@ BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder tests
 
 # What is promised to training, whatever the release of torch; pages, benchmarks and docs are not.
-CORE   := _torch split ranks checks data_parallel test_backend.py test_options.py test_config.py \
+CORE   := _torch split ranks checks test_data_parallel.py test_backend.py test_options.py test_config.py \
           test_reducer.py algorithms/test_handle.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 

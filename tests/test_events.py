@@ -1,33 +1,44 @@
-"""Observers of a DDP module's forwards: which are told, in which order, at what cost to others."""
+"""Observers of a DDP module's forwards, and sections as ranges in a profile of the user's."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import json
 import weakref
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from ddpopt import _events
-from ddpopt._events import Observer, StepClock, Turn, ask_at_first, ignore, observe
+from ddpopt._events import Observer, Priority, StepClock, ask_at_first, ignore, observe
+from ddpopt._torch import names, runtime
 from ddpopt.split import state
+from tests.support.models import MLP, WIDTH
+
+CAP_MB = 0.03  # two layers a bucket
+FORWARD = [f"section {k} forward" for k in range(3)]
+BACKWARD = [f"section {k} backward" for k in range(3)]
 
 
 class _Noting(Observer):
-    """Notes what it is told in a list that others share."""
+    """Notes its notifications in a list that others share."""
 
-    def __init__(self, name: str, told: list[str]) -> None:
+    def __init__(self, name: str, notes: list[str]) -> None:
         self._name = name
-        self._told = told
+        self._notes = notes
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        self._told.append(f"{self._name} before")
+        self._notes.append(f"{self._name} before")
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        self._told.append(f"{self._name} after{' ours' if is_ours else ''}")
+        self._notes.append(f"{self._name} after{' ours' if is_ours else ''}")
 
 
 def _ddp() -> DistributedDataParallel:
@@ -49,56 +60,56 @@ def test_a_module_that_never_uses_us_has_no_observer_and_no_state(one_rank: None
 
 def test_a_module_observed_before_the_backend_was_loaded_is_asked_then(one_rank: None) -> None:
     """As after `rebucket` of a module that runs uncompiled at first."""
-    ddp, told = _ddp(), list[str]()
+    ddp, notes = _ddp(), list[str]()
     with mock.patch.dict(_events._interests, clear=True):
-        observe(ddp, Turn.REBUCKET, _Noting("rebucket", told))
-        ask_at_first(Turn.VERIFY, lambda _ddp: _Noting("verify", told))
+        observe(ddp, Priority.REBUCKET, _Noting("rebucket", notes))
+        ask_at_first(Priority.VERIFY, lambda _ddp: _Noting("verify", notes))
         _run(ddp)
-    assert told[:2] == ["verify before", "rebucket before"]
+    assert notes[:2] == ["verify before", "rebucket before"]
 
 
-def test_observers_are_told_in_the_order_of_their_turns(one_rank: None) -> None:
-    """However they came; of another module they hear nothing."""
-    ddp, told = _ddp(), list[str]()
-    for turn in (Turn.RECORDER, Turn.AGREEMENT, Turn.TUNER):
-        observe(ddp, turn, _Noting(turn.name, told))
+def test_observers_are_notified_in_the_order_of_priority(one_rank: None) -> None:
+    """However they came; of another module they are not notified."""
+    ddp, notes = _ddp(), list[str]()
+    for priority in (Priority.RECORDER, Priority.AGREEMENT, Priority.TUNER):
+        observe(ddp, priority, _Noting(priority.name, notes))
     _run(_ddp())
-    assert told == []
+    assert notes == []
     _run(ddp)
     names = ["AGREEMENT", "TUNER", "RECORDER"]
-    assert told == [f"{name} {when}" for when in ("before", "after") for name in names]
+    assert notes == [f"{name} {when}" for when in ("before", "after") for name in names]
 
 
-def test_one_observer_a_turn_until_it_is_ignored(one_rank: None) -> None:
+def test_one_observer_a_priority_until_it_is_ignored(one_rank: None) -> None:
     """A second one takes the first one's place."""
-    ddp, told = _ddp(), list[str]()
-    observe(ddp, Turn.TUNER, _Noting("first", told))
-    observe(ddp, Turn.TUNER, _Noting("second", told))
+    ddp, notes = _ddp(), list[str]()
+    observe(ddp, Priority.TUNER, _Noting("first", notes))
+    observe(ddp, Priority.TUNER, _Noting("second", notes))
     _run(ddp)
-    ignore(ddp, Turn.TUNER)
+    ignore(ddp, Priority.TUNER)
     _run(ddp)
-    assert told == ["second before", "second after"]
+    assert notes == ["second before", "second after"]
 
 
-def test_an_observer_that_comes_in_a_forward_is_told_of_its_end(one_rank: None) -> None:
+def test_an_observer_that_comes_in_a_forward_is_notified_of_its_end(one_rank: None) -> None:
     """As the tuner, which a compile in the forward makes; and of our backend around it."""
-    told: list[str] = []
+    notes: list[str] = []
 
     class Late(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch._dynamo.graph_break()
-            observe(ddp, Turn.TUNER, _Noting("late", told))
+            observe(ddp, Priority.TUNER, _Noting("late", notes))
             return super().forward(x)
 
     ddp = DistributedDataParallel(Late(4, 4))
     torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(torch.ones(2, 4))
-    assert told == ["late after ours"]
+    assert notes == ["late after ours"]
 
 
 def test_a_step_lasts_from_a_forward_that_communicates_to_the_next(one_rank: None) -> None:
     """Evaluation and micro-batches under `no_sync` are a part of it."""
     ddp, clock = _ddp(), StepClock()
-    observe(ddp, Turn.METRICS, clock)
+    observe(ddp, Priority.METRICS, clock)
     seconds = itertools.count(10, 5)
     with mock.patch.object(_events, "time", mock.Mock(perf_counter=lambda: next(seconds))):
         _run(ddp)
@@ -125,9 +136,71 @@ def test_the_ddp_module_around_a_module_is_found_once_it_has_run(one_rank: None)
 def test_what_is_noted_of_a_module_keeps_it_from_nothing(one_rank: None) -> None:
     """It is freed with its observers."""
     ddp = _ddp()
-    observe(ddp, Turn.TUNER, _Noting("", []))
+    observe(ddp, Priority.TUNER, _Noting("", []))
     _run(ddp)
     gone = weakref.ref(ddp)
     del ddp
     gc.collect()
     assert gone() is None
+
+
+# ---- Sections as ranges ------------------------------------------------------------------------
+
+
+def _step(**options: Any) -> Any:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **options})
+    return lambda: model(torch.ones(8, WIDTH)).sum().backward()
+
+
+def _ranges(profiler: profile, path: Path) -> list[str]:
+    """Return what the file that `export_chrome_trace` writes calls sections, in their order."""
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    own = [event for event in events if str(event.get("name", "")).startswith("ddpopt: ")]
+    assert {event["cat"] for event in own} <= {"user_annotation"}
+    own.sort(key=lambda event: event["ts"])
+    return [event["name"].split(" ", 2)[2] for event in own]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"split": "forward"}, [*FORWARD, *reversed(BACKWARD)]),
+        ({"split": "backward"}, BACKWARD),
+        ({"enabled": False}, ["section 0 forward", "section 0 backward"]),
+    ],
+)
+def test_a_profile_has_each_section_that_ran_once(
+    one_rank: None, tmp_path: Path, options: dict[str, Any], expected: list[str]
+) -> None:
+    """In the order in which they ran; steps before and after it leave nothing there."""
+    step = _step(**options)
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    step()
+    ranges = _ranges(profiler, tmp_path / "trace.json")
+    assert [name for name in ranges if name in expected] == expected
+    assert len([name for name in ranges if name.endswith("backward")]) == sum(
+        name.endswith("backward") for name in expected
+    )
+
+
+def test_without_a_profiler_nobody_is_notified_of_sections() -> None:
+    assert _events.listening() is None
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert _events.listening() is not None
+    assert _events.listening() is None
+
+
+def test_where_torch_has_moved_its_flag_sections_run_without_ranges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step is not the place to fail for that."""
+    runtime._profiler_enabled.cache_clear()
+    moved = names.PrivateName("torch._C._autograd", "_moved", names.Need.RECORD)
+    monkeypatch.setattr(names, "PROFILER_ENABLED", moved)
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert _events.listening() is None

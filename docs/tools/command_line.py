@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from unittest import mock
 
-from ddpopt.cli.parser import make_parser
+from ddpopt.cli.main import make_parser
 
 
 def commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddpopt import algorithms, config, errors, planning
-from ddpopt._files import installed_version
+from ddpopt._text import installed_version
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DDPOptError
@@ -22,7 +22,7 @@ from ddpopt.planning.plan import BucketPlan, plan
 from ddpopt.planning.rebucket import rebucket
 
 if TYPE_CHECKING:
-    from ddpopt.data_parallel.module import DataParallel
+    from ddpopt.data_parallel import DataParallel
 
 __all__ = [
     "BucketPlan",
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return installed_version()
     if name == "DataParallel":
-        from ddpopt.data_parallel.module import DataParallel  # noqa: PLC0415
+        from ddpopt.data_parallel import DataParallel  # noqa: PLC0415
 
         return DataParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,13 +17,13 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events, _logs, _torch, config
-from ddpopt._events import Observer, Turn, ask_at_first, ignore
+from ddpopt._events import Observer, Priority, ask_at_first, ignore
 from ddpopt.checks import verify, warmup
-from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
 from ddpopt.options import Options, resolve_options
 from ddpopt.planning import decision, tuner
-from ddpopt.ranks import agreement
+from ddpopt.ranks import agree
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
@@ -68,7 +68,7 @@ def backend(
     else:
         compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
-        agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
+        agree.publish(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
     return compiled
 
 
@@ -145,9 +145,9 @@ def install() -> None:
         _torch.watch_ddp_forward(_events.before_forward, _after_ddp_forward)
     except TorchDriftError as error:
         _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
-    ask_at_first(Turn.AGREEMENT, agreement.observe)
-    ask_at_first(Turn.VERIFY, verify.observe)
-    ask_at_first(Turn.COMPILED, lambda _: _FirstForward())
+    ask_at_first(Priority.AGREEMENT, agree.observe)
+    ask_at_first(Priority.VERIFY, verify.observe)
+    ask_at_first(Priority.COMPILED, lambda _: _FirstForward())
 
 
 def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
@@ -163,7 +163,7 @@ class _FirstForward(Observer):
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         if not torch.is_grad_enabled():
             return  # a trainer may evaluate first, with a method that is not compiled
-        ignore(ddp, Turn.COMPILED)
+        ignore(ddp, Priority.COMPILED)
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
             if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):
                 _warn_if_nothing_compiled(ddp)

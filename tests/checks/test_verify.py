@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import _torch, config
-from ddpopt.checks.numerics import limits_by_name, relative_error
-from ddpopt.checks.verify import verify
+from ddpopt.checks.verify import limits_by_name, relative_error, verify
 from ddpopt.errors import DDPMode, VerificationError
 from ddpopt.planning.batch import tensors_of
 from ddpopt.split import state

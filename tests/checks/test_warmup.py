@@ -24,7 +24,7 @@ from ddpopt import _torch
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.planning import tuner
-from ddpopt.ranks import rendezvous
+from ddpopt.ranks import store
 from ddpopt.split import state
 from tests.support.hanging import hanging_store
 from tests.support.models import (
@@ -163,7 +163,7 @@ def _warm_slowly(rank: int, split: str) -> list[str]:
     _slept.clear()
     timeout = datetime.timedelta(seconds=SHORT_S)
     group = dist.new_group(timeout=timeout, backend="gloo")
-    with mock.patch.object(rendezvous, "_REPORT_S", SHORT_S):
+    with mock.patch.object(store, "_REPORT_S", SHORT_S):
         ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB, process_group=group)
         inner = _slow if rank == 1 and split == "forward" else "aot_eager"
         real = _torch.aot_eager
@@ -176,7 +176,7 @@ def _warm_slowly(rank: int, split: str) -> list[str]:
         inputs = batches(rank, [(8, 64)] * 3)
         with mock.patch.object(_torch, "aot_eager", slow):
             model = torch.compile(ddp, **_options(split, inner))
-            with mock.patch.object(rendezvous._logs, "warning") as warning:
+            with mock.patch.object(store._logs, "warning") as warning:
                 warmup(model, inputs[0])
         assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
         return [call.args[0] % call.args[1:] for call in warning.call_args_list]
@@ -229,10 +229,10 @@ def _vanish(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "last_word"), [("compiling", "forward"), ("absent", "absent")], ids=lambda text: text
+    ("how", "last_report"), [("compiling", "forward"), ("absent", "absent")], ids=lambda text: text
 )
 def test_a_rank_that_ends_is_noticed_by_its_silence(
-    how: str, last_word: str, own_ranks: OwnRanks
+    how: str, last_report: str, own_ranks: OwnRanks
 ) -> None:
     """While it compiles or before it came: the others raise within the limit that was given."""
     workers = own_ranks()
@@ -240,8 +240,8 @@ def test_a_rank_that_ends_is_noticed_by_its_silence(
         results = workers.run_survivors([0], _vanish, how)
     finally:
         workers.stop()
-    assert "rank 1 has told nothing for 2 s" in results[0]
-    assert f"its last word: {last_word}" in results[0]
+    assert "rank 1 has been silent for 2 s" in results[0]
+    assert f"its last report: {last_report}" in results[0]
 
 
 @pytest.mark.usefixtures("one_rank")

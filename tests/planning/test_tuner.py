@@ -24,7 +24,7 @@ import ddpopt
 from ddpopt.errors import CutRefusedError, ForwardInstead
 from ddpopt.planning import AllreduceCost, decision, rebucket, timer
 from ddpopt.planning import tuner as tuning
-from ddpopt.ranks import rendezvous
+from ddpopt.ranks import store
 from ddpopt.split import driver
 from ddpopt.split import state as records
 from tests.support.fake_ddp import real_buckets
@@ -285,7 +285,7 @@ def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> N
 def _train_apart(rank: int, absent: int) -> dict[str, Any]:
     """One rank does not look for better buckets, so it never comes to meet the other."""
     buckets = "ddp" if rank == absent else "auto"
-    with mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")):
+    with mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")):
         return _train(rank, "backward", SLOW, {"buckets": buckets})
 
 
@@ -354,7 +354,7 @@ def _train_in_join(rank: int) -> str:
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     with (
-        mock.patch.object(rendezvous.time, "sleep", side_effect=AssertionError("it waits")),
+        mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")),
         ddp.join(),
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):

@@ -27,7 +27,7 @@ from ddpopt import BucketPlan, _torch, algorithms, config
 from ddpopt._torch import names
 from ddpopt._torch.names import TABLE, PrivateName
 from ddpopt.checks import verify
-from ddpopt.cli.commands import doctor
+from ddpopt.cli import doctor
 from ddpopt.planning import AllreduceCost, Gradient, Profile, timer, tuner
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks

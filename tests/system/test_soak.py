@@ -24,7 +24,7 @@ from benchmarks.soak.census import (
 from benchmarks.soak.worker import LIVES, Life, LongTraining, Refs, Trial
 from ddpopt import config
 from ddpopt.errors import DisagreementError
-from ddpopt.ranks import agreement
+from ddpopt.ranks import agree
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
@@ -206,8 +206,8 @@ def _train_on_many(rank: int) -> tuple[int, bool]:
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
     (plan, *_) = state.of(ddp).plans
-    told = agreement._told[ddp]
-    return len(plan.sections), told.board is None
+    compared = agree._comparisons[ddp]
+    return len(plan.sections), compared.store is None
 
 
 def test_eight_ranks_train_as_eager_and_compare_what_they_compile(eight_ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ from ddpopt.algorithms.handle import (
 )
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
 from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
-from ddpopt.ranks.agreement import communicating
+from ddpopt.ranks.agree import communicating
 
 __all__ = [
     "Algorithm",

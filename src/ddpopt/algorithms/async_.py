@@ -27,7 +27,7 @@ from ddpopt import _torch
 from ddpopt.algorithms import handle
 from ddpopt.algorithms.comm import Communicator, own_stream
 from ddpopt.errors import OptionError, PeerError
-from ddpopt.ranks.agreement import Fact, communicating
+from ddpopt.ranks.agree import Fact, communicating
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
 _EXIT_S = 10.0  # a thread that is told to end is between two polls, or adding to weights

@@ -17,8 +17,8 @@ from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
 from ddpopt.algorithms.handle import BackgroundHandle, Handle, HierarchicalAlgorithm, Training
 from ddpopt.config import check_choice
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
-from ddpopt.ranks.agreement import Fact, communicating
-from ddpopt.ranks.rendezvous import name_ranks
+from ddpopt.ranks.agree import Fact, communicating
+from ddpopt.ranks.store import name_ranks
 
 BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 

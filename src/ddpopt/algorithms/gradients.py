@@ -20,7 +20,7 @@ from ddpopt import _torch
 from ddpopt.algorithms.comm import Complete, Works
 from ddpopt.algorithms.shards import Shards
 from ddpopt.errors import AbsentGradientError
-from ddpopt.ranks.agreement import communicating
+from ddpopt.ranks.agree import communicating
 
 _ZERO = ("zero_", "_foreach_zero_")
 _IGNORED = ("detach_", "requires_grad_")  # what zero_grad calls first

@@ -36,7 +36,7 @@ from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, ri
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
-from ddpopt.ranks.agreement import Fact, Word, agree, communicating
+from ddpopt.ranks.agree import Fact, RankReport, communicating, require_equal
 from ddpopt.reducer import Parameter
 from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
 from ddpopt.split.state import ddp_of
@@ -207,10 +207,10 @@ def agree_on(
 ) -> None:
     """Raise on all ranks what `check` raises on any, or AttachError if its facts differ."""
     try:
-        word = Word(check())
+        report = RankReport(check())
     except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
-        word = Word([], problem)
-    agree(ddp, word, AttachError, remedy, group=None if group is None else group.group)
+        report = RankReport([], problem)
+    require_equal(ddp, report, AttachError, remedy, group=None if group is None else group.group)
 
 
 class Handle:

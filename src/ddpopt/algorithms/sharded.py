@@ -32,8 +32,8 @@ from ddpopt.algorithms.shards import Shard, ShardedStates, Shards, State, check_
 from ddpopt.config import check_boolean
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.planning import tuner
-from ddpopt.ranks.agreement import communicating
-from ddpopt.ranks.rendezvous import name_ranks
+from ddpopt.ranks.agree import communicating
+from ddpopt.ranks.store import name_ranks
 from ddpopt.reducer import known_buckets, predict_buckets
 from ddpopt.split import state
 

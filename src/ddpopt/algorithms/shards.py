@@ -24,7 +24,7 @@ from ddpopt import _torch, _waits
 from ddpopt.algorithms.comm import Exchange
 from ddpopt.algorithms.handle import weakly
 from ddpopt.errors import OptionError
-from ddpopt.ranks.agreement import Fact, communicating
+from ddpopt.ranks.agree import Fact, communicating
 
 _ALIGNMENT = 16  # elements: parts end where vectors of 64 bytes end
 # States that torch's optimizers keep for a parameter as a whole; all others are for its elements.

@@ -1,20 +1,5 @@
-"""Before a long run."""
+"""Before a long run: steps on a copy (`copies`), compiling them ahead, comparing with eager."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-from ddpopt._lazy import import_from
-
-if TYPE_CHECKING:
-    from ddpopt.checks.verify import Verification
+from ddpopt.checks.verify import Verification
 
 __all__ = ["Verification"]
-
-_WHERE = {
-    "verify": "Verification",
-}
-
-
-def __getattr__(name: str) -> Any:
-    return import_from(__name__, _WHERE, name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,16 +12,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
-from ddpopt._events import Observer, Turn, ignore
+from ddpopt._events import Observer, Priority, ignore
 from ddpopt._text import count
-from ddpopt.checks.dry_run import (
+from ddpopt.checks.copies import (
     DryRun,
     Outcome,
+    dtype_name,
     is_compiled_by_us,
     rehearse,
     same_randomness,
 )
-from ddpopt.checks.numerics import Errors, compare_steps, largest, limits_by_name, precision_of
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import (
     DisagreementError,
@@ -30,12 +31,23 @@ from ddpopt.errors import (
     VerificationError,
 )
 from ddpopt.planning.batch import Batch, LossFn
-from ddpopt.ranks.agreement import gather
+from ddpopt.ranks.agree import all_gather_object
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5
+_FLOOR = 1e-3  # a gradient's errors are relative to at least this part of the largest gradient
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-7,
+    torch.float32: 1e-3,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+"""The largest relative error that passes, by the coarsest dtype that a step computes in."""
+
+_TF32, _TF32_TOLERANCE = "float32 (TF32)", 1e-2
 
 T = TypeVar("T")
 
@@ -150,11 +162,11 @@ def verify(
             return outcomes
 
         eager = _attempt(run, lambda: steps("force_eager"))
-        precision = precision_of(run.ddp, eager)
+        precision = _precision_of(run.ddp, eager)
 
         def judge(stance: str) -> Verification:
-            errors = _attempt(run, lambda: compare_steps(steps(stance), eager))
-            return _gather(run.ddp, _Report(errors, precision, is_apart, limits))
+            errors = _attempt(run, lambda: _compare_steps(steps(stance), eager))
+            return _combine(run.ddp, _Report(errors, precision, is_apart, limits))
 
         verdict = judge("default")
         if verdict.passed:
@@ -208,19 +220,31 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
     return result
 
 
+class _Errors(NamedTuple):
+    """Relative errors of a step, or the largest of several; see `relative_error`."""
+
+    gradients: dict[str, float]
+    buffers: dict[str, float]
+    loss: float
+
+    @property
+    def worst(self) -> float:
+        return max([*self.gradients.values(), *self.buffers.values(), self.loss])
+
+
 class _Report(NamedTuple):
     """One rank's errors, and how to judge them: tolerances by dtype, from fine to coarse."""
 
-    errors: Errors
+    errors: _Errors
     precision: str
     is_apart: bool
     tolerances: dict[str, float]
 
 
-def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
+def _combine(ddp: DistributedDataParallel, own: _Report) -> Verification:
     """Return the same result on all ranks, judged by the first one's tolerances."""
-    reports = gather(ddp, own, "comparing a step with an eager one")
-    errors = largest([report.errors for report in reports])
+    reports = all_gather_object(ddp, own, "comparing a step with an eager one")
+    errors = _largest([report.errors for report in reports])
     worst = [report.errors.worst for report in reports]
     limits = reports[0].tolerances
     dtype = max((report.precision for report in reports), key=list(limits).index)
@@ -237,6 +261,103 @@ def _gather(ddp: DistributedDataParallel, own: _Report) -> Verification:
         worst_rank=worst.index(max(worst)),
         note=note,
     )
+
+
+# ---- How far apart two steps are, and may be ---------------------------------------------------
+
+
+def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
+    """Return the tolerance for each name that `precision_of` returns, from fine to coarse."""
+    limits = {}
+    for dtype, limit in {**TOLERANCES, **tolerances}.items():
+        limits[dtype_name(dtype)] = limit
+        if dtype is torch.float32:
+            limits[_TF32] = max(limit, _TF32_TOLERANCE)
+    return limits
+
+
+def _precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
+    """Return the name of the coarsest dtype in which a step computes, as far as can be seen.
+
+    `float32 (TF32)` where a device may compute float32 with fewer bits.
+    """
+    device = next(ddp.parameters()).device
+    seen = {parameter.dtype for parameter in ddp.parameters()}.union(*(s.dtypes for s in steps))
+    if torch.is_autocast_enabled(device.type):
+        seen.add(torch.get_autocast_dtype(device.type))
+    known = [dtype for dtype in TOLERANCES if dtype in seen]
+    coarsest = known[-1] if known else torch.bfloat16  # TOLERANCES goes from fine to coarse
+    backends = torch.backends
+    may_use_tf32 = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
+    is_tf32 = device.type == "cuda" and coarsest is torch.float32 and may_use_tf32
+    return _TF32 if is_tf32 else dtype_name(coarsest)
+
+
+def _compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> _Errors:
+    """Return the largest errors of the compiled steps, taking the eager ones as correct."""
+    return _largest([_compare(*pair) for pair in zip(compiled, eager, strict=True)])
+
+
+def _compare(ours: Outcome, theirs: Outcome) -> _Errors:
+    floor = _FLOOR * max((_magnitude(g) for g in theirs.gradients.values()), default=0.0)
+    return _Errors(
+        {n: relative_error(ours.gradients[n], g, floor) for n, g in theirs.gradients.items()},
+        {n: relative_error(ours.buffers[n], buffer) for n, buffer in theirs.buffers.items()},
+        relative_error(ours.loss, theirs.loss),
+    )
+
+
+def _largest(found: Sequence[_Errors]) -> _Errors:
+    """Return the largest error for each name; it is infinite if one of them lacks that name."""
+
+    def of_each(named: Sequence[dict[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for errors in named for name in errors)
+        return {name: max(errors.get(name, math.inf) for errors in named) for name in names}
+
+    gradients, buffers, losses = zip(*found, strict=True)
+    return _Errors(of_each(gradients), of_each(buffers), max(losses))
+
+
+def relative_error(
+    actual: torch.Tensor | None, expected: torch.Tensor | None, floor: float = 0.0
+) -> float:
+    """Return the largest difference over the largest magnitude of `expected`, or over `floor`.
+
+    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ.
+    """
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
+    kinds = [(t.shape, t.dtype, t.layout) for t in (actual, expected)]
+    if kinds[0] != kinds[1]:
+        return math.inf
+    if actual.is_sparse:
+        actual, expected = actual.to_dense(), expected.to_dense()
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    are_finite = expected.isfinite()
+    # Finite elements become zeros; infinities and NaNs have to be equal.
+    rest = [torch.where(t.isfinite(), 0.0, t) for t in (actual, expected)]
+    if not torch.allclose(rest[0], rest[1], rtol=0, atol=0, equal_nan=True):
+        return math.inf
+    difference = _magnitude(torch.where(are_finite, _exact(actual) - _exact(expected), 0.0))
+    scale = max(_magnitude(expected), floor)
+    return difference / scale if difference else 0.0
+
+
+def _magnitude(tensor: torch.Tensor | None) -> float:
+    """Return the largest finite magnitude of an element."""
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    values = _exact(tensor.to_dense() if tensor.is_sparse else tensor).abs()
+    return float(torch.where(values.isfinite(), values, 0.0).max())
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in a dtype in which differences of 16-bit numbers do not overflow."""
+    return tensor if tensor.dtype is torch.float64 or tensor.is_complex() else tensor.float()
+
+
+# ---- Before the first training step ------------------------------------------------------------
 
 
 def observe(ddp: DistributedDataParallel) -> Observer | None:
@@ -277,7 +398,7 @@ def _trains(ddp: DistributedDataParallel) -> bool:
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
     """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
-    ignore(ddp, Turn.VERIFY)
+    ignore(ddp, Priority.VERIFY)
     try:
         outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))
     except (_BrokenOffError, DisagreementError):
@@ -301,7 +422,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
 
 
 def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
-    ignore(ddp, Turn.VERIFY)
+    ignore(ddp, Priority.VERIFY)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
         "training goes on: %s; to verify it, %s",

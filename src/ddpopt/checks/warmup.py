@@ -9,14 +9,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._files import installed_version
-from ddpopt.checks.dry_run import DryRun, Rehearsal, is_compiled_by_us
-from ddpopt.checks.numerics import name_of
+from ddpopt._text import installed_version
+from ddpopt.checks.copies import DryRun, Rehearsal, dtype_name, is_compiled_by_us
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
-from ddpopt.ranks import agreement
-from ddpopt.ranks.agreement import Fact
+from ddpopt.ranks.agree import Fact, compare
 from ddpopt.split import state
 from ddpopt.split.plan import SplitPlan
 
@@ -69,7 +67,7 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
             own.code += copied.code
             tuner.continue_search(rehearsal.ddp, run.ddp)
         facts = facts_of(run.ddp, copied.plans)
-    agreement.compare(run.ddp, facts)
+    compare(run.ddp, facts)
     return rehearsal
 
 
@@ -86,7 +84,7 @@ def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[F
     except TorchDriftError as error:
         _logs.info("ranks do not compare what they compile: %s", error)
         return []
-    parameters = [f"{p.name} {name_of(t.dtype)}{list(t.shape)}" for t, p in reduced.items()]
+    parameters = [f"{p.name} {dtype_name(t.dtype)}{list(t.shape)}" for t, p in reduced.items()]
     return [
         *(Fact(f"parameter {place}", text) for place, text in enumerate(parameters)),
         Fact("bucket limits in bytes", str(list(caps))),

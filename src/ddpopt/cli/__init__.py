@@ -1,6 +1,4 @@
-"""The command line `ddpopt`, one module per command; `main` runs it."""
-
-from __future__ import annotations
+"""The command line `ddpopt`."""
 
 from ddpopt.cli.main import main
 

@@ -1,7 +1,8 @@
-"""`main`: read the arguments, run one command, show its report, and return an exit status.
+"""The command `ddpopt`: read the arguments, run one command, show its report, return a status.
 
 0 means success, 1 that the check or the work failed, 2 bad input, 130 Ctrl-C, 141 that nobody reads
-the output any more.
+the output any more. The parser imports nothing that takes time; a command's module is imported when
+it runs.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
-from ddpopt.cli.output import Report, Screen
-from ddpopt.cli.parser import make_parser
-from ddpopt.errors import DDPOptError, TorchDriftError, UnsupportedModeError
+from ddpopt._text import check_can_write, installed_version
+from ddpopt.cli.output import LATENCY_US, Report, Screen
+from ddpopt.errors import DDPOptError, PlanError, TorchDriftError, UnsupportedModeError
+from ddpopt.planning.costs import ALGORITHMS, COMMUNICATIONS
+from ddpopt.planning.simulation import parse_bandwidth
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
+_EXIT_STATUS = "Exit status: 0 fine, 1 the check or the work failed, 2 bad input, 130 Ctrl-C."
+_T = TypeVar("_T")
+_Parser = argparse.ArgumentParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace, Screen], Report | None]:
-    """Return a command, importing only what it needs: `module:function` in `commands/`."""
+    """Return a command, importing only its module, given as `module:function`."""
     module, _, function = name.partition(":")
     command: Callable[[argparse.Namespace, Screen], Report | None]
-    command = getattr(importlib.import_module(f"ddpopt.cli.commands.{module}"), function)
+    command = getattr(importlib.import_module(f"ddpopt.cli.{module}"), function)
     return command
 
 
@@ -59,3 +68,185 @@ def _show(report: Report, screen: Screen) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED
     return report.status
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+def make_parser() -> _Parser:
+    """Return the parser; what it parses has `command`, as `module:function`."""
+    parser = _Parser(
+        prog="ddpopt",
+        description="See, predict and measure how DDP's communication overlaps with backward.",
+        epilog=_EXIT_STATUS,
+    )
+    version = f"%(prog)s {installed_version()}"
+    parser.add_argument(
+        "--version", action="version", version=version, help="print the version and exit"
+    )
+    top = parser.add_subparsers(metavar="COMMAND", required=True)
+    rows: tuple[tuple[str, str, Callable[[_Parser], None]], ...] = (
+        ("explain", "show how a model is split, without other processes", _explain),
+        ("simulate", "show one iteration of a plan on one cluster", _simulate),
+        ("sweep", "show the efficiency of a plan on many clusters", _sweep),
+        ("calibrate", "measure what an allreduce costs, under torchrun", _calibrate),
+        ("bench", "measure a model under each way to train, under torchrun", _bench),
+        ("doctor", "check whether training can be split here", _doctor),
+        ("trace merge", "make one trace of all ranks' traces", _merge),
+    )
+    groups = {"": top}
+    for path, summary, add_arguments in rows:
+        group, _, name = path.rpartition(" ")
+        if group not in groups:
+            below = top.add_parser(group, help="work on traces that ddpopt.record wrote")
+            groups[group] = below.add_subparsers(metavar="COMMAND", required=True)
+        command = groups[group].add_parser(
+            name, help=summary, description=f"{summary.capitalize()}.", epilog=_EXIT_STATUS
+        )
+        command.add_argument("--json", action="store_true", help="print JSON")
+        add_arguments(command)
+    return parser
+
+
+def _explain(command: _Parser) -> None:
+    command.set_defaults(command="commands:run_explain")
+    _add_factory(command)
+    add = command.add_argument
+    add(
+        "--split",
+        default="auto",
+        metavar="auto|backward|forward",
+        help="which graph to split (default: %(default)s)",
+    )
+    add("--inner", default="aot_eager", help="what compiles each section (default %(default)s)")
+    cap = "size of DDP's buckets (default: DDP's own, 25)"
+    add("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap)
+    add("--html", type=_output, metavar="FILE", help="also write a page for a browser")
+
+
+def _simulate(command: _Parser) -> None:
+    command.set_defaults(command="commands:run_simulate")
+    command.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    link = "of a node's link, such as 10gbit; default: the ring that the plan's cost implies"
+    command.add_argument("--bandwidth", type=_bandwidth, help=link)
+    _add_cluster(command)
+
+
+def _sweep(command: _Parser) -> None:
+    command.set_defaults(command="commands:run_sweep")
+    add = command.add_argument
+    worlds = "numbers of ranks (default %(default)s)"
+    add("--world-sizes", type=_list_of(_whole), default="2,8,64,1024", help=worlds)
+    links = "of a node's link (default %(default)s)"
+    add("--bandwidths", type=_list_of(_bandwidth), default="1gbit,10gbit,100gbit", help=links)
+    _add_cluster(command)
+
+
+def _add_cluster(command: _Parser) -> None:
+    command.add_argument("plan", help="the file that BucketPlan.save wrote")
+    given = "what communicates: %(choices)s (default: what the plan was made for)"
+    command.add_argument("--communication", choices=COMMUNICATIONS, help=given)
+    add = command.add_argument_group("links").add_argument
+    add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
+    latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
+    add("--latency-us", type=float, help=latency)
+    add("--ranks-per-node", type=int, help="between which bytes cost nothing (default: 1)")
+    add = command.add_argument_group("stragglers").add_argument
+    mean = "mean delay of a rank as a part of its computation, such as 0.02"
+    add("--stragglers", type=float, default=0.0, metavar="MEAN", help=mean)
+    add("--seed", type=int, default=0, help="of the delay (default 0)")
+
+
+def _calibrate(command: _Parser) -> None:
+    command.set_defaults(command="commands:run_calibrate")
+    _add_backend(command)
+    output = "also write the JSON to a file"
+    command.add_argument("--output", type=_output, metavar="FILE", help=output)
+
+
+def _bench(command: _Parser) -> None:
+    command.set_defaults(command="bench:run")
+    _add_factory(command)
+    _add_backend(command)
+    add = command.add_argument
+    add("--inner", default="inductor", help="what compiles graphs (default %(default)s)")
+    add("--steps", type=_whole, default=5, help="of a turn (default %(default)s)")
+    add("--rounds", type=_whole, default=5, help="turns of each (default %(default)s)")
+    caps = "sizes of DDP's buckets, 'default' for DDP's own (default %(default)s)"
+    add("--caps", type=_list_of(_cap), default="default", metavar="MIB,...", help=caps)
+    peers = "which of eager, intree, nosplit, forward, backward, auto (default: all)"
+    add("--peers", metavar="NAME,...", help=peers)
+
+
+def _doctor(command: _Parser) -> None:
+    command.set_defaults(command="doctor:run")
+    names = "list each private name of torch that is needed"
+    command.add_argument("--verbose", action="store_true", help=names)
+    model = (
+        "under torchrun, measure the network, and say which options suit a model whose gradients "
+        "have this size (4 bytes for each float32 parameter)"
+    )
+    command.add_argument("--model-mb", type=_megabytes, metavar="MIB", help=model)
+
+
+def _merge(command: _Parser) -> None:
+    command.set_defaults(command="commands:run_merge")
+    command.add_argument("paths", nargs="+", metavar="FILE", help="traces, or folders of them")
+    output = "the trace to write; open it in https://ui.perfetto.dev or chrome://tracing"
+    command.add_argument("-o", "--output", type=_output, required=True, metavar="FILE", help=output)
+
+
+def _add_factory(command: _Parser) -> None:
+    factory = (
+        "a function without arguments that returns (model, example_inputs), as "
+        "package.module:function or path/to/file.py:function"
+    )
+    command.add_argument("factory", metavar="MODULE:FACTORY", help=factory)
+
+
+def _add_backend(command: _Parser) -> None:
+    default = "default: nccl where there are GPUs, else gloo"
+    command.add_argument("--backend", choices=("gloo", "nccl"), help=default)
+
+
+def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return `parse`, raising errors whose messages argparse shows."""
+
+    def parse_argument(text: str) -> _T:
+        try:
+            return parse(text)
+        except (PlanError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_argument
+
+
+_bandwidth = _argument(parse_bandwidth)
+
+
+@_argument
+def _output(text: str) -> Path:
+    """Return the path of a result, checking before long work that it can be written."""
+    check_can_write(text)
+    return Path(text)
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _megabytes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no size above 0 in MiB, such as 25 or 0.5")
+
+
+def _cap(text: str) -> float | None:
+    return None if text.strip() == "default" else _megabytes(text)
+
+
+def _list_of(parse: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    return lambda text: [parse(part) for part in text.split(",")]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ddpopt._text import printable, table
 from ddpopt.errors import DDPOptError
 
+LATENCY_US = 50.0  # of a message, where no other is given
 _STYLES = {"ok": "green", "found": "green", "problem": "bold red", "missing": "bold red"}
 _T = TypeVar("_T")
 

@@ -18,8 +18,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._files import installed_version, write_text
-from ddpopt._text import count, format_bytes, format_ms, printable, shorten, table
+from ddpopt._text import (
+    count,
+    format_bytes,
+    format_ms,
+    installed_version,
+    printable,
+    shorten,
+    table,
+    write_text,
+)
 from ddpopt.errors import OptionError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
@@ -39,10 +47,13 @@ if TYPE_CHECKING:
 _NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
 _NOTHING_PREDICTED = "predicted: nothing; give explain a plan of ddpopt.plan"
 _OR_TUNE = ", or find buckets by buckets='auto'"
-_TIMES = ("ready_s", "launched_s", "finished_s")
-_GATHER_TIMES = {
-    "predicted_gather": ("launched_s", "finished_s", "ready_s"),
-    "measured_gather": ("launched_s", "finished_s", "wanted_s", "had_s"),
+# The times of a bucket, by the attribute that has them, and what a table calls them.
+_TIMES = {"ready_s": "ready", "launched_s": "launch", "finished_s": "finish"}
+_REDUCTIONS = {"predicted": _TIMES, "measured": _TIMES}
+_GATHERED = {"launched_s": "launch", "finished_s": "finish"}
+_GATHERS = {
+    "predicted_gather": {**_GATHERED, "ready_s": "read"},
+    "measured_gather": {**_GATHERED, "wanted_s": "wanted", "had_s": "had"},
 }
 _TIMES_OF_BOTH = ("backward_s", "forward_s", "exposed_s", "communication_s")
 _MEASURED_TIMES = (*_TIMES_OF_BOTH, "gathered_s", "waited_s")
@@ -197,26 +208,16 @@ class Explanation:
             for b in self.buckets
         ]
         shared = ", ".join(f"{b.index}" for b in self.buckets if b.shares_section_with)
-        told = f"  buckets {shared} share sections: no cut between them can be made or helps"
-        lines = [
-            f"{printable(self.model)}: {count(len(rows), 'DDP bucket')}",
-            "",
-            *table(header, rows),
-        ]
-        return "\n".join([*lines, told] if shared else lines)
+        title = f"{printable(self.model)}: {count(len(rows), 'DDP bucket')}"
+        lines = [title, "", *table(header, rows)]
+        if shared:
+            reason = "no cut between them can be made or helps"
+            lines.append(f"  buckets {shared} share sections: {reason}")
+        return "\n".join(lines)
 
     def _times(self) -> str:
         """Return a table of times in milliseconds, and a summary of them."""
-        header, columns = ["bucket"], [[f"{bucket.index}" for bucket in self.buckets]]
-        for kind in ("predicted", "measured"):
-            times = [getattr(bucket, kind) for bucket in self.buckets]
-            if any(times):
-                header += [f"{kind}: ready", "launch", "finish"]
-                columns += [
-                    [format_ms(getattr(each, name, None)) for each in times] for name in _TIMES
-                ]
-        rows = [(*row, "") for row in zip(*columns, strict=True)]
-        lines = [*(line.rstrip() for line in table((*header, ""), rows)), ""]
+        lines = [*_time_table(self.buckets, _REDUCTIONS), ""]
         if self.measured:
             lines.append(
                 f"measured ({count(self.num_measured, 'step')}): {self.measured.summary()}"
@@ -239,23 +240,29 @@ class Explanation:
             f"then {num_bytes} of parameters are gathered behind the next forward, the last bucket "
             "first"
         ]
-        last_first = list(reversed(self.buckets))
-        header, columns = ["bucket"], [[f"{bucket.index}" for bucket in last_first]]
-        titles = (("launch", "finish", "read"), ("launch", "finish", "wanted", "had"))
-        for (name, times), title in zip(_GATHER_TIMES.items(), titles, strict=True):
-            gathers = [getattr(bucket, name) for bucket in last_first]
-            if any(gathers):
-                header += [f"{name.partition('_')[0]}: {title[0]}", *title[1:]]
-                columns += [[format_ms(getattr(g, time, None)) for g in gathers] for time in times]
-        if len(columns) > 1:
-            rows = [(*row, "") for row in zip(*columns, strict=True)]
-            lines += ["", *(line.rstrip() for line in table((*header, ""), rows)), ""]
+        times = _time_table(self.buckets[::-1], _GATHERS)
+        lines += ["", *times, ""] if times else []
         m, t = self.measured, self.predicted
         if m and m.gathered_s and m.waited_s is not None:
             lines.append(_hidden("measured", m.gathered_s, m.waited_s, m.forward_s))
         if t and t.gathers:
             lines.append(_hidden("predicted", t.gathered_s, t.waited_s, t.forward_s))
         return "\n".join(lines)
+
+
+def _time_table(
+    buckets: Sequence[BucketReport], kinds: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    """Return a row of milliseconds for each bucket; nothing if none of these times is known."""
+    header, columns = ["bucket"], [[f"{bucket.index}" for bucket in buckets]]
+    for attribute, titles in kinds.items():
+        times = [getattr(bucket, attribute) for bucket in buckets]
+        if any(times):
+            first, *others = titles.values()
+            header += [f"{attribute.partition('_')[0]}: {first}", *others]
+            columns += [[format_ms(getattr(each, name, None)) for each in times] for name in titles]
+    rows = [(*row, "") for row in zip(*columns, strict=True)]
+    return [line.rstrip() for line in table((*header, ""), rows)] if len(columns) > 1 else []
 
 
 def _hidden(kind: str, gathered_s: float, waited_s: float, forward_s: float) -> str:
@@ -288,13 +295,12 @@ def _reason_data(reason: enum.Enum, detail: str) -> dict[str, str]:
 
 
 def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
+    names = (each.name for each in dataclasses.fields(bucket))
     return {
-        **_fields(bucket, *(each.name for each in dataclasses.fields(bucket)), "is_as_planned"),
-        "predicted": bucket.predicted and _fields(bucket.predicted, *_TIMES),
-        "measured": bucket.measured and _fields(bucket.measured, *_TIMES),
+        **_fields(bucket, *names, "is_as_planned"),
         **{
             name: getattr(bucket, name) and _fields(getattr(bucket, name), *times)
-            for name, times in _GATHER_TIMES.items()
+            for name, times in {**_REDUCTIONS, **_GATHERS}.items()
         },
     }
 
@@ -352,9 +358,9 @@ def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> l
     """Pair DDP's buckets with the latest plan of the whole model, which knows the most graphs."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
-    told = state.of(ddp).told_buckets or ()
-    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if told else {}
-    actual = [tuple(parameters[index] for index in bucket) for bucket in told]
+    reported = state.of(ddp).told_buckets or ()
+    parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if reported else {}
+    actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
     reports = []
     for index, (ours, theirs) in enumerate(itertools.zip_longest(planned, actual, fillvalue=())):

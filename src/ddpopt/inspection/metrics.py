@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import StepClock, Turn, observe, watch_forwards
+from ddpopt._events import Priority, StepClock, observe, watch_forwards
 from ddpopt.planning import rebucket
 from ddpopt.split import state
 
@@ -43,7 +43,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if clock is None:
         clock = _clocks[ddp] = StepClock()
         watch_forwards()
-        observe(ddp, Turn.METRICS, clock)
+        observe(ddp, Priority.METRICS, clock)
     known = state.of(ddp)
     plans = known.plans
     found: dict[str, float] = {

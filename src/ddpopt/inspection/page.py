@@ -26,9 +26,9 @@ def render_page(content: Mapping[str, Any]) -> str:
         ValueError: a time in it is not finite, which JSON cannot express.
     """
     files = resources.files("ddpopt.inspection")
-    page, style, script = (
-        files.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "page.js")
-    )
+    names = ("page.html", "page.css", "timeline.js", "page.js")
+    page, style, *scripts = (files.joinpath(name).read_text("utf-8") for name in names)
+    script = "".join(scripts)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"

@@ -38,16 +38,16 @@ from ddpopt import _torch, _waits
 from ddpopt._events import (
     Label,
     Observer,
-    Turn,
+    Priority,
     ignore,
     listen,
     observe,
+    range_name,
+    watch_backward,
     watch_forwards,
     will_communicate,
 )
-from ddpopt._files import check_can_write
-from ddpopt._ranges import range_name, watch_backward
-from ddpopt._text import format_bytes
+from ddpopt._text import check_can_write, format_bytes
 from ddpopt.inspection.exchanges import Follower
 from ddpopt.inspection.recording import (
     RecordedExchange,
@@ -173,8 +173,8 @@ class _Recorder(Observer):
             stack.callback(self._follower.close)
             stack.enter_context(listen(self))
             watch_forwards()
-            observe(ddp, Turn.RECORDER, self)
-            stack.callback(ignore, ddp, Turn.RECORDER)
+            observe(ddp, Priority.RECORDER, self)
+            stack.callback(ignore, ddp, Priority.RECORDER)
             yield
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:

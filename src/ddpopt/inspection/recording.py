@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpopt._files import write_text
-from ddpopt._text import count, format_ms
+from ddpopt._text import count, format_ms, write_text
 from ddpopt.planning.timeline import BucketTimes, bucket_table
 
 TRACE_FORMAT = "ddpopt trace 1"

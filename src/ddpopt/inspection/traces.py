@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpopt._files import MalformedError, build, parse, show
-from ddpopt._text import printable
+from ddpopt._text import MalformedError, build, parse, printable, show
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
 
@@ -25,8 +24,8 @@ _MOST_BYTES = 256 * 2**20  # of one rank's file: a few thousand steps
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a file says about its rank; an allreduce is its step, bucket, launch and finish."""
+class _Header:
+    """What a file has about its rank; an allreduce is its step, bucket, launch and finish."""
 
     format: str
     rank: int
@@ -61,7 +60,7 @@ class _Event:
 class _File:
     """What every trace of ours has."""
 
-    otherData: _Told  # noqa: N815  # as Chrome's format has it
+    otherData: _Header  # noqa: N815  # as Chrome's format has it
     traceEvents: tuple[_Event, ...]  # noqa: N815
 
 
@@ -69,7 +68,7 @@ class _Trace(NamedTuple):
     """One rank's file, by its name."""
 
     name: str
-    told: _Told
+    header: _Header
     events: Sequence[dict[str, Any]]
 
 
@@ -85,20 +84,20 @@ def merge_traces(paths: Sequence[str | Path]) -> dict[str, Any]:
             or the traces are not of the same steps.
         OSError: a file cannot be read.
     """
-    traces = sorted(map(_read, trace_files(paths)), key=lambda trace: trace.told.rank)
+    traces = sorted(map(_read, trace_files(paths)), key=lambda trace: trace.header.rank)
     if not traces:
         raise TraceError(f"there is no trace in {[str(path) for path in paths]}")
     for trace, following in itertools.pairwise(traces):
-        if trace.told.rank == following.told.rank:
+        if trace.header.rank == following.header.rank:
             raise TraceError(
-                f"{trace.name} and {following.name} are both of rank {trace.told.rank}; give one "
+                f"{trace.name} and {following.name} are both of rank {trace.header.rank}; give one "
                 "file a rank"
             )
     first = traces[0]
-    offsets = {trace.told.rank: _offset_s(first, trace) for trace in traces}
+    offsets = {trace.header.rank: _offset_s(first, trace) for trace in traces}
     # When each rank began to record, by the first one's clock; the trace begins with the earliest.
     began_ns = [
-        trace.told.origin_unix_ns - round((offset_s or 0.0) * 1e9)
+        trace.header.origin_unix_ns - round((offset_s or 0.0) * 1e9)
         for trace, offset_s in zip(traces, offsets.values(), strict=True)
     ]
     events = []
@@ -144,11 +143,11 @@ def _read(path: Path) -> _Trace:
 
 
 def _offset_s(first: _Trace, trace: _Trace) -> float | None:
-    """Return how far a rank's clock is ahead of the first one's; None if it cannot be told."""
-    if trace.told.machine == first.told.machine:
+    """Return how far a rank's clock is ahead of the first one's; None if it is unknown."""
+    if trace.header.machine == first.header.machine:
         return 0.0
-    ahead_s = (trace.told.origin_unix_ns - first.told.origin_unix_ns) / 1e9
-    here, there = first.told.finished(), trace.told.finished()
+    ahead_s = (trace.header.origin_unix_ns - first.header.origin_unix_ns) / 1e9
+    here, there = first.header.finished(), trace.header.finished()
     pairs = [(here[key], there[key]) for key in sorted(here.keys() & there.keys())]
     if not pairs:
         return None

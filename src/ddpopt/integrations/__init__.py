@@ -1,1 +1,66 @@
-"""Callbacks for other packages' trainers; only the module of each imports its package."""
+"""Callbacks for other packages' trainers, and what they share: how they compile and report.
+
+Only the module of each imports its package.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs
+from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.metrics import metrics
+from ddpopt.options import resolve_options
+
+
+class Reporter:
+    """What a callback is besides its trainer's: it reports on a training run, on rank 0.
+
+    Attributes:
+        explanation: What rank 0 printed at the end of the last training run with DDP.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        explanation: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        resolve_options(mode, options)
+        self._compiling: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
+        self._path = None if explanation is None else os.fspath(explanation)
+        self.explanation: Explanation | None = None
+
+    def _begin_report(self, ddp: DistributedDataParallel) -> None:
+        """Measure times from here on, and check now that the explanation can be saved.
+
+        Raises:
+            OptionError, OSError: As `Explanation.save`.
+        """
+        metrics(ddp)
+        if self._path is not None:
+            explain(ddp).save(self._path)
+
+    def _end_report(self, ddp: DistributedDataParallel) -> None:
+        """Print the explanation and save it, while there is a DDP module to explain."""
+        self.explanation = explain(ddp)
+        print(f"\n{self.explanation}")  # a progress bar may have left its line open
+        if self._path is not None:
+            self.explanation.save(self._path)
+
+
+def log_nothing_to_split(how: str, remedy: str) -> None:
+    """Report that a model is compiled without DDP; `how` says how it is trained."""
+    _logs.progress(
+        "%s, without DistributedDataParallel: there is nothing to split, and the model is compiled "
+        "whole; for several ranks %s",
+        how,
+        remedy,
+    )

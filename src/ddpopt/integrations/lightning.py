@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.metrics import metrics
-from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
+from ddpopt.integrations import Reporter, log_nothing_to_split
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Methods of a LightningModule that Dynamo cannot trace; it breaks the graph at them instead.
@@ -76,7 +76,7 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
                 "buckets to cut at; give Trainer(strategy='ddp'), or leave DDPOptCallback out"
             )
         else:
-            say_nothing_to_split(f"{strategy} trains on one rank", "give Trainer(strategy='ddp')")
+            log_nothing_to_split(f"{strategy} trains on one rank", "give Trainer(strategy='ddp')")
         if not is_compiled_by_us(pl_module):
             disable: Any = torch.compiler.disable
             for name in _EAGER:

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ddpopt import _events
-from ddpopt.checks.dry_run import is_compiled_by_us
+from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.metrics import metrics
-from ddpopt.integrations.reporter import Reporter, say_nothing_to_split
+from ddpopt.integrations import Reporter, log_nothing_to_split
 
 
 class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
@@ -86,7 +86,7 @@ def _check_mode(args: Any) -> None:
     if args.n_gpu > 1:
         kind = "DataParallel"
     if kind == "NO":
-        say_nothing_to_split("the Trainer trains on one rank", "start it with torchrun")
+        log_nothing_to_split("the Trainer trains on one rank", "start it with torchrun")
     elif not kind.startswith("MULTI_"):
         raise UnsupportedModeError(
             f"the Trainer trains with {kind}, in which no DistributedDataParallel has buckets to "

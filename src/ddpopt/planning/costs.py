@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddpopt._files import show
+from ddpopt._text import show
 from ddpopt.errors import PlanError
 
 if TYPE_CHECKING:

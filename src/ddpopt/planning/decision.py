@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
-from ddpopt._events import StepClock, Turn, ignore, observe, will_communicate
+from ddpopt._events import Priority, StepClock, ignore, observe, will_communicate
 from ddpopt._text import format_ms, table
 from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import BucketPlan, plan_buckets
@@ -218,7 +218,7 @@ def watch(ddp: DistributedDataParallel) -> None:
     group = ddp.process_group
     is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
     if is_first and not state.is_copy(ddp):
-        observe(ddp, Turn.ADVICE, _Watch())
+        observe(ddp, Priority.ADVICE, _Watch())
 
 
 class _Watch(StepClock):
@@ -236,12 +236,12 @@ class _Watch(StepClock):
             if step.number in _STEPS and self.step_s is not None:
                 self._steps.setdefault(step.number, (step, self.step_s))
             if step.number >= _STEPS[-1]:
-                ignore(ddp, Turn.ADVICE)
+                ignore(ddp, Priority.ADVICE)
                 _hints[ddp] = self._find_hint(ddp)
                 if _hints[ddp]:
                     _logs.info("%s", _hints[ddp])
         except Exception as error:  # which costs the hint, and nothing else
-            ignore(ddp, Turn.ADVICE)
+            ignore(ddp, Priority.ADVICE)
             _logs.info("what better buckets would save is not known: %r", error)
 
     def _find_hint(self, ddp: DistributedDataParallel) -> str:

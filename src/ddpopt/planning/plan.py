@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpopt import _files
+from ddpopt import _text
 from ddpopt._text import count, format_ms, printable, shorten
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import LossFn, call_model, find_loss
@@ -81,7 +81,7 @@ class BucketPlan:
         total = len(self.profile.gradients)
         if sum(self.sizes) != total or min(self.sizes) < 1:
             raise PlanError(
-                f"the sizes of buckets, {_files.show(self.sizes)}, must be above 0 and add "
+                f"the sizes of buckets, {_text.show(self.sizes)}, must be above 0 and add "
                 f"up to the number of gradients, {total}; they add up to {sum(self.sizes)}"
             )
         if len({gradient.name for gradient in self.profile.gradients}) < total:
@@ -147,7 +147,7 @@ class BucketPlan:
         Raises:
             OSError: the file cannot be written, or a folder or a device has that name.
         """
-        _files.write_text(path, self.to_json())
+        _text.write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> BucketPlan:
@@ -162,18 +162,18 @@ class BucketPlan:
     @classmethod
     def _read(cls, source: str | Path, name: str) -> BucketPlan:
         try:
-            content = _files.parse(source, _MOST_BYTES)
-            header: _Header = _files.build(_Header, content, is_open=True)
+            content = _text.parse(source, _MOST_BYTES)
+            header: _Header = _text.build(_Header, content, is_open=True)
             if header.version != _VERSION:
                 raise PlanError(
                     f"it is of version {header.version}, and this ddpopt reads {_VERSION}"
                 )
             own = {key: content[key] for key in content if key not in ("version", "hash")}
-            plan: BucketPlan = _files.build(cls, own)
+            plan: BucketPlan = _text.build(cls, own)
             if header.hash != plan.hash:
-                shown = _files.show(header.hash)
+                shown = _text.show(header.hash)
                 raise PlanError(f"its hash is {shown}, but its buckets have {plan.hash!r}")
-        except (_files.MalformedError, PlanError) as error:
+        except (_text.MalformedError, PlanError) as error:
             raise PlanError(
                 f"{name} is no plan that ddpopt saved: {error}; plan again rather than edit a "
                 "plan, and save it with the release that reads it"

@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Turn, ignore, observe
+from ddpopt._events import Observer, Priority, ignore, observe
 from ddpopt._text import count, shorten
 from ddpopt.errors import PlanError
 from ddpopt.planning.plan import BucketPlan
-from ddpopt.ranks import agreement
-from ddpopt.ranks.agreement import Fact, Word
+from ddpopt.ranks.agree import Fact, RankReport, require_equal
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
 
@@ -105,9 +104,9 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
         PeerError: a rank did not make this call.
     """
     problem = find_obstacle(ddp) or find_misfit(ddp, plan)
-    agreement.agree(
+    require_equal(
         ddp,
-        Word([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
+        RankReport([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
         PlanError,
         "make the plan on one rank and broadcast its to_json()",
         title="buckets stay as they are: ",
@@ -165,7 +164,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
     begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
     _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
-    observe(ddp, Turn.REBUCKET, _Permission())
+    observe(ddp, Priority.REBUCKET, _Permission())
 
 
 class _Permission(Observer):
@@ -176,4 +175,4 @@ class _Permission(Observer):
 def _allow_backward(ddp: DistributedDataParallel) -> None:
     for handle in _guards.pop(ddp, ()):
         handle.remove()
-    ignore(ddp, Turn.REBUCKET)
+    ignore(ddp, Priority.REBUCKET)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
-from ddpopt._events import Observer, Turn, ignore, observe, will_communicate
+from ddpopt._events import Observer, Priority, ignore, observe, will_communicate
 from ddpopt._text import printable
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
@@ -40,8 +40,8 @@ from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, decide, judge
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timer import Measured, Stopwatch, device_of
-from ddpopt.ranks.agreement import gather, hand_out
-from ddpopt.ranks.rendezvous import Appointment
+from ddpopt.ranks.agree import all_gather_object, broadcast_object
+from ddpopt.ranks.store import JointDecision
 from ddpopt.split import state
 
 _MEETING_S = 30.0  # at most, for ranks to wait for each other
@@ -105,7 +105,7 @@ def start_over(ddp: DistributedDataParallel) -> None:
 
 def _begin(ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None) -> None:
     _tuners[ddp] = _Tuner(ddp, source, first)
-    observe(ddp, Turn.TUNER, _tuners[ddp])
+    observe(ddp, Priority.TUNER, _tuners[ddp])
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
@@ -148,7 +148,7 @@ class _Tuner(Observer):
         self._outcome = ""
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
         self._stopwatch: Stopwatch | None = None
-        self._appointment: Appointment | None = None
+        self._joint_decision: JointDecision | None = None
         self._limit_s = _MEETING_S
         self._own = _Own((), ())
         self._gain = 0.0
@@ -195,16 +195,19 @@ class _Tuner(Observer):
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._stage is None:
-            ignore(ddp, Turn.TUNER)
+            ignore(ddp, Priority.TUNER)
             return
         if not will_communicate(ddp):
             if self._stopwatch is not None:
                 self._stopwatch.skip_forward()
             return
         stopwatch = self._begin_step(ddp, self._stage)
-        if stopwatch.num_backwards == self._stage.num_backwards - 1 and self._appointment is None:
+        if (
+            stopwatch.num_backwards == self._stage.num_backwards - 1
+            and self._joint_decision is None
+        ):
             try:
-                self._appointment = Appointment(
+                self._joint_decision = JointDecision(
                     ddp.process_group,
                     self._stage.title,
                     stopwatch.key,
@@ -230,13 +233,13 @@ class _Tuner(Observer):
         return self._stopwatch
 
     def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
-        assert self._appointment is not None
-        appointment = self._appointment
+        assert self._joint_decision is not None
+        decision = self._joint_decision
         stopwatch.stop()
-        self._stopwatch = self._appointment = self._stage = None
+        self._stopwatch = self._joint_decision = self._stage = None
         state.of(ddp).end_search()
         expected = (None, self.best if stage in _COMPARISONS else self._first)
-        problem = appointment.keep(_find_obstacle(ddp, expected, self.source))
+        problem = decision.decide(_find_obstacle(ddp, expected, self.source))
         if problem:
             self._give_up(ddp, stage, problem)
         elif stage in _COMPARISONS:
@@ -258,14 +261,14 @@ class _Tuner(Observer):
         group = ddp.process_group
         _waits.wait_for_all()  # or transfers still under way would be measured too
         cost = calibrate(group, device_of(ddp))
-        gathered = gather(ddp, measured, _SEARCH.title)
+        gathered = all_gather_object(ddp, measured, _SEARCH.title)
         decided = Decision("")
         if dist.get_rank(group) == 0:
             try:
                 decided = decide(ddp, gathered, cost)
             except Exception as error:  # the others are waiting for an answer
                 decided = Decision(f"{STAY}: planning raised {error!r}")
-        decided = hand_out(ddp, decided, _SEARCH.title)
+        decided = broadcast_object(ddp, decided, _SEARCH.title)
         self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
         if self.best is None or not decided.is_better:
             self._report(ddp, decided.text)
@@ -284,7 +287,9 @@ class _Tuner(Observer):
 
     def _judge(self, ddp: DistributedDataParallel, stage: _Stage, measured: Measured) -> None:
         """Undo the change if, twice, iterations did not get shorter."""
-        verdict = judge(self._own.measured, gather(ddp, measured, stage.title), self._gain)
+        verdict = judge(
+            self._own.measured, all_gather_object(ddp, measured, stage.title), self._gain
+        )
         if verdict.is_worse and stage is _COMPARISON:
             self._stage = _SECOND_LOOK
             return

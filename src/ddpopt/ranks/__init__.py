@@ -1,1 +1,1 @@
-"""What ranks tell each other."""
+"""What ranks compare, and how they wait for each other."""

@@ -17,8 +17,8 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import Label, telling
-from ddpopt._files import source_digest
+from ddpopt._events import Label, notifying
+from ddpopt._text import source_digest
 from ddpopt.errors import (
     CutRefusedError,
     Fallback,
@@ -84,7 +84,7 @@ def compile_under_ddp(
     if plan.fallback is not None:
         write(gm, plan, {"original": gm})
     if compiled is None:
-        compiled = telling(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
+        compiled = notifying(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
     if survey.known.waits_in_forward and not isinstance(compiled, GatedGraph):
         compiled = waiting_first(compiled)
     _announce(ddp, plan, nodes, options)
@@ -118,7 +118,7 @@ def compile_whole(
     if reason is Fallback.TORCH_DRIFT:
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
-        compiled = telling(compiled, Label(plan.graph, 0))
+        compiled = notifying(compiled, Label(plan.graph, 0))
         if state.of(ddp).waits_in_forward:
             compiled = waiting_first(compiled)
         return GraphRunner(plan, nodes, compiled, compiled, {})

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ddpopt import _logs, _torch, config
-from ddpopt._files import new_folder
+from ddpopt._text import new_folder
 from ddpopt.split.crossings import write_graphml
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import SplitPlan

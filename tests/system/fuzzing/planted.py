@@ -27,7 +27,7 @@ def bug(name: str) -> Iterator[None]:
     if name == "":
         yield
     elif name == "a cut detaches":
-        with mock.patch.object(_events, "telling", _detaching):
+        with mock.patch.object(_events, "notifying", _detaching):
             yield
     elif name == NOT_ATTACHED:
         with mock.patch.object(loops, "attach", side_effect=OptionError("planted")):

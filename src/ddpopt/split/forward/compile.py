@@ -68,7 +68,7 @@ class _CompilingSections(fx.Interpreter):
                 f"section {index} of {self._num_sections} ({target})",
                 lambda: self._inner(section, list(args)),
             )
-            self.compiled[target] = _events.telling(compiled, Label(self._graph, index))
+            self.compiled[target] = _events.notifying(compiled, Label(self._graph, index))
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(n.meta.get("example_value")) for n in returned)
             outputs = call_first(compiled, args, has_parts)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -21,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, config
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
-from ddpopt.cli.choices import choices_data, choices_table, communication_s
+from ddpopt.cli.inputs import one_rank_group, torchrun_group
 from ddpopt.cli.output import Report, Screen, Table
-from ddpopt.cli.process_groups import one_rank_group, torchrun_group
 from ddpopt.inspection.explain import explain
 from ddpopt.options import SPLITS
 from ddpopt.planning.calibrate import calibrate
+from ddpopt.planning.costs import AllreduceCost
 from ddpopt.split.plan import SplitPlan
 
 _INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"
@@ -35,6 +36,7 @@ _REPORT = "see the problems above, or report it with this output"
 _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # of torch.compile
+_BUCKET_MIB = 25  # DDP's default cap
 _WIDTH = 64
 _CAP_MB = 0.0316  # two layers of this width fill a bucket, in any order of arrival
 
@@ -205,9 +207,9 @@ def _optimizer() -> torch.optim.Optimizer:
 
 def _names(found: Mapping[PrivateName, bool]) -> Check:
     missing = [str(row) for row, is_found in found.items() if not is_found]
-    told = f"{len(found)} of {len(found)} found" if not missing else ""
+    all_found = f"{len(found)} of {len(found)} found" if not missing else ""
     problem = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
-    return _look("private names", told, problem, _INSTALL_TORCH)
+    return _look("private names", all_found, problem, _INSTALL_TORCH)
 
 
 class _TrialModel(nn.Module):
@@ -248,3 +250,64 @@ def _train(split: str) -> tuple[SplitPlan, ...]:
     for _ in range(2):
         torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())
     return explain(ddp).plans
+
+
+# ---- Which options to train with ----------------------------------------------------------------
+# By how long a model's allreduces take compared to its computation. docs/index.md has the same
+# three rows, with what was measured for each; the limits are taken from benchmarks/RESULTS.md, from
+# its columns "compute alone" and "communication alone".
+
+
+class Choice(NamedTuple):
+    """What to write if computation takes at least `least` times as long as allreduces.
+
+    `seen` says that in words.
+    """
+
+    least: float
+    seen: str
+    write: str
+    why: str
+
+
+CHOICES = (
+    Choice(4, "4 times as long or longer", "no options", "other buckets have won nothing"),
+    Choice(
+        1,
+        "1 to 4 times as long",
+        'options={"buckets": "auto"}',
+        "allreduces can be hidden; it depends on their buckets how far",
+    ),
+    Choice(
+        0,
+        "shorter",
+        'buckets="auto", or an algorithm',
+        "the network is the limit: hide it behind forward too (ShardedUpdate), or send less",
+    ),
+)
+
+
+def communication_s(cost: AllreduceCost, gradients_mib: float) -> float:
+    """Return how long the allreduces of one step take, with DDP's default buckets."""
+    num_buckets = math.ceil(gradients_mib / _BUCKET_MIB)
+    return num_buckets * cost.startup_s + gradients_mib * cost.s_per_mib
+
+
+def choices_table(taken_s: float | None) -> Table:
+    """Return the rows, in milliseconds if the time of a step's allreduces is known."""
+    if taken_s is None:
+        seen = [choice.seen for choice in CHOICES]
+    else:
+        high, low = (f"{choice.least * taken_s * 1e3:.3g}" for choice in CHOICES[:2])
+        seen = [f"{high} ms or longer", f"{low} to {high} ms", f"shorter than {low} ms"]
+    header = ("an iteration's computation is", "give torch.compile", "since")
+    rows = [(what, choice.write, choice.why) for what, choice in zip(seen, CHOICES, strict=True)]
+    return Table(header=header, rows=rows)
+
+
+def choices_data(taken_s: float | None) -> list[dict[str, Any]]:
+    rows = []
+    for choice in CHOICES:
+        least_ms = None if taken_s is None else choice.least * taken_s * 1e3
+        rows.append({"computation_at_least_ms": least_ms, "write": choice.write})
+    return rows

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpopt import _files
-from ddpopt._files import MalformedError, check_can_write, new_folder, parse, write_text
+from ddpopt import _text
+from ddpopt._text import MalformedError, check_can_write, new_folder, parse, write_text
 
 
 def test_a_file_is_written_and_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ GOOD: dict[str, Any] = {"name": "a", "sizes": [1, 2], "row": [3, None], "inner":
 
 
 def _build(text: str) -> Document:
-    document: Document = _files.build(Document, parse(text, LIMIT))
+    document: Document = _text.build(Document, parse(text, LIMIT))
     return document
 
 
@@ -158,7 +158,7 @@ def test_what_is_of_the_type_is_returned() -> None:
 def test_where_further_keys_are_open_they_are_left_out() -> None:
     """At any depth."""
     value = {**GOOD, "more": 1, "inner": {"most": 4, "more": 1}}
-    assert _files.build(Document, value, is_open=True) == _build(json.dumps(GOOD))
+    assert _text.build(Document, value, is_open=True) == _build(json.dumps(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,6 @@ def test_random_json_never_raises_anything_else(value: Any) -> None:
 
 
 def test_a_value_is_shown_short_and_without_control_characters() -> None:
-    assert _files.show("\x1b]0;evil\x07\u202e\ud800") == r"'\x1b]0;evil\x07\u202e\ud800'"
-    assert len(_files.show("a" * 10**6)) < 100
-    assert _files.show([1] * 10**6) == "a list of 1000000 items"
+    assert _text.show("\x1b]0;evil\x07\u202e\ud800") == r"'\x1b]0;evil\x07\u202e\ud800'"
+    assert len(_text.show("a" * 10**6)) < 100
+    assert _text.show([1] * 10**6) == "a list of 1000000 items"

@@ -23,9 +23,9 @@ from ddpopt import _torch, config
 from ddpopt.checks import warmup as warming
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError, PeerError
-from ddpopt.ranks import agreement
-from ddpopt.ranks.agreement import Fact, Word, agree, communicating, find_difference
-from ddpopt.ranks.stores import Board
+from ddpopt.ranks import agree
+from ddpopt.ranks.agree import Fact, RankReport, communicating, find_difference, require_equal
+from ddpopt.ranks.store import GroupStore
 from ddpopt.split import state
 from tests.support.hanging import hanging_store
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
@@ -170,7 +170,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
     with (
         own_version,
         config.patch(disagreement=disagreement),
-        mock.patch.object(agreement._logs, "warning") as warning,
+        mock.patch.object(agree._logs, "warning") as warning,
     ):
         try:
             inputs = batches(rank, [(8, 64)] * 4)
@@ -278,11 +278,11 @@ def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
     """Return how often a step talks to the store; rank 1 may compile nothing."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
-    real, counts = Board._ask, []
+    real, counts = GroupStore._ask, []
     with (
         config.patch(disagreement="error"),
-        mock.patch.object(Board, "_ask", autospec=True, side_effect=real) as calls,
-        mock.patch.object(agreement, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
+        mock.patch.object(GroupStore, "_ask", autospec=True, side_effect=real) as calls,
+        mock.patch.object(agree, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
     ):
         for x in batches(rank, [(8, 64)] * 5):
             model(x).sum().backward()
@@ -330,7 +330,7 @@ def _train_without_store(rank: int) -> int:
     model = torch.compile(ddp, **_options())
     with (
         config.patch(disagreement="error"),
-        mock.patch.object(agreement, "_STORE_S", 0.05),
+        mock.patch.object(agree, "_STORE_S", 0.05),
         hanging_store() as store,
     ):
         train(ddp, batches(rank, [(8, 64)] * 3), model)
@@ -383,9 +383,11 @@ def _agree(rank: int, what: str) -> str:
     is_other = rank == 1
     ddp = DistributedDataParallel(MLP(1))
     problem = KeyError("no disk") if what == "problem" and is_other else None
-    own = Word([Fact("lr", "0.2" if is_other else "0.1")], problem)
+    own = RankReport([Fact("lr", "0.2" if is_other else "0.1")], problem)
     with pytest.raises((ddpopt.errors.AttachError, KeyError)) as caught:
-        agree(ddp, own, ddpopt.errors.AttachError, "set it alike", title="nothing changes: ")
+        require_equal(
+            ddp, own, ddpopt.errors.AttachError, "set it alike", title="nothing changes: "
+        )
     return f"{caught.type.__name__}: {caught.value}"
 
 

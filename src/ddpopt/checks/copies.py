@@ -23,7 +23,7 @@ from ddpopt import _torch
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
-from ddpopt.ranks.rendezvous import meeting
+from ddpopt.ranks.store import monitored_block
 from ddpopt.split import state
 from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
 
@@ -61,7 +61,9 @@ class DryRun:
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
             raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
-        self.stage = functools.partial(meeting, self.ddp.process_group, name, silence_s=silence_s)
+        self.stage = functools.partial(
+            monitored_block, self.ddp.process_group, name, silence_s=silence_s
+        )
 
     def step_locally(self, *, is_apart: bool = False) -> tuple[Rehearsal, bool]:
         """Run a step of a copy that communicates nothing: copying, forward and backward as stages.
@@ -269,6 +271,11 @@ def _distance(tensor: torch.Tensor) -> torch.Tensor:
     places = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)
     targets = places.cos().view(tensor.shape)
     return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

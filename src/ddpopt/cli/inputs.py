@@ -1,6 +1,7 @@
-"""Find the factory that a command is given: `package.module:factory` or `path/to/file.py:factory`.
+"""What commands work on: the model of a user's factory, in a group of one process or torchrun's.
 
-It takes no arguments and returns a model and the inputs of one step.
+A factory is given as `package.module:factory` or `path/to/file.py:factory`. It takes no arguments
+and returns a model and the inputs of one step.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import gc
 import importlib
 import importlib.util
 import os
@@ -18,11 +20,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.cli.output import InputError
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
@@ -45,7 +50,7 @@ def find_factory(text: str) -> Callable[[], Loaded]:
         raise InputError(
             f"{text!r} names no factory; write package.module:factory or path/to/file.py:factory"
         )
-    with _told(f"importing {place}"):
+    with _blaming(f"importing {place}"):
         found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -84,7 +89,7 @@ def _import_file(path: Path) -> types.ModuleType:
 
 
 def _make(text: str, factory: Callable[[], Any]) -> Loaded:
-    with _told(text):
+    with _blaming(text):
         made = factory()
     is_pair = isinstance(made, tuple | list) and len(made) == 2
     if not is_pair or not isinstance(made[0], nn.Module):
@@ -106,7 +111,7 @@ def _make(text: str, factory: Callable[[], Any]) -> Loaded:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _blaming(what: str) -> Iterator[None]:
     """Raise what the user's code raises in this block as InputError, with the place in one line."""
     try:
         yield
@@ -116,3 +121,79 @@ def _told(what: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         raise InputError(f"{what} raised {type(error).__name__}: {error}{place}") from error
+
+
+# ---- process groups -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_rank_group() -> Iterator[None]:
+    """Make a gloo group of this process alone for this block, unless a group exists."""
+    if dist.is_initialized():
+        yield
+        return
+    distributed: Any = dist  # its stores have no types
+    dist.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with _leaving():
+        yield
+
+
+@contextlib.contextmanager
+def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
+    """Join the group of the processes that torchrun started; yield its backend's name.
+
+    `backend` None means nccl if there are GPUs, and gloo otherwise. `command` is the one to start.
+
+    Raises:
+        InputError: torchrun did not start this process, or torch was built without the backend.
+    """
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)} not set: this measures processes that communicate, so it is "
+            f"started by torchrun: torchrun --nproc-per-node 2 -m ddpopt {command}"
+        )
+    has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
+    name = backend or ("nccl" if has_nccl else "gloo")
+    if name == "nccl" and not has_nccl:
+        raise InputError(
+            "the backend is 'nccl', which needs a GPU and a build of torch that has it; give "
+            "--backend gloo"
+        )
+    if name == "nccl":
+        _use_own_gpu()
+    dist.init_process_group(name)
+    with _leaving():
+        yield name
+
+
+def _use_own_gpu() -> None:
+    local_rank, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not local_rank.isdecimal():
+        raise InputError(f"LOCAL_RANK is {local_rank!r}, which is no number; start by torchrun")
+    if int(local_rank) >= num_gpus:
+        raise InputError(
+            f"LOCAL_RANK is {local_rank}, but this machine has {num_gpus} GPUs, and nccl needs one "
+            f"for each process; give torchrun --nproc-per-node {num_gpus}, or --backend gloo"
+        )
+    torch.cuda.set_device(int(local_rank))
+
+
+_outlived: list[dist.ProcessGroup | None] = []
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """Destroy the group after this block, whose DDP modules have to be in functions that it calls.
+
+    gloo's threads need the GIL to release what was reduced last, and a Reducer that is the last to
+    hold its group joins them without releasing the GIL: both would wait forever.
+    """
+    try:
+        yield
+    except BaseException:  # its traceback may keep DDP modules alive longer
+        _outlived.append(dist.group.WORLD)
+        raise
+    finally:
+        gc.collect()
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Whether all ranks say the same: by one collective, or through the store without waiting.
+"""Whether all ranks have the same: by one collective, or through the store without waiting.
 
 Facts come from the callers; here the first difference is found and named, the same on all ranks.
 Where a collective fails, `communicating` adds what to do.
@@ -34,10 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, config
 from ddpopt._events import Observer, will_communicate
 from ddpopt.errors import DisagreementError, PeerError, TorchDriftError
-from ddpopt.ranks.rendezvous import name_ranks
-from ddpopt.ranks.stores import LONGEST_TEXT, Board, next_key
+from ddpopt.ranks.store import LONGEST_TEXT, GroupStore, name_ranks, next_key
 
-_LIMIT_S = 60.0  # after which ranks that have told nothing are no longer waited for
+_LIMIT_S = 60.0  # after which ranks that have published nothing are no longer waited for
 _STORE_S = 10.0  # for one exchange with the store
 _TITLE = "comparing what ranks compile for"
 _REMEDY = (
@@ -56,8 +55,8 @@ class Fact(NamedTuple):
     remedy: str = ""
 
 
-class Word(NamedTuple):
-    """What a rank says: its facts, from the most to the least telling, and its problem, if any."""
+class RankReport(NamedTuple):
+    """A rank's facts, from the most to the least telling, and its problem, if it has one."""
 
     facts: Sequence[Fact]
     problem: Exception | None = None
@@ -82,7 +81,7 @@ def communicating(what: str) -> Iterator[None]:
         ) from error
 
 
-def gather(
+def all_gather_object(
     ddp: DistributedDataParallel, own: T, what: str, group: dist.ProcessGroup | None = None
 ) -> list[T]:
     """Return what each rank gives, over a group (default: DDP's), on DDP's device. Collective.
@@ -97,7 +96,7 @@ def gather(
     return given
 
 
-def hand_out(ddp: DistributedDataParallel, own: T, what: str) -> T:
+def broadcast_object(ddp: DistributedDataParallel, own: T, what: str) -> T:
     """Return what rank 0 of DDP's group gives; what others give is ignored. Collective.
 
     Raises:
@@ -116,9 +115,9 @@ def _on_device(ddp: DistributedDataParallel) -> contextlib.AbstractContextManage
     return torch.accelerator.device_index(index)
 
 
-def agree(
+def require_equal(
     ddp: DistributedDataParallel,
-    own: Word,
+    own: RankReport,
     error: type[Exception],
     remedy: str,
     *,
@@ -132,19 +131,19 @@ def agree(
             that differ, the first difference and a remedy. The message begins with `title`.
         PeerError: a rank did not make this call.
     """
-    words = gather(ddp, own, "comparing settings with the other ranks", group)
-    for rank, word in enumerate(words):
-        if word.problem is not None:
-            raise type(word.problem)(f"{title}on rank {rank}: {word.problem}")
-    difference = find_difference([word.facts for word in words], remedy)
+    reports = all_gather_object(ddp, own, "comparing settings with the other ranks", group)
+    for rank, report in enumerate(reports):
+        if report.problem is not None:
+            raise type(report.problem)(f"{title}on rank {rank}: {report.problem}")
+    difference = find_difference([report.facts for report in reports], remedy)
     if difference is not None:
         raise error(f"{title}{difference}")
 
 
-def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str | None:
+def find_difference(all_facts: Sequence[Sequence[Fact]], remedy: str) -> str | None:
     """Say where ranks first differ from rank 0, which do, and what to do; None if none does."""
-    by_name = [{fact.name: fact for fact in facts} for facts in said]
-    for name in dict.fromkeys(fact.name for facts in said for fact in facts):
+    by_name = [{fact.name: fact for fact in facts} for facts in all_facts]
+    for name in dict.fromkeys(fact.name for facts in all_facts for fact in facts):
         ours = by_name[0].get(name)
         ranks = [rank for rank, facts in enumerate(by_name) if facts.get(name) != ours]
         if not ranks:
@@ -161,20 +160,20 @@ def find_difference(said: Sequence[Sequence[Fact]], remedy: str) -> str | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Told(Observer):
-    """What this rank told of one DDP module, and its steps; it has a board until all is compared.
+class _Comparison(Observer):
+    """What this rank published of one DDP module, and its steps.
 
-    `digest` is that of the facts, under `key` in the store.
+    `digest` is that of the facts, under `key` in the store, which is there until all is compared.
     """
 
     num_steps: int = 0
     key: str = ""
     digest: str = ""
     since_s: float = 0.0
-    board: Board | None = None
+    store: GroupStore | None = None
 
     def is_news(self, ddp: DistributedDataParallel, facts: str) -> bool:
-        """Note what is told of the module; return whether that differs from the last time."""
+        """Note the facts of the module; return whether they differ from the last ones."""
         digest = hashlib.sha256(facts.encode()).hexdigest()
         if digest == self.digest:
             return False
@@ -183,10 +182,18 @@ class _Told(Observer):
         self.digest, self.since_s = digest, time.monotonic()
         return True
 
-    def give_up(self, reason: object) -> None:
-        """Stop comparing, unless there is news."""
-        self.board = None
-        _logs.info("ranks do not compare what they compile: %s", reason)
+    def publish(self, ddp: DistributedDataParallel, facts: str) -> None:
+        """Write facts that are news for the other ranks, and when to compare if all have."""
+        due = self.num_steps + (1 if will_communicate(ddp) else 2)
+        try:
+            self.store = store = GroupStore(ddp.process_group, _TITLE, self.key, _STORE_S)
+            store.set_own(self.digest)
+            if store.increment(f"num/{self.digest}") == 1:  # by one rank for all: they can be long
+                store.set(f"facts/{self.digest}", facts)
+            if store.increment("num_published") == store.size:
+                store.set("due", str(due))
+        except (PeerError, TorchDriftError) as error:
+            self._give_up(error)
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         """Count a step, and compare if it is due.
@@ -197,28 +204,38 @@ class _Told(Observer):
         if not will_communicate(ddp):
             return
         self.num_steps += 1
-        if self.board is None:
+        if self.store is None:
             return
         try:
-            (due,) = self.board.get("due")
+            (due,) = self.store.get("due")
             is_due = bool(due) and self.num_steps >= int(due)
-            said = _read(self.board) if is_due else []
+            all_facts = _read_facts(self.store) if is_due else []
         except PeerError as error:
-            self.give_up(error)
+            self._give_up(error)
             return
         if is_due:
-            self.board = None
-            _act_on(ddp, said)
+            self.store = None
+            _act_on(ddp, all_facts)
         elif not due and time.monotonic() - self.since_s > _LIMIT_S:
-            self.give_up(f"some rank compiles nothing for this DDP module in {_LIMIT_S:.0f} s")
+            self._give_up(f"some rank compiles nothing for this DDP module in {_LIMIT_S:.0f} s")
+
+    def _give_up(self, reason: object) -> None:
+        """Stop comparing, unless there is news."""
+        self.store = None
+        _logs.info("ranks do not compare what they compile: %s", reason)
 
 
-_told: weakref.WeakKeyDictionary[DistributedDataParallel, _Told] = weakref.WeakKeyDictionary()
+_comparisons: weakref.WeakKeyDictionary[DistributedDataParallel, _Comparison]
+_comparisons = weakref.WeakKeyDictionary()
 
 
 def observe(ddp: DistributedDataParallel) -> Observer | None:
     """Return the observer that counts a module's steps, if ranks are to compare by themselves."""
-    return _told.setdefault(ddp, _Told()) if config.disagreement == "error" else None
+    return _comparison_of(ddp) if config.disagreement == "error" else None
+
+
+def _comparison_of(ddp: DistributedDataParallel) -> _Comparison:
+    return _comparisons.setdefault(ddp, _Comparison())
 
 
 def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
@@ -228,42 +245,32 @@ def compare(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
         DisagreementError: on all ranks, if they differ and `config.disagreement` is "error".
         PeerError: a rank did not make this call.
     """
-    said = gather(ddp, tuple(facts), _TITLE)
-    told = _told.setdefault(ddp, _Told())
-    told.is_news(ddp, json.dumps(facts))
-    told.board = None
-    _act_on(ddp, said)
+    all_facts = all_gather_object(ddp, tuple(facts), _TITLE)
+    comparison = _comparison_of(ddp)
+    comparison.is_news(ddp, json.dumps(facts))
+    comparison.store = None
+    _act_on(ddp, all_facts)
 
 
-def tell(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
-    """Tell the other ranks what a graph is compiled for, without waiting for them."""
-    told, text = _told.setdefault(ddp, _Told()), json.dumps(facts)
-    if dist.get_world_size(ddp.process_group) == 1 or not told.is_news(ddp, text):
-        return
-    due = told.num_steps + (1 if will_communicate(ddp) else 2)
-    try:
-        told.board = board = Board(ddp.process_group, _TITLE, told.key, _STORE_S)
-        board.tell(told.digest)
-        if board.count(f"num/{told.digest}") == 1:  # by one rank for all: facts can be long
-            board.put(f"facts/{told.digest}", text)
-        if board.count("num_told") == board.size:
-            board.put("due", str(due))
-    except (PeerError, TorchDriftError) as error:
-        told.give_up(error)
+def publish(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
+    """Let the other ranks compare what this one compiles for, without waiting for them."""
+    comparison, text = _comparison_of(ddp), json.dumps(facts)
+    if dist.get_world_size(ddp.process_group) > 1 and comparison.is_news(ddp, text):
+        comparison.publish(ddp, text)
 
 
-def _read(board: Board) -> list[list[Fact]]:
+def _read_facts(store: GroupStore) -> list[list[Fact]]:
     """Return each rank's facts, or an empty list if they are equal."""
-    digests = board.words()
+    digests = store.get_all()
     known = list(set(digests))
     if len(known) == 1:
         return []
-    texts = dict(zip(known, board.get(*(f"facts/{each}" for each in known)), strict=True))
+    texts = dict(zip(known, store.get(*(f"facts/{each}" for each in known)), strict=True))
     return [[Fact(*fact) for fact in json.loads(texts[each])] for each in digests]
 
 
-def _act_on(ddp: DistributedDataParallel, said: Sequence[Sequence[Fact]]) -> None:
-    difference = find_difference(said, _REMEDY)
+def _act_on(ddp: DistributedDataParallel, all_facts: Sequence[Sequence[Fact]]) -> None:
+    difference = find_difference(all_facts, _REMEDY)
     if difference is None:
         return
     text = (

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._text import count, format_ms
-from ddpopt.cli.factory import Loaded, find_factory
+from ddpopt.cli.inputs import Loaded, find_factory, torchrun_group
 from ddpopt.cli.output import InputError, Report, Screen, Table
-from ddpopt.cli.process_groups import torchrun_group
 from ddpopt.options import resolve_options
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import call_model, find_loss

@@ -22,8 +22,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.data_parallel.calls import signature_of, state_of
-from ddpopt.data_parallel.module import DataParallel
+from ddpopt.data_parallel import DataParallel, _signature_of, _state_of
 from tests.support.models import MLP
 
 CPUS = ["cpu", "cpu"]
@@ -436,10 +435,10 @@ def test_the_first_call_runs_in_turn_and_others_at_the_same_time() -> None:
 def test_what_may_be_compiled_anew_is_a_new_call(change: Callable[..., Any]) -> None:
     """Sizes, types, modes, plain attributes and hooks; the same again is not."""
     parallel, x = _parallel(lambda m, x: x, ["cpu"] * 2), _rows(4)
-    known = (state_of(parallel.module), signature_of((x, {})))
-    assert (state_of(parallel.module), signature_of((x.clone(), {}))) == known
+    known = (_state_of(parallel.module), _signature_of((x, {})))
+    assert (_state_of(parallel.module), _signature_of((x.clone(), {}))) == known
     parallel, x = change(parallel, x)
-    assert (state_of(parallel.module), signature_of((x, {}))) != known
+    assert (_state_of(parallel.module), _signature_of((x, {}))) != known
 
 
 def test_changed_hooks_are_noticed_after_compiling() -> None:

@@ -1,0 +1,153 @@
+"""The commands that explain a model, predict from a plan, measure the network and merge traces."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt._text import write_text
+from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group, torchrun_group
+from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
+from ddpopt.errors import PlanError
+from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.traces import merge_traces, trace_files
+from ddpopt.options import resolve_options
+from ddpopt.planning.batch import call_model, find_loss
+from ddpopt.planning.calibrate import calibrate
+from ddpopt.planning.costs import ALGORITHMS, Network
+from ddpopt.planning.plan import BucketPlan
+from ddpopt.planning.simulation import Stragglers, render, simulate, sweep
+
+_NUM_STEPS = 3  # DDP forms its buckets after the first, and reports them in the third
+_LINKS = ("latency_us", "algorithm", "ranks_per_node")
+
+
+def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
+    """Compile a model in this process alone, and show how it was split."""
+    options = {"inner": args.inner, "split": args.split}
+    resolve_options(None, options)  # reports a bad one before the model is made
+    if args.html is not None and args.html.suffix != ".html":
+        raise InputError(f"--html is {args.html}, which does not end in .html; rename it")
+    loaded = find_factory(args.factory)()
+    with one_rank_group():
+        explanation = _train(loaded, options, args.bucket_cap_mb, screen)
+    parts = [str(explanation)]
+    if args.html is not None:
+        with explained(f"{args.html} cannot be written"):
+            explanation.save(args.html)
+        parts.append(f"\nwritten: {args.html}")
+    return Report(data=explanation.to_dict(), parts=parts, status=0 if explanation.plans else 1)
+
+
+def _train(
+    loaded: Loaded, options: dict[str, Any], cap_mb: float | None, screen: Screen
+) -> Explanation:
+    ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
+    compiled: Any = torch.compile(ddp, backend="ddpopt", options=options)
+    for _ in screen.track(range(_NUM_STEPS), "compiling and training"):
+        ddp.zero_grad()
+        torch.autograd.backward(find_loss(call_model(compiled, loaded.inputs)))
+    return explain(ddp)
+
+
+def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
+    """Show one iteration of a saved plan on another cluster."""
+    saved, stragglers = _load(args)
+    network = None if args.bandwidth is None else _network(saved, args, args.bandwidth)
+    given = ["--" + name.replace("_", "-") for name in _given(args)]
+    if network is None and given:
+        raise PlanError(f"{', '.join(given)} given without --bandwidth")
+    simulation = simulate(saved, world_size=args.world_size, network=network, stragglers=stragglers)
+    return Report(data=json.loads(simulation.to_json()), parts=[str(simulation)])
+
+
+def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
+    """Show the efficiency of a saved plan on many clusters."""
+    saved, stragglers = _load(args)
+    network = _network(saved, args, args.bandwidths[0])
+    cells = sweep(saved, args.world_sizes, args.bandwidths, network, stragglers)
+    return Report(
+        data=[{**dataclasses.asdict(cell), "best": cell.best} for cell in cells],
+        parts=[render(cells)],
+    )
+
+
+def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:
+    with explained(f"the plan {args.plan} cannot be read"):
+        saved = BucketPlan.load(args.plan)
+    if args.communication is not None:
+        saved = dataclasses.replace(saved, communication=args.communication)
+    return saved, Stragglers(mean_delay=args.stragglers, seed=args.seed)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in _LINKS if getattr(args, name) is not None}
+
+
+def _network(saved: BucketPlan, args: argparse.Namespace, bytes_per_s: float) -> Network:
+    links = _given(args)
+    return Network(
+        latency_s=links.get("latency_us", LATENCY_US) * 1e-6,
+        bytes_per_s=bytes_per_s,
+        algorithm=links.get("algorithm", ALGORITHMS[0]),
+        ranks_per_node=links.get("ranks_per_node", 1),
+        interference=saved.cost.interference,
+        contention=saved.cost.contention,
+        launch_s=saved.cost.launch_s,
+    )
+
+
+def run_calibrate(args: argparse.Namespace, _screen: Screen) -> Report | None:
+    """Measure what an allreduce costs among torchrun's processes; only rank 0 reports."""
+    with torchrun_group(args.backend, "calibrate") as backend:
+        cost, rank, world_size = calibrate(), dist.get_rank(), dist.get_world_size()
+    if rank:
+        return None
+    data = {
+        "format": "ddpopt calibration 1",
+        "backend": backend,
+        "world_size": world_size,
+        "cost": dataclasses.asdict(cost),
+    }
+    parts = [
+        f"an allreduce among {world_size} ranks ({backend}) takes {cost.startup_s * 1e3:.3f} ms "
+        f"and {cost.s_per_mib * 1e3:.3f} ms per MiB\n"
+        f"  meanwhile computation loses {cost.interference:.0%} of its speed, and beside "
+        f"computation bytes take {cost.contention:.2f} times as long; each launch keeps it up by "
+        f"{cost.launch_s * 1e3:.3f} ms\n"
+        f"  for ddpopt.plan: network=ddpopt.{cost!r}, world_size={world_size}"
+    ]
+    if args.output is not None:
+        with explained(f"{args.output} cannot be written"):
+            write_text(args.output, json.dumps(data, indent=1) + "\n")
+        parts.append(f"written: {args.output}")
+    return Report(data=data, parts=parts)
+
+
+def run_merge(args: argparse.Namespace, _screen: Screen) -> Report:
+    """Merge all ranks' traces, write one, and report by how much each rank's clock was set back."""
+    if args.output.resolve() in [path.resolve() for path in trace_files(args.paths)]:
+        raise InputError(f"--output is {args.output}, which is one of the traces; name another")
+    with explained("a trace cannot be read"):
+        merged = merge_traces(args.paths)
+    with explained(f"{args.output} cannot be written"):
+        write_text(args.output, json.dumps(merged))
+    offsets: dict[str, float | None] = merged["otherData"]["clock_offsets_s"]
+    rows = [
+        (rank, "unknown" if offset is None else f"{offset * 1e3:.3f}")
+        for rank, offset in offsets.items()
+    ]
+    num_events = len(merged["traceEvents"])
+    return Report(
+        data={"output": str(args.output), "num_events": num_events, "clock_offsets_s": offsets},
+        parts=[
+            Table(header=("rank", "clock ahead by ms"), rows=rows),
+            f"written: {args.output}; open it in https://ui.perfetto.dev or chrome://tracing",
+        ],
+    )

@@ -1,1 +1,0 @@
-"""One process, several devices."""
