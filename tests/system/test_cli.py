@@ -162,6 +162,25 @@ def test_explain_prints_the_explanation(
     assert dist.is_initialized()
 
 
+def test_explain_predicts_for_a_cluster(
+    one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DDP's buckets beside the best ones, in the text and in the JSON."""
+    cluster = ("--world-size", "8", "--bandwidth", "1gbit")
+    assert main(("explain", SMALL, *CAP, *cluster)) == 0
+    text = capsys.readouterr().out
+    assert "8 ranks at 1gbit" in text
+    assert re.search(r"^ +DDP's +3 ", text, re.MULTILINE)
+    assert re.search(r"^ +best +\d ", text, re.MULTILINE)
+    assert main(("explain", SMALL, *CAP, *cluster, "--json")) == 0
+    explained = json.loads(capsys.readouterr().out)
+    own, best = (explained["prediction"][name] for name in ("ddp", "best"))
+    assert own["world_size"] == best["world_size"] == 8
+    assert len(own["timeline"]["buckets"]) == 3
+    assert best["timeline"]["iteration_s"] <= own["timeline"]["iteration_s"]
+    assert explained["predicted"]["backward_s"] > 0
+
+
 def test_explain_writes_a_page(
     one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +227,8 @@ def test_explain_fails_where_nothing_is_compiled(
         ((SMALL, "--inner", "no_such"), "'no_such', which is no backend"),
         ((SMALL, "--split", "sideways"), "'split' is 'sideways'"),
         ((SMALL, "--bucket-cap-mb", "0"), "'0' is no size above 0 in MiB"),
+        ((SMALL, "--world-size", "8"), "give both or neither"),
+        ((SMALL, "--world-size", "8", "--bandwidth", "10gbps"), "'10gbps'"),
         ((SMALL, "--html", "page.txt"), "does not end in .html"),
         ((SMALL, "--html", "nowhere/page.html"), "there is no folder"),
     ],

@@ -122,6 +122,9 @@ def _explain(command: _Parser) -> None:
     cap = "size of DDP's buckets (default: DDP's own, 25)"
     add("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap)
     add("--html", type=_output, metavar="FILE", help="also write a page for a browser")
+    links = command.add_argument_group("prediction", "How it would run on a cluster; give both.")
+    links.add_argument("--world-size", type=_whole, help="number of ranks")
+    links.add_argument("--bandwidth", type=_bandwidth, help="of a node's link, such as 10gbit")
 
 
 def _simulate(command: _Parser) -> None:
@@ -231,17 +234,19 @@ def _output(text: str) -> Path:
     return Path(text)
 
 
+@_argument
 def _whole(text: str) -> int:
     if not text.strip().isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise PlanError(f"{text!r} is no whole number above 0")
     return int(text)
 
 
+@_argument
 def _megabytes(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no size above 0 in MiB, such as 25 or 0.5")
+    raise PlanError(f"{text!r} is no size above 0 in MiB, such as 25 or 0.5")
 
 
 def _cap(text: str) -> float | None:
