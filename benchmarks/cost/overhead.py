@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from benchmarks.harness.report import Spread, spread, table
 from ddpopt._events import Label
-from ddpopt.split.backward.facts import ANY
-from ddpopt.split.backward.gates import Boxed, CompiledSection, GatedGraph, run_first_section
+from ddpopt.split.backward_plan import ANY
+from ddpopt.split.runtime import Boxed, CompiledSection, GatedGraph, run_first_section
 
 _MIB = 1024 * 1024
 _ELEMENTS = 4

@@ -30,10 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.report import table
 from ddpopt.backend import backend
 from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
-from ddpopt.split.backward.cut import cut_backward
-from ddpopt.split.backward.facts import read_backward
-from ddpopt.split.backward.plan import final_positions, plan_backward
-from ddpopt.split.forward.plan import order_arrival
+from ddpopt.split.backward_cut import cut_backward
+from ddpopt.split.backward_plan import final_positions, plan_backward, read_backward
+from ddpopt.split.forward_plan import order_arrival
 from ddpopt.split.plan import BackwardCuts, SplitPlan
 from ddpopt.split.validate import validate_backward
 

@@ -10,7 +10,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import DDPMode
-from ddpopt.split.ddp_modes import (
+from ddpopt.split.state import (
     KEEPING_ALLREDUCE,
     KEEPING_BUCKETS,
     KEEPING_FROM_REHEARSAL,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split.backward.gates import CompiledSection
+from ddpopt.split.runtime import CompiledSection
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead
-from ddpopt.split.backward import gates
-from ddpopt.split.backward.compile import _compile_sections
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import read_backward, refuse_linked_calls
-from ddpopt.split.forward.facts import read_facts
+from ddpopt.split import runtime as gates
+from ddpopt.split.backward_cut import SectionGraph, _compile_sections
+from ddpopt.split.backward_plan import read_backward, refuse_linked_calls
+from ddpopt.split.forward_plan import read_facts
 from ddpopt.split.plan import SplitPlan
 from tests.support.models import assert_equal_states, state_of, twins
 from tests.support.ranks import Ranks

@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.errors import Fallback, NotProvenError
 from ddpopt.split import driver
-from ddpopt.split.backward.cut import SectionGraph, cut_backward
-from ddpopt.split.backward.facts import read_backward
-from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.backward_cut import SectionGraph, cut_backward
+from ddpopt.split.backward_plan import final_positions, plan_backward, read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.validate import validate_backward, validate_forward
-from tests.split.backward.test_plan import buckets_of
+from tests.split.test_backward_plan import buckets_of
 from tests.support.models import MLP, WIDTH
 
 _aten = torch.ops.aten

@@ -25,7 +25,7 @@ from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.ranks.rendezvous import meeting
 from ddpopt.split import state
-from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
+from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from ddpopt.errors import (
 from ddpopt.planning.batch import Batch, LossFn
 from ddpopt.ranks.agreement import gather
 from ddpopt.split import state
-from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL
+from ddpopt.split.state import KEEPING_FROM_REHEARSAL
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5

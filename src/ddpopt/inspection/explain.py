@@ -30,7 +30,7 @@ from ddpopt.planning.decision import communication_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
-from ddpopt.split.crossings import plan_graph
+from ddpopt.split.dump import plan_graph
 from ddpopt.split.plan import NodeText, SplitPlan
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks import agreement
 from ddpopt.ranks.agreement import Fact, Word
 from ddpopt.split import state
-from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
+from ddpopt.split.state import KEEPING_BUCKETS, find_mode
 
 _applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state.new_table()
 

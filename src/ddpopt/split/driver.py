@@ -1,7 +1,7 @@
 """From Dynamo's whole graph to what runs in its place: facts, plan, cut, compile, run.
 
-It holds no algorithm: each step is a module of `forward` or `backward`, and the last is
-`runner.py`. `backend.py` decides for which graphs it is called.
+It holds no algorithm: each split has a module that plans and one that cuts and compiles, and what
+runs is in `runtime.py`. `backend.py` decides for which graphs it is called.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ from ddpopt.reducer import (
     predict_buckets,
 )
 from ddpopt.split import state
-from ddpopt.split.backward.compile import BackwardCut, compile_gated
-from ddpopt.split.backward.cut import cut_backward
-from ddpopt.split.backward.facts import read_backward
-from ddpopt.split.backward.gates import GatedGraph
-from ddpopt.split.backward.plan import final_positions, plan_backward
-from ddpopt.split.crossings import find_crossings
-from ddpopt.split.dump import is_showing, show, write
-from ddpopt.split.forward.compile import compile_sections
-from ddpopt.split.forward.cut import copy_for_splitting, split_forward
-from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
-from ddpopt.split.forward.plan import order_arrival, plan_sections
+from ddpopt.split.backward_cut import BackwardCut, compile_gated, cut_backward
+from ddpopt.split.backward_plan import final_positions, plan_backward, read_backward
+from ddpopt.split.dump import find_crossings, is_showing, show, write
+from ddpopt.split.forward_cut import compile_sections, copy_for_splitting, split_forward
+from ddpopt.split.forward_plan import (
+    GraphFacts,
+    frame_module,
+    has_twin,
+    order_arrival,
+    parameters_of,
+    plan_sections,
+    read_facts,
+)
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
@@ -57,7 +59,7 @@ from ddpopt.split.nodes import (
     output_values,
 )
 from ddpopt.split.plan import SplitPlan
-from ddpopt.split.runner import GraphRunner, order_arrival_of, waiting_first
+from ddpopt.split.runtime import GatedGraph, GraphRunner, order_arrival_of, waiting_first
 from ddpopt.split.validate import validate_backward, validate_forward
 
 

@@ -48,7 +48,7 @@ class Section:
 class BackwardCuts:
     """How a backward graph is cut: its sections, and the order in which its calls run.
 
-    `order` leaves out repeats (see [Note: calls and repeats] in backward/facts.py).
+    `order` leaves out repeats (see [Note: calls and repeats] in backward_plan.py).
     `releases[k]` are the arguments of the forward whose gradients section k releases.
     """
 

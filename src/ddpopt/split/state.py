@@ -8,13 +8,14 @@ about a module, such as the plan of its buckets, they keep in a `new_table` of t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt.errors import DDPMode
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
@@ -259,3 +260,30 @@ def clear() -> None:
     for table in _tables:
         table.clear()
     has_drifted = False
+
+
+KEEPING_BUCKETS = (
+    DDPMode.MIXED_PRECISION,
+    DDPMode.OPTIMIZER_IN_BACKWARD,
+    DDPMode.JOIN,
+)
+KEEPING_ALLREDUCE = (
+    DDPMode.MIXED_PRECISION,
+    DDPMode.OPTIMIZER_IN_BACKWARD,
+    DDPMode.DELAYED_PARAMETERS,
+    DDPMode.JOIN,
+)
+KEEPING_FROM_REHEARSAL = (DDPMode.FROZEN, *KEEPING_ALLREDUCE)
+
+_IS_IN: dict[DDPMode, Callable[[DistributedDataParallel], bool]] = {
+    DDPMode.MIXED_PRECISION: lambda ddp: ddp.mixed_precision is not None,
+    DDPMode.OPTIMIZER_IN_BACKWARD: _torch.has_optimizer_in_backward,
+    DDPMode.DELAYED_PARAMETERS: _torch.has_delayed_parameters,
+    DDPMode.JOIN: _torch.is_in_join,
+    DDPMode.FROZEN: lambda ddp: not any(p.requires_grad for p in ddp.parameters()),
+}
+
+
+def find_mode(ddp: DistributedDataParallel, modes: Sequence[DDPMode]) -> DDPMode | None:
+    """Return the first of these modes that `ddp` is in."""
+    return next((mode for mode in modes if _IS_IN[mode](ddp)), None)

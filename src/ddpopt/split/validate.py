@@ -23,9 +23,8 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt.errors import NotProvenError
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import gradient_nodes, repeats_of
-from ddpopt.split.forward.writes import written_by
+from ddpopt.split.backward_cut import SectionGraph
+from ddpopt.split.backward_plan import gradient_nodes, repeats_of
 from ddpopt.split.nodes import (
     IS_COPY,
     attribute_of,
@@ -35,6 +34,7 @@ from ddpopt.split.nodes import (
     output_values,
     sets_mode,
     storage_keys,
+    written_by,
 )
 from ddpopt.split.plan import SplitPlan
 

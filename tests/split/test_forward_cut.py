@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ddpopt.split.forward.cut import copy_for_splitting, split_forward
-from ddpopt.split.forward.facts import read_facts
+from ddpopt.split.forward_cut import copy_for_splitting, split_forward
+from ddpopt.split.forward_plan import read_facts
 from ddpopt.split.nodes import call_nodes
 from ddpopt.split.plan import Section
-from tests.split.forward.test_facts import Capture, forward_of
+from tests.split.test_forward_facts import Capture, forward_of
 
 
 def _section(index: int, start: int, stop: int) -> Section:

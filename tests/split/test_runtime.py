@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
-from ddpopt.split import runner
+from ddpopt.split import runtime as runner
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ddpopt.errors import Fallback
 from ddpopt.reducer import Bucket, Parameter
-from ddpopt.split.backward.facts import BackwardFacts, Tie
-from ddpopt.split.backward.plan import plan_backward
+from ddpopt.split.backward_plan import BackwardFacts, Tie, plan_backward
 from ddpopt.split.plan import BackwardCuts, SplitPlan
 
 

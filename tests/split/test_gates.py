@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.split import runtime as gates
 from ddpopt.split import state
-from ddpopt.split.backward import gates
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import Fallback
-from ddpopt.split import sections
+from ddpopt.split import forward_cut as sections
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 

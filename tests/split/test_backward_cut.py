@@ -272,7 +272,7 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch._dynamo.utils import counters
-from tests.split.backward.test_compile import _compile, _stack, _train, _plan
+from tests.split.test_backward_cut import _compile, _stack, _train, _plan
 {before}
 counters.clear()
 values, plan = _train(_stack(2), split="backward")
@@ -287,7 +287,7 @@ _UNSPLIT_FIRST = "_train(_stack(2), enabled=False)"
 
 def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
     """Return digests of results and plan, hits of AOTAutograd's cache, misses of Inductor's."""
-    code = _CACHED.format(tests=str(Path(__file__).parents[3]), before=before)
+    code = _CACHED.format(tests=str(Path(__file__).parents[2]), before=before)
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from ddpopt.errors import Fallback
 from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
-from ddpopt.split.forward.facts import GraphFacts
-from ddpopt.split.forward.plan import order_arrival, plan_sections
+from ddpopt.split.forward_plan import GraphFacts, order_arrival, plan_sections
 from ddpopt.split.plan import Section, SplitPlan
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.reducer import Parameter
-from ddpopt.split.forward.cut import copy_for_splitting
-from ddpopt.split.forward.facts import GraphFacts, parameters_of, read_facts
+from ddpopt.split.forward_cut import copy_for_splitting
+from ddpopt.split.forward_plan import GraphFacts, parameters_of, read_facts
 from ddpopt.split.nodes import call_nodes
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ddpopt._waits import WAIT, announce, withdraw
-from ddpopt.split.backward.waits import insert_waits
+from ddpopt.split.backward_cut import insert_waits
 
 aten = torch.ops.aten
 
