@@ -105,7 +105,7 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
     """With all its nodes in one section."""
     (graph,) = _explain(enabled=False).to_dict()["graphs"]
     assert graph["fallback"]["name"] == "DISABLED"
-    assert graph["fallback"]["text"] == ddpopt.errors.Fallback.DISABLED.value
+    assert graph["fallback"]["text"] == ddpopt.errors.Reason.DISABLED.value
     (section,) = graph["sections"]
     assert section["num_nodes"] == len(section["nodes"]) == graph["num_nodes"]
 

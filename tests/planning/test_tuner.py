@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.planning import AllreduceCost, decision, rebucket, stopwatch
 from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import rendezvous
@@ -240,7 +240,7 @@ def test_where_unused_parameters_are_looked_for_buckets_change_too(ranks: Ranks)
 
 
 def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
-    refused = CutRefusedError(ForwardInstead.ATTRIBUTES)
+    refused = NotCutError(Reason.ATTRIBUTES)
     with mock.patch.object(driver, "_split_backward", side_effect=refused):
         return _train(rank, "auto", cost, {})
 

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ddpopt
 from ddpopt import _torch
-from ddpopt.errors import Fallback, ForwardInstead, TorchDriftError
+from ddpopt.errors import Reason, TorchDriftError
 from ddpopt.split.plan import SplitPlan
 from tests.support.models import MLP, WIDTH, batches
 
@@ -102,7 +102,7 @@ def _convnet() -> nn.Module:
 def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inner: str) -> None:
     """Outputs, gradients and parameters, with dropout, over three steps."""
     unsplit, plan = _train(_stack(), inner=inner, enabled=False)
-    assert plan.fallback is Fallback.DISABLED
+    assert plan.fallback is Reason.DISABLED
     split, plan = _train(_stack(), inner=inner, split="backward")
     assert plan.split == "backward"
     assert len(plan.sections) > 4
@@ -162,8 +162,8 @@ def test_kernels_that_fail_cost_overlap_not_training(
     """Although their error comes late; one warning names the section and the error."""
     right, _ = _Compilation().train()
     trained, plan = _Compilation(failing=2).train()
-    assert plan.fallback is Fallback.SECTION_FAILED
-    (said,) = [r.message for r in caplog.records if Fallback.SECTION_FAILED.value in r.message]
+    assert plan.fallback is Reason.SECTION_FAILED
+    (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
     assert re.search(r"ZeroDivisionError on backward section 1 of \d+: no such register", said)
     for a, b in zip(trained, right, strict=True):
         torch.testing.assert_close(a, b)
@@ -323,20 +323,20 @@ def _explicit_inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
-        (ForwardInstead.INNER, {"inner": "eager"}),
-        (ForwardInstead.INNER, {"inner": _explicit_inner}),
-        (ForwardInstead.CUDA_GRAPHS, {"triton.cudagraphs": True}),
+        (Reason.INNER, {"inner": "eager"}),
+        (Reason.INNER, {"inner": _explicit_inner}),
+        (Reason.CUDA_GRAPHS, {"triton.cudagraphs": True}),
     ],
 )
 def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
-    one_rank: None, reason: ForwardInstead, options: dict[str, Any], caplog: Any
+    one_rank: None, reason: Reason, options: dict[str, Any], caplog: Any
 ) -> None:
     """With one warning that says why, and what to do."""
     with caplog.at_level(logging.WARNING, _torch.LOG_NAME):
         ddp, compiled = _compile(MLP(), 0.03, split="backward", **options)
         compiled(batches(0, [(2, WIDTH)])[0]).sum().backward()
     plan = _plan(ddp)
-    assert (plan.instead, plan.split, plan.fallback) == (reason, "forward", None)
+    assert (plan.backward_fallback, plan.split, plan.fallback) == (reason, "forward", None)
     assert len(plan.sections) > 1
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
     assert record.levelno == logging.WARNING
@@ -345,17 +345,17 @@ def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ValueError("broken"), ForwardInstead.FAILED),
-        (TorchDriftError("moved"), ForwardInstead.TORCH_DRIFT),
+        (ValueError("broken"), Reason.BACKWARD_FAILED),
+        (TorchDriftError("moved"), Reason.BACKWARD_DRIFT),
     ],
 )
 def test_an_error_of_ours_while_cutting_falls_back_to_the_forward_split(
-    one_rank: None, error: Exception, reason: ForwardInstead
+    one_rank: None, error: Exception, reason: Reason
 ) -> None:
     """The reason and the error are in the plan, and training is right."""
     with mock.patch("ddpopt.split.driver.cut_backward", side_effect=error):
         split, plan = _train(_stack(), inner="aot_eager", split="backward")
-    assert plan.instead is reason
+    assert plan.backward_fallback is reason
     assert str(error) in plan.detail
     assert plan.split == "forward"
     assert len(plan.sections) > 1
@@ -368,4 +368,4 @@ def test_one_bucket_is_compiled_as_without_splitting(one_rank: None) -> None:
     ddp, compiled = _compile(_stack(), 25, inner="aot_eager", split="backward")
     with mock.patch.object(_torch, "aot_eager", side_effect=AssertionError):
         compiled(torch.ones(8, 32)).sum().backward()
-    assert _plan(ddp).fallback is Fallback.ONE_BUCKET
+    assert _plan(ddp).fallback is Reason.ONE_BUCKET

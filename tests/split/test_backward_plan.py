@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter
 from ddpopt.split.backward_plan import BackwardFacts, Tie, plan_backward
 from ddpopt.split.plan import BackwardCuts, SplitPlan
@@ -47,14 +47,15 @@ def buckets_of(
     return parameters, made
 
 
-def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Fallback:
-    """Plan with parameter i as argument i, and these parameters in each bucket."""
+def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Reason:
+    """Plan with parameter i as argument i, and these parameters in each bucket, or say why not."""
     parameters, made = buckets_of(facts.gradients, buckets)
     final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
     final = {a: place for a, place in final.items() if any(a in b for b in buckets)}
-    cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
-    if isinstance(cuts, Fallback):
-        return cuts
+    try:
+        cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
+    except NotCutError as refusal:
+        return refusal.reason
     plan = SplitPlan(
         graph="0/0",
         inner="eager",
@@ -65,7 +66,7 @@ def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCut
     return dataclasses.replace(cuts, sections=plan.with_buckets(made).sections)
 
 
-def _sections(plan: BackwardCuts | Fallback) -> list[list[int]]:
+def _sections(plan: BackwardCuts | Reason) -> list[list[int]]:
     assert isinstance(plan, BackwardCuts), plan
     return [list(plan.order[s.start : s.stop]) for s in plan.sections]
 
@@ -169,9 +170,9 @@ def test_a_by_product_with_an_effect_does_not_pass_another_effect() -> None:
 def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
     """No parameter, one bucket, and gradients that one call makes."""
     facts = _facts([{}, {0: NO}, {1: NO}], {0: (1,), 1: (1,), 2: (2,)})
-    assert _plan(facts, []) is Fallback.NO_PARAMETERS
-    assert _plan(facts, [[0, 2]]) is Fallback.ONE_BUCKET
-    assert _plan(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Fallback.COMPLETE_TOGETHER
+    assert _plan(facts, []) is Reason.NO_PARAMETERS
+    assert _plan(facts, [[0, 2]]) is Reason.ONE_BUCKET
+    assert _plan(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Reason.COMPLETE_TOGETHER
 
 
 @st.composite
@@ -212,7 +213,7 @@ def test_sizes_do_not_decide_in_which_section_an_effect_is(
     others = dataclasses.replace(facts, num_bytes=[random.randrange(9) for _ in facts.num_bytes])
     effects = []
     for plan in (_plan(facts, buckets), _plan(others, buckets)):
-        sections = [] if isinstance(plan, Fallback) else _sections(plan)
+        sections = [] if isinstance(plan, Reason) else _sections(plan)
         effects.append([[c for c in calls if facts.is_ordered[c]] for calls in sections])
     assert effects[0] == effects[1]
 
@@ -224,7 +225,7 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     """In an order that respects what calls read, effects, tuples, and the order of buckets."""
     facts, buckets = drawn
     plan = _plan(facts, buckets)
-    if isinstance(plan, Fallback):
+    if isinstance(plan, Reason):
         return
     place = {call: i for i, call in enumerate(plan.order)}
     assert sorted(plan.order) == list(range(len(facts.reads)))

@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from ddpopt.split import forward_cut as sections
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
@@ -42,7 +42,7 @@ def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
     inputs = batches(0, [(2, 64)] * 3)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
-    (said,) = [r.message for r in caplog.records if Fallback.SECTION_FAILED.value in r.message]
+    (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
     assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in said
     assert not ddpopt.explain(ddp).plans[0].sections
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
 from ddpopt.split.forward_plan import GraphFacts, order_arrival, plan_sections
 from ddpopt.split.plan import Section, SplitPlan
@@ -34,9 +35,14 @@ def _buckets(arrival: tuple[Parameter, ...], *caps: int) -> tuple[Bucket, ...]:
     return predict_buckets(arrival, ReducerRules(caps_bytes=caps, is_rebuilt=True))
 
 
+def _reason(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> Reason:
+    with pytest.raises(NotCutError) as raised:
+        plan_sections(facts, buckets)
+    return raised.value.reason
+
+
 def _sections(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, ...]:
     sections = plan_sections(facts, buckets)
-    assert not isinstance(sections, Fallback), sections
     plan = SplitPlan(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
     return plan.with_buckets(buckets).sections
 
@@ -79,7 +85,7 @@ def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
     facts = _facts({0: 9, 1: 5, 2: 1})
     buckets = predict_buckets(parameters, ReducerRules(caps_bytes=(10,), is_rebuilt=False))
     assert [b.parameters[0].index for b in buckets] == [2, 1, 0]
-    assert plan_sections(facts, buckets) is Fallback.COMPLETE_TOGETHER
+    assert _reason(facts, buckets) is Reason.COMPLETE_TOGETHER
 
 
 def test_an_illegal_cut_moves_towards_the_start() -> None:
@@ -90,7 +96,7 @@ def test_an_illegal_cut_moves_towards_the_start() -> None:
     assert _starts(_facts(uses, illegal=(5, 6)), buckets) == [0, 3, 4]
     assert _starts(_facts(uses, illegal=(4, 5, 6)), buckets) == [0, 3]
     nowhere = _facts(uses, illegal=tuple(range(10)))
-    assert plan_sections(nowhere, buckets) is Fallback.NO_LEGAL_CUT
+    assert _reason(nowhere, buckets) is Reason.NO_LEGAL_CUT
 
 
 def test_a_section_that_hands_nothing_on_is_merged() -> None:
@@ -115,13 +121,13 @@ def test_a_bucket_that_spans_graphs_is_not_cut_short() -> None:
     uses = {0: 1, 1: 5}
     arrival = _arrive(_parameters(3), uses)
     assert _starts(_facts(uses), _buckets(arrival, 20)) == [0, 5]
-    assert plan_sections(_facts(uses), _buckets(arrival, 30)) is Fallback.ONE_BUCKET
+    assert _reason(_facts(uses), _buckets(arrival, 30)) is Reason.ONE_BUCKET
 
 
 def test_a_graph_without_parameters_stays_whole() -> None:
     """All belong to other graphs."""
     arrival = _arrive(_parameters(3), {})
-    assert plan_sections(_facts({}), _buckets(arrival, 10)) is Fallback.NO_PARAMETERS
+    assert _reason(_facts({}), _buckets(arrival, 10)) is Reason.NO_PARAMETERS
 
 
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=30), st.integers(1, 100))
@@ -129,12 +135,11 @@ def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], 
     """Whatever the uses and caps; and an equal input gives an equal plan."""
     facts = _facts(dict(enumerate(uses)), num_calls=50)
     buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
-    outcome = plan_sections(facts, buckets)
-    assert outcome == plan_sections(facts, buckets)
-    if isinstance(outcome, Fallback):
-        assert len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1
+    if len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1:
+        assert _reason(facts, buckets) in (Reason.ONE_BUCKET, Reason.COMPLETE_TOGETHER)
         return
     sections = _sections(facts, buckets)
+    assert sections == _sections(facts, buckets)
     assert [s.start for s in sections] == [0, *(s.stop for s in sections[:-1])]
     assert sections[-1].stop == 50
     completed = [k for section in reversed(sections) for k in section.completes]

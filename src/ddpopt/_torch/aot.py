@@ -18,7 +18,7 @@ from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.graphs import fake_mode_of
 from ddpopt._torch.names import ModuleName
 from ddpopt._torch.runtime import do_without
-from ddpopt.errors import CutRefusedError, ForwardInstead, TorchDriftError
+from ddpopt.errors import NotCutError, Reason, TorchDriftError
 
 
 @contextlib.contextmanager
@@ -261,12 +261,12 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     not a gradient, or AOTAutograd does not tell.
 
     Raises:
-        CutRefusedError: values and descriptions do not match one to one.
+        NotCutError: values and descriptions do not match one to one.
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
     described = _outputs_described(backward)
     if described is None:
-        raise CutRefusedError(ForwardInstead.NOT_DESCRIBED)
+        raise NotCutError(Reason.NOT_DESCRIBED)
     return [
         text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
         for text in described

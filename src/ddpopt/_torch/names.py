@@ -3,7 +3,7 @@
 Private is what torch does not document: what has an underscore in its name or in its module's, and
 undocumented attributes of DDP and Dynamo. A row is looked up when it is used, for writing as well
 as reading: with a release that moved it this raises `TorchDriftError`, the backend reports that as
-`Fallback.TORCH_DRIFT`, and training goes on unsplit. See tests/system/test_drift.py.
+`Reason.TORCH_DRIFT`, and training goes on unsplit. See tests/system/test_drift.py.
 """
 
 from __future__ import annotations

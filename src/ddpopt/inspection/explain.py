@@ -277,7 +277,8 @@ def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[st
         **_fields(plan, "inner", "num_nodes", "split", "is_shared"),
         "headline": plan.headline(),
         "fallback": plan.fallback and _reason_data(plan.fallback, plan.detail),
-        "instead": plan.instead and _reason_data(plan.instead, plan.detail),
+        "backward_fallback": plan.backward_fallback
+        and _reason_data(plan.backward_fallback, plan.detail),
         "sections": [
             {**_fields(section, *names), "nodes": [node._asdict() for node in members or ()]}
             for section, members in itertools.zip_longest(sections, nodes[: len(sections)])

@@ -337,14 +337,14 @@ function fact(name, value, more, className = "") {
 function fallbacks() {
   const reasons = new Map();
   for (const graph of content.graphs) {
-    for (const kind of ["fallback", "instead"]) {
+    for (const kind of ["fallback", "backward_fallback"]) {
       if (!graph[kind]) continue;
       const key = JSON.stringify([kind, graph[kind]]);
       if (!reasons.has(key)) reasons.set(key, { kind, reason: graph[kind], names: [] });
       reasons.get(key).names.push(graph.name);
     }
   }
-  const isAlert = ({ kind, reason }) => kind === "instead" || OVERLAP_LOST.has(reason.name);
+  const isAlert = ({ kind, reason }) => kind === "backward_fallback" || OVERLAP_LOST.has(reason.name);
   const ordered = [...reasons.values()].sort((a, b) => isAlert(b) - isAlert(a));
   return ordered.map((each) => fallback(each, isAlert(each)));
 }

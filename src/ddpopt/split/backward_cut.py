@@ -38,7 +38,7 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt._events import Label
 from ddpopt._waits import WAIT
-from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward_plan import (
     ANY,
     find_descent,
@@ -219,13 +219,12 @@ def compile_gated(
     in `awaited` before it reads them.
 
     Raises:
-        CutRefusedError: this graph's backward cannot be cut.
-        SectionCompileError: the inner compiler raised on a section.
+        NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a section.
     """
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     is_known = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
     if not is_known or has_ragged_sizes(gm.graph):
-        raise CutRefusedError(ForwardInstead.SUBCLASSES)
+        raise NotCutError(Reason.SUBCLASSES)
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
@@ -273,9 +272,7 @@ class _Cutting(_torch.Cutting):
         _torch.restride(backward, inputs)
         devices = {node.meta["val"].device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
-            raise CutRefusedError(
-                ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
-            )
+            raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
         plan, nodes, sections = self._cut(backward, self._saved)
         if not sections:
             finish = compile_section(backward, inputs, list(range(len(inputs))))

@@ -35,7 +35,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket
 from ddpopt.split.nodes import (
     call_nodes,
@@ -45,7 +45,7 @@ from ddpopt.split.nodes import (
     output_values,
     uses_streams,
 )
-from ddpopt.split.plan import BackwardCuts, Section
+from ddpopt.split.plan import BackwardCuts, Section, parts_of_buckets
 
 
 class Tie(enum.Enum):
@@ -78,24 +78,24 @@ class BackwardFacts:
 
 
 def refuse_linked_calls(gm: fx.GraphModule) -> None:
-    """Raise CutRefusedError if calls depend on each other by more than the values they read."""
+    """Raise NotCutError if calls depend on each other by more than the values they read."""
     if uses_streams(gm.graph):
-        raise CutRefusedError(ForwardInstead.STREAMS)
+        raise NotCutError(Reason.STREAMS)
     if any(name_of(node) == "with_effects" for node in gm.graph.nodes):
-        raise CutRefusedError(ForwardInstead.EFFECTS)
+        raise NotCutError(Reason.EFFECTS)
 
 
 def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
     """Return each gradient's node by the position of its argument in the forward's graph.
 
     Raises:
-        CutRefusedError: the graph returns something else as well.
+        NotCutError: the graph returns something else as well.
     """
     found: dict[int, fx.Node] = {}
     for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
         if isinstance(node, fx.Node):
             if argument is None or argument in found:
-                raise CutRefusedError(ForwardInstead.OTHER_OUTPUTS, f"{node} is such an output")
+                raise NotCutError(Reason.OTHER_OUTPUTS, f"{node} is such an output")
             found[argument] = node
     return found
 
@@ -247,17 +247,17 @@ def plan_backward(
     buckets: Sequence[Bucket],
     arguments: Mapping[int, int],
     final: Mapping[int, int],
-) -> BackwardCuts | Fallback:
-    """Return two or more sections of a backward graph, or why it should stay whole.
+) -> BackwardCuts:
+    """Return two or more sections of a backward graph.
 
     `arguments` and `final` are as in `final_positions`.
+
+    Raises:
+        NotCutError: it should stay whole.
     """
-    own = [[p for p in bucket.parameters if p.index in final] for bucket in buckets]
-    own = [parameters for parameters in own if parameters]
-    if not own:
-        return Fallback.NO_PARAMETERS
-    if len(own) == 1:
-        return Fallback.ONE_BUCKET
+    own = parts_of_buckets(buckets, final)
+    if len(own) < 2:  # a cut releases one bucket before another
+        raise NotCutError(Reason.ONE_BUCKET if own else Reason.NO_PARAMETERS)
     released = [[arguments[p.index] for p in parameters] for parameters in own]
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
@@ -266,7 +266,7 @@ def plan_backward(
     ends = list(itertools.accumulate(num_calls[k] for k in range(len(own))))
     cuts = _choose_cuts(facts, order, ends)
     if not cuts:
-        return Fallback.COMPLETE_TOGETHER
+        raise NotCutError(Reason.COMPLETE_TOGETHER)
     bounds = [0, *cuts, len(order)]
     # The first section that stops at or after the end of a stage completes its bucket.
     completed_in = [bisect.bisect_left(bounds, max(end, 1)) - 1 for end in ends]

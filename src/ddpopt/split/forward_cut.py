@@ -28,7 +28,7 @@ from torch.fx.passes.split_module import split_module
 
 from ddpopt import _events, _logs, _torch
 from ddpopt._events import Label
-from ddpopt.errors import SectionCompileError
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.nodes import (
     IS_COPY,
     call_nodes,
@@ -206,13 +206,14 @@ class SectionCompiler:
 
 
 def naming_section(where: str, compile_it: Callable[[], _T]) -> _T:
-    """Return what `compile_it` returns; raise SectionCompileError if it raises an error."""
+    """Return what `compile_it` returns; raise NotCutError if it raises an error."""
     try:
         return compile_it()
     except _torch.control_flow_exceptions():
         raise
     except Exception as error:
-        raise SectionCompileError(f"{type(error).__name__} on {where}: {error}") from error
+        detail = f"{type(error).__name__} on {where}: {error}"
+        raise NotCutError(Reason.SECTION_FAILED, detail) from error
 
 
 def compile_sections(
@@ -224,7 +225,7 @@ def compile_sections(
     tensors that earlier ones return, so that it sees the strides that Inductor chose.
 
     Raises:
-        SectionCompileError: `inner` raised.
+        NotCutError: `inner` raised.
     """
     fake_mode = _torch.fake_mode_of(example_inputs)
     sections = _CompilingSections(stitched, inner, fake_mode, graph)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.errors import Fallback
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter
 from ddpopt.split.nodes import (
     attribute_of,
@@ -38,7 +38,7 @@ from ddpopt.split.nodes import (
     uses_streams,
     written_by,
 )
-from ddpopt.split.plan import Section
+from ddpopt.split.plan import Section, parts_of_buckets
 
 # Calls that switch on a global state until their partner switches it off, and whose value does
 # not link the two. Autocast regions may be cut: split_module closes and reopens them.
@@ -256,29 +256,29 @@ def order_arrival(
     return tuple(sorted(parameters, key=key))
 
 
-def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...] | Fallback:
-    """Return two or more sections of a graph in forward order, or why it should stay whole.
+def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...]:
+    """Return two or more sections of a graph in forward order.
 
     A bucket is complete once backward has passed the first uses of its parameters and of those
     of all earlier buckets, because buckets are launched in order. The cut goes before that
     position, or still earlier if that place cannot be cut.
+
+    Raises:
+        NotCutError: the graph should stay whole.
     """
-    own = [[p for p in bucket.parameters if p.index in facts.first_use] for bucket in buckets]
+    own = parts_of_buckets(buckets, facts.first_use)
+    if len(own) < 2:  # a cut releases one bucket before another
+        raise NotCutError(Reason.ONE_BUCKET if own else Reason.NO_PARAMETERS)
     uses = {p: facts.first_use[p.index] for parameters in own for p in parameters}
-    firsts = [min(uses[p] for p in parameters) for parameters in own if parameters]
-    complete_at = list(itertools.accumulate(firsts, min))
-    if not complete_at:
-        return Fallback.NO_PARAMETERS
-    if len(complete_at) == 1:
-        return Fallback.ONE_BUCKET
-    positions = sorted(set(complete_at))
+    firsts = [min(uses[p] for p in parameters) for parameters in own]
+    positions = sorted(set(itertools.accumulate(firsts, min)))
     if len(positions) == 1:
-        return Fallback.COMPLETE_TOGETHER
+        raise NotCutError(Reason.COMPLETE_TOGETHER)
     legal = [0, *(p for p, is_legal in enumerate(facts.legal_cuts) if is_legal)]
     wanted = {legal[bisect.bisect_right(legal, position) - 1] for position in positions[1:]}
     cuts = _drop_empty_sections(wanted - {0}, facts)
     if not cuts:
-        return Fallback.NO_LEGAL_CUT
+        raise NotCutError(Reason.NO_LEGAL_CUT)
     bounds = [0, *cuts, facts.num_calls]
     names: list[list[str]] = [[] for _ in bounds[1:]]
     for p in sorted(uses, key=lambda p: (-uses[p], -p.index)):
