@@ -8,7 +8,6 @@ DDPOptimizer.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,11 +66,11 @@ def backend(
         refusal = NotCutError.because_of(error)
     if ddp is not None and version is not None:
         compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
-        version.is_cut = state.of(ddp).is_cut_in_forward(graph_name(gm))
+        version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
     else:
         compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
-        agreement.tell(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
+        agreement.tell(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
     return compiled
 
 
@@ -79,7 +78,7 @@ def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
     if options.buckets == "ddp":
         advice.watch(ddp)
     else:
-        tuner.start(ddp, options.buckets, is_trial=options.cuts_forward_alone)
+        tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
@@ -124,7 +123,7 @@ def _guard_on_rules(
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
     version = recomputation.Version(frame_of(graph_name(gm)), state.rules_of(ddp))
-    code = [] if ddp is None else state.of(ddp).code
+    code = [] if ddp is None else state.get(ddp).code
     has_parameters = any(isinstance(value, torch.nn.Parameter) for value in example_inputs)
     recomputation.note_compiled(version, has_parameters)
     _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
@@ -172,15 +171,11 @@ class _FirstForward(Observer):
                 _warn_if_nothing_compiled(ddp)
 
 
-_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
 def _warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
-    if ddp in _checked:
-        return
-    _checked.add(ddp)
-    if state.of(ddp).plans or state.has_drifted:
+    known = state.get(ddp)
+    is_first, known.is_warned = not known.is_warned, True
+    if not is_first or known.plans or state.has_drifted:
         return
     name = type(ddp.module).__name__
     why = (
@@ -208,5 +203,5 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     )
 
 
-backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
+backend.reset = state.forget_all  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
 install()

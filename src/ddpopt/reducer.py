@@ -46,14 +46,14 @@ class ReducerRules:
 
     `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
     further ones. `is_rebuilt` says whether buckets follow the arrival order (see
-    [Note: buckets]). `is_trial` says that they are about to be replaced by better ones.
+    [Note: buckets]). `is_provisional` says that they are about to be replaced by better ones.
     `arrives_last` are the parameters, by index, on whose gradient others that the Reducer does not
     reduce are reduced: theirs have to be final before it arrives.
     """
 
     caps_bytes: tuple[int, ...]
     is_rebuilt: bool
-    is_trial: bool = False
+    is_provisional: bool = False
     arrives_last: tuple[int, ...] = ()
 
 

@@ -121,7 +121,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
         first, stop=second.stop, parameters=first.parameters + second.parameters
     )
     plan = dataclasses.replace(plan, sections=(joined, third)).with_buckets(plan.buckets)
-    state.of(ddp).keep(plan, ())
+    state.get(ddp).keep(plan, ())
     explanation = ddpopt.explain(ddp)
     assert [bucket.shares_section_with for bucket in explanation.buckets] == [(1,), (0,), ()]
     assert "buckets 0, 1 share sections" in str(explanation)

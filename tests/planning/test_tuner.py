@@ -102,7 +102,7 @@ def _train(
         "explained": str(ddpopt.explain(ddp)),
         "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
         "names": [name for name, _ in module.named_parameters()],
-        "sections": [len(plan.sections) for plan in records.of(ddp).plans],
+        "sections": [len(plan.sections) for plan in records.get(ddp).plans],
     }
 
 

@@ -495,7 +495,7 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
     with mock.patch.object(gates, "_in_own_memory", keep):
         model(x).square().mean().backward()
-    (plan,) = state.of(ddp).plans
+    (plan,) = state.get(ddp).plans
     assert len(plan.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad

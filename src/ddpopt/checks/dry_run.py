@@ -162,7 +162,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     for part, copied in made.copies.items():
         _refuse_foreign_forward(part, copied)
     _refuse_shared_tensors(original, made.ddp)
-    state.of(made.ddp).become_copy_of(state.of(original))
+    state.get(made.ddp).become_copy_of(state.get(original))
     tuner.share(original, made.ddp)
     buffers = {name: buffer.detach().clone() for name, buffer in made.ddp.named_buffers()}
     return Rehearsal(model=made.model, ddp=made.ddp, initial_buffers=buffers, is_apart=is_apart)

@@ -267,7 +267,7 @@ class _FirstStep(Observer):
         if is_ours:  # compiled around the DDP module, with nothing that could be called
             reason = "it is compiled with a function around it"
             _decline(ddp, reason, "compile DDP itself, torch.compile(ddp, backend='ddpopt')")
-        elif state.of(ddp).plans:
+        elif state.get(ddp).plans:
             _verify_once(ddp, ddp)
 
 

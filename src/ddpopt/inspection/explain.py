@@ -323,7 +323,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    known, recording, search = state.of(ddp), recorder.recording_of(ddp), tuner.of(ddp)
+    known, recording, search = state.get(ddp), recorder.recording_of(ddp), tuner.of(ddp)
     measured = recording.median_step() if recording else None
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
@@ -353,7 +353,7 @@ def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> l
     """Pair DDP's buckets with the latest plan of the whole model, which knows the most graphs."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
-    told = state.of(ddp).told_buckets or ()
+    told = state.get(ddp).reported_buckets or ()
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if told else {}
     actual = [tuple(parameters[index] for index in bucket) for bucket in told]
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles

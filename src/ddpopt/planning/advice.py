@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import weakref
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
@@ -25,18 +24,17 @@ _LEAST_GAIN = 0.1  # of an iteration
 _STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
 _HALVINGS = 40
 
-_watched: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
 
 def watch(ddp: DistributedDataParallel) -> None:
     """Estimate once, on rank 0, what better buckets would save; report a tenth or more."""
-    if ddp in _watched:
+    known = state.get(ddp)
+    if known.is_watched:
         return
-    _watched.add(ddp)
+    known.is_watched = True
     with _costing_the_hint(ddp):
         group = ddp.process_group
         is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
-        if is_first and not state.is_copy(ddp):
+        if is_first and not known.is_copy:
             observe(ddp, Turn.ADVICE, _Adviser())
 
 

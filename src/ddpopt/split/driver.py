@@ -110,7 +110,7 @@ def compile_whole(
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
         compiled = telling(compiled, Label(plan.graph, 0))
-        if state.of(ddp).waits_in_forward:
+        if state.get(ddp).waits_in_forward:
             compiled = waiting_first(compiled)
         return GraphRunner(plan, nodes, compiled, compiled, {})
     return compiled
@@ -139,7 +139,7 @@ class _Survey:
         known = self.known
         blank = dataclasses.replace(self.blank, graph="")
         parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
-        parts += [known.rules, known.is_searched, known.waits_in_forward]
+        parts += [known.rules, known.is_searching, known.waits_in_forward]
         parts += [b and [*map(tuple, b)] for b in (known.buckets, known.expected_buckets)]
         return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
@@ -149,7 +149,7 @@ class _Survey:
         During a search for better buckets they are finer.
         """
         expected = self.known.expected_buckets
-        if expected is None and not self.known.is_searched:
+        if expected is None and not self.known.is_searching:
             return plan.buckets
         if expected is not None and not plan.is_shared:
             return known_buckets(self.reduced, expected, self.known.rules)
@@ -193,7 +193,7 @@ def _survey(
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
     owners = parameters_of(graph, example_inputs, trained)
-    known = state.of(ddp)
+    known = state.get(ddp)
     used = {index for indices in owners.values() for index in indices}
     later, earlier = known.arrival_around(graph_name(gm), used)
     names = {parameter.index: parameter.name for parameter in reduced.values()}
@@ -321,7 +321,7 @@ def _announce(
     ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes, options: Options
 ) -> None:
     if ddp is not None:
-        state.of(ddp).keep(plan, nodes)
+        state.get(ddp).keep(plan, nodes)
     is_expected = plan.fallback is None or plan.fallback.is_expected
     if plan.backward_fallback is not None:  # nobody requested more than "auto" gives
         is_expected &= options.split == "auto" and plan.backward_fallback.is_expected

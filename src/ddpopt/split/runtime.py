@@ -66,7 +66,7 @@ class GraphRunner:
         ddp = _torch.active_ddp()
         if ddp is None or ddp is self._settled_ddp():
             return self._compiled(*args)
-        known = state.of(ddp)
+        known = state.get(ddp)
         if known.nodes.get(self._plan.graph) is not self._nodes:
             known.keep(self._plan_for(ddp, args), self._nodes)
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
@@ -87,7 +87,7 @@ class GraphRunner:
             return plan
         given = {index: args[argument] for index, argument in self._arguments.items()}
         own = {p.name: reduced[v] for p in plan.arrival if (v := given.get(p.index)) in reduced}
-        buckets = predict_buckets([*own.values()], state.of(ddp).rules)
+        buckets = predict_buckets([*own.values()], state.get(ddp).rules)
         return plan.with_parameters(own).with_buckets(buckets)
 
     def unsettle(self) -> None:
@@ -102,7 +102,7 @@ def _may_be_seen(ddp: DistributedDataParallel) -> bool:
     forward under no_sync may be among them, as where two forwards have one loss, so only a module
     that goes on and on under no_sync is taken for one whose gradients DDP never sees.
     """
-    known = state.of(ddp)
+    known = state.get(ddp)
     known.num_unseen = 0 if ddp.require_backward_grad_sync else known.num_unseen + 1
     return known.num_unseen <= _MOST_UNSEEN
 
@@ -122,8 +122,8 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
 
     It warns of the first parameter out of place: from there on allreduces start late.
     """
-    known = state.of(ddp)
-    if known.told_buckets is not None:
+    known = state.get(ddp)
+    if known.reported_buckets is not None:
         return True
     if not ddp.require_backward_grad_sync:
         return False  # DDP writes its log only in steps that communicate
@@ -132,10 +132,10 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     except Exception as error:  # only the comparison is lost
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
         return True
-    if known.told_buckets is None:
+    if known.reported_buckets is None:
         return num_questions >= _MOST_QUESTIONS
     for plan in known.plans:
-        found = find_misplaced(plan.arrival, plan.buckets, known.told_buckets)
+        found = find_misplaced(plan.arrival, plan.buckets, known.reported_buckets)
         if found is not None and not plan.is_shared:
             _logs.warning(
                 "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
