@@ -97,7 +97,7 @@ def test_rounding_counts_before_bytes() -> None:
 
 def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
     """Call 0 returns a tuple, from which 1, 2 and 4 take elements; 1 and 4 are gradients."""
-    one = Tie.ONE
+    one = Tie.TUPLE
     reads = [{}, {0: one}, {0: one}, {2: NO}, {0: one}, {3: NO}]
     facts = _facts(reads, {0: (1,), 1: (4,), 2: (5,)})
     assert _sections(_plan(facts, [[0], [1, 2]])) == [[0, 1, 2, 4], [3, 5]]
@@ -105,7 +105,7 @@ def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
 
 def test_buckets_that_are_complete_at_one_cut_have_no_section_between_them() -> None:
     """Bucket 0 waits for nothing; no cut parts calls 0 to 2, in which bucket 1's gradient is."""
-    reads = [{}, {0: Tie.ONE}, {1: Tie.ONE}, {1: NO}, {}]
+    reads = [{}, {0: Tie.TUPLE}, {1: Tie.TUPLE}, {1: NO}, {}]
     facts = _facts(reads, {0: (0,), 1: (4,), 2: ()}, ordered=(4,))
     assert _sections(_plan(facts, [[2], [0], [1]])) == [[0, 1, 2], [3, 4]]
 
@@ -185,7 +185,7 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     ]
     for i in range(1, count):
         if draw(st.integers(0, 5)) == 0:
-            reads[i] = {i - 1: Tie.ONE}
+            reads[i] = {i - 1: Tie.TUPLE}
     makers = draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=8))
     gradients = {a: (maker,) for a, maker in enumerate(makers)}
     if draw(st.booleans()):
@@ -196,7 +196,7 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     buckets = [list(arguments[a:b]) for a, b in itertools.pairwise(bounds)]
     sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     ordered = draw(st.sets(st.integers(0, count - 1), max_size=3))
-    ordered = {i for i in ordered if Tie.ONE not in reads[i].values()}
+    ordered = {i for i in ordered if Tie.TUPLE not in reads[i].values()}
     read_by = st.dictionaries(
         st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
     )
@@ -234,7 +234,7 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     assert ordered == sorted(ordered)
     section_of = {c: k for k, calls in enumerate(_sections(plan)) for c in calls}
     for call, reads in enumerate(facts.reads):
-        if Tie.ONE in reads.values() and len(reads) == 1:
+        if Tie.TUPLE in reads.values() and len(reads) == 1:
             assert section_of[call] == section_of[next(iter(reads))]
     assert sorted(itertools.chain(*plan.releases)) == sorted(facts.gradients)
     for k, arguments in enumerate(plan.releases):

@@ -1,21 +1,31 @@
-"""Splitting a graph and running the pieces gives what the graph gives, bitwise."""
+"""The sections of a forward give what the graph gives, bitwise, and how they are compiled."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.nn.parallel import DistributedDataParallel
 
+import ddpopt
+from ddpopt.errors import Reason
+from ddpopt.split import forward_cut as sections
 from ddpopt.split.forward_cut import copy_for_splitting, split_forward
 from ddpopt.split.forward_plan import read_facts
 from ddpopt.split.nodes import call_nodes
 from ddpopt.split.plan import Section
-from tests.split.test_forward_facts import Capture, forward_of
+from tests.split.test_forward_plan import Capture, forward_of
+from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 
 def _section(index: int, start: int, stop: int) -> Section:
@@ -139,3 +149,196 @@ def test_symbolic_sizes_become_inputs_of_the_sections_that_need_them() -> None:
     for cut in range(1, len(call_nodes(capture.gm.graph))):
         stitched = _split_at(capture, [cut])
         assert torch.equal(stitched(*inputs)[0], capture.gm(*inputs)[0])
+
+
+class _FailsOn:
+    """An inner compiler that raises on its `n`-th call."""
+
+    __name__ = "fails"
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        self.n -= 1
+        if self.n == 0:
+            raise ZeroDivisionError("no such kernel")
+        return gm.forward
+
+
+def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph is compiled whole; one warning names the section and the error."""
+    eager, ddp = twins(MLP(), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
+    inputs = batches(0, [(2, 64)] * 3)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
+    (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
+    assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in said
+    assert not ddpopt.explain(ddp).plans[0].sections
+
+
+def test_what_fails_whole_too_raises_what_the_unsplit_compile_raises(one_rank: None) -> None:
+    """And nothing about sections."""
+    raised = []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+        options = {"inner": _never_compiles, "enabled": enabled}
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+            torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, 64))
+        raised.append(str(error.value).splitlines()[:2])
+    assert raised[0] == raised[1]
+    assert "ZeroDivisionError: no such machine" in raised[0][1]
+
+
+def _never_compiles(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+    raise ZeroDivisionError("no such machine")
+
+
+def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_rank: None) -> None:
+    """A convolution's output changes to channels last; the next section must not assume else."""
+
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    eager, ddp = twins(Convolutions(), bucket_cap_mb=0.002)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"layout_optimization": True})
+    inputs = batches(0, [(2, 8, 6, 6)] * 3)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+
+
+def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) -> None:
+    """Also when backward runs for some sections only, and in an order of its own."""
+    seen: list[tuple[int, int]] = []
+
+    def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        num_inputs = len(example_inputs)
+
+        def backward_compiler(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+            metadata = torch._guards.TracingContext.get().fw_metadata
+            seen.append((num_inputs, len(metadata.input_info)))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+            bw_compiler=backward_compiler,
+        )(gm, example_inputs)
+
+    class Uneven(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.layers[0](x)
+            second = self.layers[1](first.relu()) + self.layers[2](x) * self.layers[3](x)
+            return second, first
+
+    ddp = DistributedDataParallel(Uneven(4), bucket_cap_mb=0.01, find_unused_parameters=True)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
+    second, first = compiled(torch.randn(2, 64))
+    torch.autograd.grad(first.sum(), [ddp.module.layers[0].weight], retain_graph=True)
+    second.sum().backward()
+    assert len(seen) == len(ddpopt.explain(ddp).plans[0].sections) >= 2
+    assert len({n for n, _ in seen}) > 1, "the sections must differ for this test to mean anything"
+    assert all(given == recorded for given, recorded in seen)
+
+
+class _Summing(MLP):
+    """An auxiliary loss that every layer adds to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        auxiliary = x.new_zeros(())
+        for layer in self.layers:
+            x = layer(x).relu()
+            auxiliary += x.square().mean()
+        return x + auxiliary
+
+
+class _Filling(MLP):
+    """A result that every layer writes its part of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x.new_zeros(x.shape[0], len(self.layers), x.shape[1])
+        for i, layer in enumerate(self.layers):
+            x = layer(x).sigmoid()
+            result[:, i] = x
+        return result
+
+
+class _Residual(MLP):
+    """A stream that every layer adds to in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for layer in self.layers:
+            x += layer(x.tanh())
+        return x
+
+
+class _Scaling(MLP):
+    """A stream that every layer multiplies in place, whose old value the gradients need."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        for layer in self.layers:
+            x.mul_(layer(x.tanh()).sigmoid())
+        return x
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("model", [_Summing, _Filling, _Residual, _Scaling])
+def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(
+    one_rank: None, model: type[MLP], inner: str
+) -> None:
+    """No section's backward finds what it saved changed, and every bucket has its section."""
+    eager, ddp = twins(model(), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
+    inputs = batches(0, [(2, 64)] * 4)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+
+
+def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: None) -> None:
+    """Inductor's cache does not tell backwards that overwrite saved tensors from others."""
+    x = torch.randn(8, 64)
+    counters.clear()
+    with fresh_cache():
+        for retain_graph in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            eager, ddp = twins(MLP(4), bucket_cap_mb=0.03)
+            compiled = torch.compile(ddp, backend="ddpopt", options={"split": "forward"})
+            for forward in (eager, compiled):
+                loss = forward(x).sigmoid().sum()
+                if retain_graph:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+            for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+                torch.testing.assert_close(actual.grad, expected.grad)
+    assert counters["inductor"]["fxgraph_cache_hit"] > 0
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_a_long_compile_tells_which_section_it_is_at(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """And a short one tells nothing."""
+    told: list[str] = []
+    monkeypatch.setattr(sections._logs, "progress", lambda text, *args: told.append(text % args))
+    options = {"inner": "aot_eager", "split": split}
+    for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
+        monkeypatch.setattr(sections, "_QUIET_S", quiet_s)
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+        compiled = torch.compile(ddp, backend="ddpopt", options=options)
+        compiled(torch.randn(2, 64)).sum().backward()
+        assert [line.partition(": ")[2].partition(",")[0] for line in told] == [
+            f"compiling section {k} of 3" for k in expected
+        ]

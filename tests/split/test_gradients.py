@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.split.forward_cut import find_passing_gradients
 from ddpopt.split.nodes import call_nodes
-from tests.split.test_forward_facts import Capture, forward_of
+from tests.split.test_forward_plan import Capture, forward_of
 from tests.support.models import batches
 from tests.support.ranks import Ranks
 

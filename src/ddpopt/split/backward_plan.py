@@ -54,7 +54,7 @@ class Tie(enum.Enum):
     NONE = "nothing: they are separate kernels anyway"
     FUSED = "a fusion: the value would not exist in memory"
     UNROUNDED = "digits: fused, the value is not rounded to what can be stored"
-    ONE = "everything: the value is a tuple, which only exists to be taken apart"
+    TUPLE = "everything: the value is a tuple, which only exists to be taken apart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
 def _tie(value: fx.Node, reader: fx.Node) -> Tie:
     made = value.meta.get("val")
     if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):
-        return Tie.ONE
+        return Tie.TUPLE
     is_product = name_of(value).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
     if is_product and name_of(reader).startswith("add."):
         return Tie.UNROUNDED  # the library's product can add to a tensor
@@ -366,7 +366,7 @@ def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
     roots = []
     for call, reads in enumerate(facts.reads):
         (maker, tie), *others = reads.items() or [(call, Tie.NONE)]
-        if tie is Tie.ONE and not others:
+        if tie is Tie.TUPLE and not others:
             stage[call] = stage[maker]
             elements.setdefault(maker, []).append(call)
         elif not facts.is_repeat[call]:
@@ -420,7 +420,7 @@ def _cut_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, in
                 last_fused[source] = at
             if tie is Tie.UNROUNDED:
                 add(rounded, place[source], at, 1)
-            if tie is Tie.ONE:
+            if tie is Tie.TUPLE:
                 add(forbidden, place[source], at, 1)
     for uses in (last_use, last_fused):
         for source, at in uses.items():

@@ -163,8 +163,8 @@ class _Survey:
             reason = Reason.ONE_PLANNED_BUCKET
         return dataclasses.replace(plan, fallback=reason)
 
-    def draft(self, place: Mapping[int, float]) -> SplitPlan:
-        """Return a plan without sections, for gradients that are final at these places."""
+    def predict(self, place: Mapping[int, float]) -> SplitPlan:
+        """Return a plan without sections: buckets, for gradients that are final at these places."""
         last = dict.fromkeys(self.known.rules.arrives_last, math.inf)
         place = {index: last.get(index, at) for index, at in place.items()}
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
@@ -239,7 +239,7 @@ def _split(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
     # Backward reaches a parameter's first use last.
-    plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
+    plan = survey.predict({index: -use for index, use in survey.facts.first_use.items()})
     buckets = survey.cut_at(plan)
     calls = describe(call_nodes(survey.graph.graph))
     # If a graph releases at most one bucket, no cut of its backward would help either.
@@ -292,7 +292,7 @@ def _split_backward(
     def cut(backward: fx.GraphModule, saved: Mapping[str, int]) -> BackwardCut:
         facts = read_backward(backward, saved)
         final = final_positions(facts, arguments, elsewhere)
-        plan = dataclasses.replace(survey.draft(final), split="backward")
+        plan = dataclasses.replace(survey.predict(final), split="backward")
         try:
             cuts = plan_backward(facts, survey.cut_at(plan), arguments, final)
         except NotCutError as refusal:

@@ -26,11 +26,7 @@ _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that compute something, in order."""
-    return [node for node in graph.nodes if is_call(node)]
-
-
-def is_call(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "get_attr", "output")
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 # What computes and does nothing else, except for operators that torch knows to be impure.

@@ -131,15 +131,15 @@ class SplitPlan:
         Buckets are launched in order, so none is complete earlier than those before it.
         """
         order = self.sections[::-1] if self.split == "forward" else self.sections  # in backward
-        turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
+        place_of = {name: k for k, section in enumerate(order) for name in section.parameters}
         completed: list[list[int]] = [[] for _ in order]
         reached = -1
         for bucket in buckets:
-            turns = [turn_of[p.name] for p in bucket.parameters if p.name in turn_of]
-            if turns:
-                reached = max(reached, *turns)
+            places = [place_of[p.name] for p in bucket.parameters if p.name in place_of]
+            if places:
+                reached = max(reached, *places)
                 completed[reached].append(bucket.index)
-        by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
+        by_index = {order[k].index: tuple(indices) for k, indices in enumerate(completed)}
         sections = tuple(dataclasses.replace(s, completes=by_index[s.index]) for s in self.sections)
         return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
 
