@@ -1,4 +1,4 @@
-"""Dumps: which files a compile leaves, in whose folder, and the graph for networkx that a plan is."""
+"""Dumps: which files a compile leaves, in whose folder, and the graph that a plan is."""
 
 from __future__ import annotations
 

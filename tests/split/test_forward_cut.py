@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import Reason
-from ddpopt.split import forward_cut as sections
+from ddpopt.split import forward_cut
 from ddpopt.split.forward_cut import copy_for_splitting, split_forward
 from ddpopt.split.forward_plan import read_facts
 from ddpopt.split.nodes import call_nodes
@@ -331,10 +331,10 @@ def test_a_long_compile_tells_which_section_it_is_at(
 ) -> None:
     """And a short one tells nothing."""
     told: list[str] = []
-    monkeypatch.setattr(sections._logs, "progress", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(forward_cut._logs, "progress", lambda text, *args: told.append(text % args))
     options = {"inner": "aot_eager", "split": split}
     for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
-        monkeypatch.setattr(sections, "_QUIET_S", quiet_s)
+        monkeypatch.setattr(forward_cut, "_QUIET_S", quiet_s)
         torch._dynamo.reset()
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
         compiled = torch.compile(ddp, backend="ddpopt", options=options)

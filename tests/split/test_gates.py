@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split import runtime as gates
+from ddpopt.split import runtime
 from ddpopt.split import state
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
@@ -492,8 +492,8 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     options = {"inner": inner, "split": "backward"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     (x,) = batches(rank, [(3, SIZE)])
-    keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
-    with mock.patch.object(gates, "_in_own_memory", keep):
+    keep = runtime._in_own_memory if is_mended else (lambda gradient: gradient)
+    with mock.patch.object(runtime, "_in_own_memory", keep):
         model(x).square().mean().backward()
     (plan,) = state.get(ddp).plans
     assert len(plan.sections) > 2

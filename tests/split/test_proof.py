@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.split import runtime as gates
+from ddpopt.split import runtime
 from ddpopt.split.backward_cut import SectionGraph, _compile_sections
 from ddpopt.split.backward_plan import read_backward, refuse_linked_calls
 from ddpopt.split.forward_plan import read_facts
@@ -219,8 +219,8 @@ def test_if_the_autograd_node_has_other_outputs_all_gradients_are_released(
         original(num_outputs + 1, gradients)
         noted.append(num_outputs)
 
-    original = gates._note_given
-    monkeypatch.setattr(gates, "_note_given", note)
+    original = runtime._note_given
+    monkeypatch.setattr(runtime, "_note_given", note)
     eager, ddp = twins(Layers(), **CAP)
     assert_equal_states(_train(ddp, _input, _compile(ddp)), _train(eager, _input))
     assert noted == [3] * 3, "two outputs and the token"

@@ -99,7 +99,7 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     known.begin_search(is_provisional=True)
     known.give_buckets([list(range(len(list(ddp.parameters()))))])
     known.bucket_plan = known.tuner = known.tuner_in_use = "something"
-    torch._dynamo.reset()
+    state.forget_all()
     assert state.get(ddp) is known
     assert (known.waits_in_forward, known.tuner) == (True, "something")
     assert (known.bucket_plan, known.tuner_in_use) == (None, None)
