@@ -15,12 +15,12 @@ See [Note: tokens, gates and runs] in runtime.py for what the token is for.
 
 [Note: waits]
 Parameters may arrive from other ranks while a compiled forward runs. A wait is a call of
-`ddpopt::wait_` before the first call that reads a parameter. The operator
-claims to write the parameters, so no compiler moves a reader ahead of it, and to read the result of
-the preceding matrix product or convolution, so none moves it up: Inductor puts waits that depend on
-nothing at the top of the graph, where nothing is computed meanwhile. Products are written to memory
-in any case, so reading one costs no fusion. Parameters that are first read between the same two
-products share a wait.
+`ddpopt::wait_` before the first call that reads a parameter. The operator claims to write the
+parameters, so no compiler moves a reader ahead of it, and to read the result of the preceding
+matrix product or convolution, so none moves it up: Inductor puts waits that depend on nothing at
+the top of the graph, where nothing is computed meanwhile. Products are written to memory in any
+case, so reading one costs no fusion. Parameters that are first read between the same two products
+share a wait.
 """
 
 from __future__ import annotations
