@@ -1,7 +1,7 @@
 """What is known about each DDP module: plans in force, the Reducer's buckets, what code may run.
 
-The driver, the runner and the modules that change buckets write it, through its methods only. What
-rooms above keep of a module is a field as well, which only they read and write.
+The driver, the runner and the modules that change buckets write it, through its methods. What a
+room above keeps of a module is a field as well, which only that room reads and writes.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class DDPState:
         self.forget()
 
     def forget(self) -> None:
+        """Know nothing yet, as at first, of the second part."""
         self._plans: dict[str, SplitPlan] = {}
         self.nodes: dict[str, Nodes] = {}  # of the sections of each graph, by the graph's name
         self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
