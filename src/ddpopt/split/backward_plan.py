@@ -45,7 +45,7 @@ from ddpopt.split.nodes import (
     output_values,
     uses_streams,
 )
-from ddpopt.split.plan import BackwardCuts, Section, parts_of_buckets
+from ddpopt.split.plan import BackwardCuts, make_sections, parts_of_buckets
 
 
 class Tie(enum.Enum):
@@ -271,19 +271,12 @@ def plan_backward(
     # The first section that stops at or after the end of a stage completes its bucket.
     completed_in = [bisect.bisect_left(bounds, max(end, 1)) - 1 for end in ends]
     section_of = {p: k for k, parameters in zip(completed_in, own, strict=True) for p in parameters}
-    names: list[list[str]] = [[] for _ in bounds[1:]]
-    for p in sorted(section_of, key=lambda p: (final[p.index], -p.index)):
-        names[section_of[p]].append(p.name)
-    sections = tuple(
-        Section(
-            index=index,
-            start=start,
-            stop=stop,
-            first_node=facts.call_names[order[start]],
-            parameters=tuple(names[index]),
-            num_fixed=sum(facts.is_ordered[call] for call in order[start:stop]),
-        )
-        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+    arrival = sorted(section_of, key=lambda p: (final[p.index], -p.index))
+    sections = make_sections(
+        bounds,
+        {p: section_of[p] for p in arrival},
+        [facts.call_names[call] for call in order],
+        [facts.is_ordered[call] for call in order],
     )
     released_in = {arguments[p.index]: section for p, section in section_of.items()}
     releases = _choose_releases(facts, order, bounds, released_in)

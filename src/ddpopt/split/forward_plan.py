@@ -38,7 +38,7 @@ from ddpopt.split.nodes import (
     uses_streams,
     written_by,
 )
-from ddpopt.split.plan import Section, parts_of_buckets
+from ddpopt.split.plan import Section, make_sections, parts_of_buckets
 
 # Calls that switch on a global state until their partner switches it off, and whose value does
 # not link the two. Autocast regions may be cut: split_module closes and reopens them.
@@ -280,20 +280,9 @@ def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section
     if not cuts:
         raise NotCutError(Reason.NO_LEGAL_CUT)
     bounds = [0, *cuts, facts.num_calls]
-    names: list[list[str]] = [[] for _ in bounds[1:]]
-    for p in sorted(uses, key=lambda p: (-uses[p], -p.index)):
-        names[bisect.bisect_right(bounds, uses[p]) - 1].append(p.name)
-    return tuple(
-        Section(
-            index=index,
-            start=start,
-            stop=stop,
-            first_node=facts.call_names[start],
-            parameters=tuple(names[index]),
-            num_fixed=sum(facts.is_fixed[start:stop]),
-        )
-        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
-    )
+    arrival = sorted(uses, key=lambda p: (-uses[p], -p.index))
+    section_of = {p: bisect.bisect_right(bounds, uses[p]) - 1 for p in arrival}
+    return make_sections(bounds, section_of, facts.call_names, facts.is_fixed)
 
 
 def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:

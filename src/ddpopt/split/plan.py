@@ -13,6 +13,7 @@ Equal graphs with equal settings give equal plans.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -198,6 +199,29 @@ class SplitPlan:
         sections, buckets = count(len(self.sections), kind), count(len(self.buckets), "DDP bucket")
         line = f"{graph}: {sections} for {buckets} of {total}"
         return f"{line}; cut in forward, not in backward, {of_backward}" if of_backward else line
+
+
+def make_sections(
+    bounds: Sequence[int],
+    section_of: Mapping[Parameter, int],
+    call_names: Sequence[str],
+    is_fixed: Sequence[bool],
+) -> tuple[Section, ...]:
+    """Return the sections between these bounds, with parameters, which come in arrival order."""
+    names: list[list[str]] = [[] for _ in bounds[1:]]
+    for parameter, index in section_of.items():
+        names[index].append(parameter.name)
+    return tuple(
+        Section(
+            index=index,
+            start=start,
+            stop=stop,
+            first_node=call_names[start],
+            parameters=tuple(names[index]),
+            num_fixed=sum(is_fixed[start:stop]),
+        )
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+    )
 
 
 def parts_of_buckets(buckets: Sequence[Bucket], own: Container[int]) -> list[list[Parameter]]:
