@@ -28,9 +28,9 @@ _HALVINGS = 40
 def watch(ddp: DistributedDataParallel) -> None:
     """Estimate once, on rank 0, what better buckets would save; report a tenth or more."""
     known = state.get(ddp)
-    if known.is_watched:
+    if known.hint is not None:
         return
-    known.is_watched = True
+    known.hint = ""
     with _costing_the_hint(ddp):
         group = ddp.process_group
         is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
