@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
-from ddpopt.errors import Fallback, ForwardInstead
+from ddpopt.errors import Reason
 from ddpopt.split import driver
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
@@ -77,11 +77,11 @@ def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "reason"),
     [
-        (lambda: DistributedDataParallel(MLP()), {}, Fallback.ONE_BUCKET),
+        (lambda: DistributedDataParallel(MLP()), {}, Reason.ONE_BUCKET),
         (
             lambda: DistributedDataParallel(MLP(), bucket_cap_mb=CAP),
             {"enabled": False},
-            Fallback.DISABLED,
+            Reason.DISABLED,
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
     caplog: pytest.LogCaptureFixture,
     make: Any,
     options: dict[str, Any],
-    reason: Fallback,
+    reason: Reason,
 ) -> None:
     """In one call, and without a warning."""
     calls: list[int] = []
@@ -114,7 +114,7 @@ def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
         compiled(_x())
     compiled(_x()).sum().backward()
     reasons = [plan.fallback for plan in ddpopt.explain(ddp).plans]
-    assert reasons == [Fallback.NO_GRAD, None]
+    assert reasons == [Reason.NO_GRAD, None]
 
 
 def test_frozen_parameters_leave_nothing_to_split(one_rank: None) -> None:
@@ -127,7 +127,7 @@ def test_frozen_parameters_leave_nothing_to_split(one_rank: None) -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     model.layers[0].weight.requires_grad_(False)
     _compile(ddp)(_x())
-    assert _only_plan(ddp).fallback is Fallback.NO_PARAMETERS
+    assert _only_plan(ddp).fallback is Reason.NO_PARAMETERS
 
 
 def test_without_ddp_the_graph_goes_whole() -> None:
@@ -143,7 +143,7 @@ def test_optimize_ddp_false_switches_splitting_off_as_in_tree(one_rank: None) ->
     with torch._dynamo.config.patch(optimize_ddp=False):
         _compile(ddp)(_x())
         assert torch._dynamo.config.optimize_ddp is False
-    assert _only_plan(ddp).fallback is Fallback.DYNAMO_DISABLED
+    assert _only_plan(ddp).fallback is Reason.DYNAMO_DISABLED
 
 
 @pytest.mark.parametrize(
@@ -328,18 +328,18 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
     assert not warnings()
     torch._dynamo.reset()
     _compile(ddp, split="forward")(_x()).sum().backward()
-    assert _only_plan(ddp).fallback is Fallback.NO_LEGAL_CUT
-    assert len([text for text in warnings() if Fallback.NO_LEGAL_CUT.value in text]) == 1
+    assert _only_plan(ddp).fallback is Reason.NO_LEGAL_CUT
+    assert len([text for text in warnings() if Reason.NO_LEGAL_CUT.value in text]) == 1
 
 
 @pytest.mark.parametrize(
     ("moved", "options", "reason"),
     [
-        ("cut_backward", {}, ForwardInstead.FAILED),
-        ("compile_gated", {}, ForwardInstead.TORCH_DRIFT),
-        ("split_forward", {"split": "forward"}, Fallback.SPLIT_FAILED),
-        ("compile_sections", {"split": "forward"}, Fallback.TORCH_DRIFT),
-        ("read_facts", {}, Fallback.TORCH_DRIFT),
+        ("cut_backward", {}, Reason.BACKWARD_FAILED),
+        ("compile_gated", {}, Reason.BACKWARD_DRIFT),
+        ("split_forward", {"split": "forward"}, Reason.SPLIT_FAILED),
+        ("compile_sections", {"split": "forward"}, Reason.TORCH_DRIFT),
+        ("read_facts", {}, Reason.TORCH_DRIFT),
     ],
 )
 def test_an_error_while_splitting_costs_overlap_not_training(
@@ -348,10 +348,10 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     caplog: pytest.LogCaptureFixture,
     moved: str,
     options: dict[str, str],
-    reason: Fallback | ForwardInstead,
+    reason: Reason,
 ) -> None:
     """One warning says why, with the error's text; the result is right."""
-    error = ddpopt.errors.TorchDriftError if reason.name == "TORCH_DRIFT" else KeyError
+    error = ddpopt.errors.TorchDriftError if "DRIFT" in reason.name else KeyError
 
     def broken(*_: Any, **__: Any) -> Any:
         raise error("u0")

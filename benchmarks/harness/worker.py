@@ -336,7 +336,7 @@ class _Network:
         else:
             connect(worker._ddp, self.network)
         if peer.is_tuned:  # as its tuner does, where there is more than one rank
-            state.of(worker._ddp).begin_search(is_trial=False)
+            state.get(worker._ddp).begin_search(is_provisional=False)
             with worker._autocast():
                 loss = worker._model.loss
                 self._estimated = estimate(worker._ddp.module, worker._batch, loss=loss)

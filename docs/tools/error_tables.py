@@ -70,7 +70,7 @@ def exception_rows() -> list[Row]:
 
 
 def reason_rows(reasons: Iterable[enum.Enum]) -> list[Row]:
-    """Return cause and remedy of each member of `Fallback` or `ForwardInstead`."""
+    """Return cause and remedy of each of these members of `errors.Reason`."""
     rows = []
     for reason in reasons:
         cause, _, remedy = reason.value.partition("; ")
@@ -115,13 +115,16 @@ def render_exceptions() -> str:
 
 def render_fallbacks() -> str:
     """Return the reasons for which a graph is compiled whole."""
-    return _table(("Fallback", "cause", "remedy"), map(_escape, reason_rows(errors.Fallback)))
+    return _render_reasons(reason for reason in errors.Reason if not reason.is_of_backward)
 
 
-def render_forward_instead() -> str:
-    """Return the reasons for which a graph is cut in forward instead of backward."""
-    rows = reason_rows(errors.ForwardInstead)
-    return _table(("ForwardInstead", "cause", "remedy"), map(_escape, rows))
+def render_backward_fallbacks() -> str:
+    """Return the reasons for which a graph's backward is not cut."""
+    return _render_reasons(reason for reason in errors.Reason if reason.is_of_backward)
+
+
+def _render_reasons(reasons: Iterable[errors.Reason]) -> str:
+    return _table(("Reason", "cause", "remedy"), map(_escape, reason_rows(reasons)))
 
 
 def render_messages() -> str:

@@ -28,7 +28,7 @@ GENERATED = {
     "commands": command_line.render,
     "exceptions": error_tables.render_exceptions,
     "fallbacks": error_tables.render_fallbacks,
-    "instead": error_tables.render_forward_instead,
+    "backward_fallbacks": error_tables.render_backward_fallbacks,
     "messages": error_tables.render_messages,
     "warnings": error_tables.render_warnings,
 }

@@ -8,7 +8,6 @@ DDPOptimizer.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,13 @@ from ddpopt import _events, _logs, _torch, config
 from ddpopt._events import Observer, Priority, ask_at_first, ignore
 from ddpopt.checks import verify, warmup
 from ddpopt.checks.copies import is_compiled_by_us
-from ddpopt.errors import DDPOptError, Fallback, TorchDriftError, UnsupportedModeError
+from ddpopt.errors import (
+    DDPOptError,
+    NotCutError,
+    Reason,
+    TorchDriftError,
+    UnsupportedModeError,
+)
 from ddpopt.options import Options, resolve_options
 from ddpopt.planning import decision, tuner
 from ddpopt.ranks import agree
@@ -46,29 +51,26 @@ def backend(
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
     """
     resolved = resolve_options(mode, options)
-    ddp, detail, version = None, "", None
+    ddp, version, refusal = None, None, NotCutError(Reason.NO_DDP)
     try:
         ddp = recomputation.compiled_for()
         _refuse_unsupported_modes(ddp)
-        reason = _reason_not_to_split(ddp, resolved)
-        if reason is None and ddp is not None:
+        _check_is_on(resolved)
+        if ddp is not None:
             _see_to_buckets(ddp, resolved)
-        if reason in (None, Fallback.NO_DDP):
-            version = _guard_on_rules(gm, example_inputs, ddp)
-    except TorchDriftError as error:
-        reason, detail = Fallback.TORCH_DRIFT, str(error)
-    except DDPOptError:
-        raise
-    except Exception as error:  # a private name exists, but is not what it was
-        reason, detail = Fallback.SPLIT_FAILED, f"{type(error).__name__}: {error}"
-    if ddp is not None and reason is None:
+        version = _guard_on_rules(gm, example_inputs, ddp)
+    except Exception as error:
+        # Any error at all: a private name may exist, and not be what it was.
+        if isinstance(error, DDPOptError) and not isinstance(error, TorchDriftError):
+            raise
+        refusal = NotCutError.because_of(error)
+    if ddp is not None and version is not None:
         compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
-        if version is not None:
-            version.is_cut = state.of(ddp).is_cut_in_forward(graph_name(gm))
+        version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
     else:
-        compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, reason, detail)
+        compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
-        agree.publish(ddp, warmup.facts_of(ddp, state.of(ddp).plans))
+        agree.publish(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
     return compiled
 
 
@@ -76,7 +78,7 @@ def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
     if options.buckets == "ddp":
         decision.watch(ddp)
     else:
-        tuner.start(ddp, options.buckets, is_trial=options.cuts_forward_alone)
+        tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
@@ -101,16 +103,16 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
         )
 
 
-def _reason_not_to_split(ddp: DistributedDataParallel | None, options: Options) -> Fallback | None:
+def _check_is_on(options: Options) -> None:
+    """Raise NotCutError if splitting is switched off, or TorchDriftError if it cannot work."""
     if options.drift:
         raise TorchDriftError(options.drift)
     if _torch.optimize_ddp_mode() == "no_optimization":
-        return Fallback.DYNAMO_DISABLED
+        raise NotCutError(Reason.DYNAMO_DISABLED)
     if not options.enabled:
-        return Fallback.DISABLED
+        raise NotCutError(Reason.DISABLED)
     if not torch.is_grad_enabled():
-        return Fallback.NO_GRAD
-    return Fallback.NO_DDP if ddp is None else None
+        raise NotCutError(Reason.NO_GRAD)
 
 
 def _guard_on_rules(
@@ -121,7 +123,7 @@ def _guard_on_rules(
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
     version = recomputation.Version(frame_of(graph_name(gm)), state.rules_of(ddp))
-    code = [] if ddp is None else state.of(ddp).code
+    code = [] if ddp is None else state.get(ddp).code
     has_parameters = any(isinstance(value, torch.nn.Parameter) for value in example_inputs)
     recomputation.note_compiled(version, has_parameters)
     _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
@@ -169,15 +171,11 @@ class _FirstForward(Observer):
                 _warn_if_nothing_compiled(ddp)
 
 
-_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
 def _warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
-    if ddp in _checked:
-        return
-    _checked.add(ddp)
-    if state.of(ddp).plans or state.has_drifted:
+    known = state.get(ddp)
+    is_first, known.is_warned = not known.is_warned, True
+    if not is_first or known.plans or state.has_drifted:
         return
     name = type(ddp.module).__name__
     why = (
@@ -205,5 +203,5 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
     )
 
 
-backend.reset = state.clear  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
+backend.reset = state.forget_all  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
 install()

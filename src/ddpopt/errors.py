@@ -1,6 +1,7 @@
-"""The exceptions that ddpopt raises, and its reasons for compiling a graph whole.
+"""The exceptions that ddpopt raises, and its reasons for not cutting a graph, or its backward.
 
-A reason's value is the sentence that the user reads: what happened and what to do.
+A reason's value is the sentence that the user reads: what happened and what to do. It is given by
+raising `NotCutError` where it is found, and kept on the graph's plan.
 """
 
 from __future__ import annotations
@@ -99,8 +100,27 @@ class TorchDriftError(DDPOptError, ImportError):
     """
 
 
-class Fallback(enum.Enum):
-    """Why a graph was compiled whole."""
+# What a reason may say besides its sentence, see `Reason`.
+_LOST, _BACKWARD = "overlap is lost", "of backward"
+
+
+class Reason(enum.Enum):
+    """Why a graph is compiled whole or, if it `is_of_backward`, why only its forward is cut.
+
+    The latter although `split` is "backward" or "auto". If it `is_expected`, settings or the graph
+    are the reason; otherwise overlap is lost that should not be, which is logged as a warning.
+    """
+
+    _value_: str
+    is_expected: bool
+    is_of_backward: bool
+
+    def __new__(cls, sentence: str, *marks: str) -> Reason:
+        self = object.__new__(cls)
+        self._value_ = sentence
+        self.is_expected = _LOST not in marks
+        self.is_of_backward = _BACKWARD in marks
+        return self
 
     NO_DDP = "no DistributedDataParallel forward is active, so there are no buckets to cut at"
     NO_GRAD = "gradients are off (no_grad, as in evaluation), so there is no backward to overlap"
@@ -125,88 +145,86 @@ class Fallback(enum.Enum):
     NO_LEGAL_CUT = (
         "no place between the buckets can be cut (one region, or a value that cannot be passed "
         "between sections, spans them all); move it into a smaller part of the forward, or "
-        "compile the submodules before they are wrapped"
+        "compile the submodules before they are wrapped",
+        _LOST,
     )
     SECTION_FAILED = (
         "the inner compiler raised the error below on one section, and not on the whole graph; "
         "training goes on without overlap; please report it, or set options={'enabled': False} to "
-        "silence this"
+        "silence this",
+        _LOST,
     )
     NOT_PROVEN = (
         "the sections could not be shown to compute what the graph computes; training goes on "
-        "without overlap; please report the difference below"
+        "without overlap; please report the difference below",
+        _LOST,
     )
     SPLIT_FAILED = (
         "splitting the graph raised an error; training goes on without overlap; please report "
-        "the error below, or set options={'enabled': False} to silence this"
+        "the error below, or set options={'enabled': False} to silence this",
+        _LOST,
     )
     TORCH_DRIFT = (
         "this torch release moved a private name that splitting needs; training goes on without "
-        "overlap; install a torch release that this ddpopt supports, or upgrade ddpopt"
+        "overlap; install a torch release that this ddpopt supports, or upgrade ddpopt",
+        _LOST,
     )
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the graph should be compiled this way; if not, overlap was lost."""
-        return self not in (
-            Fallback.NO_LEGAL_CUT,
-            Fallback.SECTION_FAILED,
-            Fallback.NOT_PROVEN,
-            Fallback.SPLIT_FAILED,
-            Fallback.TORCH_DRIFT,
-        )
-
-
-class ForwardInstead(enum.Enum):
-    """Why a graph was cut in forward although `split` is "backward" or "auto"."""
-
     INNER = (
         "the inner compiler hands out no backward graph of AOTAutograd's; use the inner compiler "
-        "'inductor' or 'aot_eager'"
+        "'inductor' or 'aot_eager'",
+        _BACKWARD,
     )
     CUDA_GRAPHS = (
         "CUDA graphs are on, whose backward has to run as one graph; use a mode without them, such "
-        "as 'max-autotune-no-cudagraphs'"
+        "as 'max-autotune-no-cudagraphs'",
+        _BACKWARD,
     )
     SUBCLASSES = (
         "it has a nested tensor, or an input of another tensor subclass, which AOTAutograd takes "
-        "apart or does not take; use split='forward' for the latter"
+        "apart or does not take; use split='forward' for the latter",
+        _BACKWARD,
     )
     DEVICES = (
         "its gradients are on several devices, whose parts of backward run in threads of their "
-        "own; compile the part on each device by itself"
+        "own; compile the part on each device by itself",
+        _BACKWARD,
     )
     ATTRIBUTES = (
         "its parameters are attributes of the graph; set "
-        "torch._dynamo.config.inline_inbuilt_nn_modules = True"
+        "torch._dynamo.config.inline_inbuilt_nn_modules = True",
+        _BACKWARD,
     )
     OTHER_OUTPUTS = (
         "its backward graph returns more than gradients (such as random number state); use "
-        "split='forward' for it"
+        "split='forward' for it",
+        _BACKWARD,
     )
     EFFECTS = (
         "its backward has operators with effects, as torch.linalg.solve's checks are, whose order "
-        "tokens keep in one graph; use split='forward' for it"
+        "tokens keep in one graph; use split='forward' for it",
+        _BACKWARD,
     )
-    STREAMS = "its backward says on which stream calls run; compile the part on each by itself"
+    STREAMS = (
+        "its backward says on which stream calls run; compile the part on each by itself",
+        _BACKWARD,
+    )
     NOT_DESCRIBED = (
         "AOTAutograd's descriptions of the gradients do not match what its backward graph returns; "
-        "please report it"
+        "please report it",
+        _BACKWARD,
+        _LOST,
     )
-    FAILED = "cutting its backward graph raised an error; please report the error below"
-    TORCH_DRIFT = (
+    BACKWARD_FAILED = (
+        "cutting its backward graph raised an error; please report the error below",
+        _BACKWARD,
+        _LOST,
+    )
+    BACKWARD_DRIFT = (
         "this torch release moved a private name that it needs; install a torch release that this "
-        "ddpopt supports, or upgrade ddpopt"
+        "ddpopt supports, or upgrade ddpopt",
+        _BACKWARD,
+        _LOST,
     )
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the graph or the settings are the reason, rather than a fault."""
-        return self not in (
-            ForwardInstead.NOT_DESCRIBED,
-            ForwardInstead.FAILED,
-            ForwardInstead.TORCH_DRIFT,
-        )
 
 
 class DDPMode(enum.Enum):
@@ -221,18 +239,20 @@ class DDPMode(enum.Enum):
     FROZEN = "all its parameters are frozen now, so it has no gradients"
 
 
-class CutRefusedError(Exception):
-    """A backward graph cannot be cut; raised and caught inside ddpopt."""
+class NotCutError(Exception):
+    """A graph or its backward is not cut, for a reason; raised and caught inside ddpopt."""
 
-    def __init__(self, reason: ForwardInstead, detail: str = "") -> None:
+    def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
         self.reason = reason
         self.detail = detail
 
-
-class SectionCompileError(Exception):
-    """The inner compiler raised on one section; raised and caught inside ddpopt."""
-
-
-class NotProvenError(Exception):
-    """Sections may compute something else than their graph; raised and caught inside ddpopt."""
+    @classmethod
+    def because_of(cls, error: Exception, *, in_backward: bool = False) -> NotCutError:
+        """Return what any error means for the graph that was to be cut: itself if it says so."""
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, TorchDriftError):
+            return cls(Reason.BACKWARD_DRIFT if in_backward else Reason.TORCH_DRIFT, str(error))
+        reason = Reason.BACKWARD_FAILED if in_backward else Reason.SPLIT_FAILED
+        return cls(reason, f"{type(error).__name__}: {error}")

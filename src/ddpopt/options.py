@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ddpopt import _torch, config
-from ddpopt.errors import ForwardInstead, OptionError, TorchDriftError
+from ddpopt.errors import OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
 SPLITS = ("auto", "backward", "forward")
@@ -27,8 +27,8 @@ class Options:
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
-    backward graph that AOTAutograd makes, or why there is none. `drift` names what this torch lacks
-    to provide them as requested.
+    backward graph that AOTAutograd makes, None if it gives none, as one that `has_cuda_graphs`.
+    `drift` names what this torch lacks to provide them as requested.
     """
 
     inner: _torch.CompilerFn
@@ -36,13 +36,14 @@ class Options:
     enabled: bool
     split: str
     buckets: str
-    aot: _torch.AOTCompilerFn | ForwardInstead
+    aot: _torch.AOTCompilerFn | None
+    has_cuda_graphs: bool = False
     drift: str = ""
 
     @property
     def cuts_forward_alone(self) -> bool:
         """Whether only forward is cut: as requested, or for lack of a backward graph to cut."""
-        return self.split == "forward" or isinstance(self.aot, ForwardInstead)
+        return self.split == "forward" or self.aot is None
 
 
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -60,11 +61,16 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     config.check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
     name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
-    aot: _torch.AOTCompilerFn | ForwardInstead = ForwardInstead.INNER
+    aot: _torch.AOTCompilerFn | None = None
+    has_cuda_graphs = False
     compiler, drift = _run_uncompiled, ""
     try:
         compiler = _resolve_inner(inner, mode, given)
-        aot = _aot_compiler(inner, compiler)
+        has_cuda_graphs = inner == "inductor" and _torch.has_cuda_graphs(compiler)
+        if inner == "aot_eager":
+            aot = _torch.aot_eager
+        elif inner == "inductor" and not has_cuda_graphs:
+            aot = _torch.aot_inductor(compiler)
     except TorchDriftError as error:
         is_found = compiler is not _run_uncompiled
         drift = str(error) if is_found else f"{error}; the graph runs uncompiled"
@@ -75,6 +81,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
         split=split,
         buckets=buckets,
         aot=aot,
+        has_cuda_graphs=has_cuda_graphs,
         drift=drift,
     )
 
@@ -83,14 +90,6 @@ def _run_uncompiled(gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..
     """Compile as the backend `eager` does, without looking it up."""
     forward: Callable[..., Any] = gm.forward
     return forward
-
-
-def _aot_compiler(inner: Any, compiler: _torch.CompilerFn) -> _torch.AOTCompilerFn | ForwardInstead:
-    if inner == "inductor":
-        if _torch.has_cuda_graphs(compiler):
-            return ForwardInstead.CUDA_GRAPHS
-        return _torch.aot_inductor(compiler)
-    return _torch.aot_eager if inner == "aot_eager" else ForwardInstead.INNER
 
 
 def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch.CompilerFn:

@@ -46,14 +46,14 @@ class ReducerRules:
 
     `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
     further ones. `is_rebuilt` says whether buckets follow the arrival order (see
-    [Note: buckets]). `is_trial` says that they are about to be replaced by better ones.
+    [Note: buckets]). `is_provisional` says that they are about to be replaced by better ones.
     `arrives_last` are the parameters, by index, on whose gradient others that the Reducer does not
     reduce are reduced: theirs have to be final before it arrives.
     """
 
     caps_bytes: tuple[int, ...]
     is_rebuilt: bool
-    is_trial: bool = False
+    is_provisional: bool = False
     arrives_last: tuple[int, ...] = ()
 
 
@@ -99,8 +99,8 @@ def in_launch_order(
     parameters: Iterable[Parameter], buckets: Sequence[Bucket]
 ) -> tuple[Parameter, ...]:
     """Return parameters sorted by bucket; those in one bucket keep their order."""
-    turn = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
-    return tuple(sorted(parameters, key=lambda parameter: turn[parameter.index]))
+    bucket_of = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
+    return tuple(sorted(parameters, key=lambda parameter: bucket_of[parameter.index]))
 
 
 # Where fine buckets end, as fractions of all bytes: finer at both ends, because the first and the
@@ -140,13 +140,13 @@ def find_misplaced(
     indices = {parameter.index for parameter in own}
     bucket_of = {index: bucket for bucket, members in enumerate(actual) for index in members}
     planned_for = {p.index: bucket.index for bucket in planned for p in bucket.parameters}
-    turns = [turn for members in actual if (turn := indices.intersection(members))]
+    parts = [part for members in actual if (part := indices.intersection(members))]
     for bucket in planned:
         members = [p for p in bucket.parameters if p.index in indices and p.index in bucket_of]
-        turn = turns.pop(0) if members and turns else set()
-        if turn != {parameter.index for parameter in members}:
-            outside = [parameter for parameter in members if parameter.index not in turn]
-            for first in (*outside, *(p for p in own if p.index in turn), *members):
+        part = parts.pop(0) if members and parts else set()
+        if part != {parameter.index for parameter in members}:
+            outside = [parameter for parameter in members if parameter.index not in part]
+            for first in (*outside, *(p for p in own if p.index in part), *members):
                 if planned_for[first.index] != bucket_of[first.index]:
                     return Misplaced(first, planned_for[first.index], bucket_of[first.index])
     return None

@@ -16,7 +16,7 @@ import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 
@@ -62,7 +62,7 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
     monkeypatch.setattr(names, "_read", without)
     ddp = _train_compiled(bucket_cap_mb=0.03)
     (plan,) = ddpopt.explain(ddp).plans
-    assert plan.fallback is Fallback.TORCH_DRIFT
+    assert plan.fallback is Reason.TORCH_DRIFT
     assert name in plan.detail
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
 

@@ -43,7 +43,7 @@ def _right() -> Iterator[Line]:
         name="gates",
         part=_RIGHT,
         shows="Gates under every way to run a backward, on one rank",
-        select=["tests/split/backward/test_gates.py"],
+        select=["tests/split/test_gates.py"],
         limit_s=240,
     )
     yield Line(

@@ -104,7 +104,7 @@ def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str
     plans = ddpopt.explain(ddps[0]).plans
     seen = "; ".join(
         f"{plan.split}, {len(plan.sections)} sections"
-        + (f", instead: {plan.instead.name}" if plan.instead else "")
+        + (f", instead: {plan.backward_fallback.name}" if plan.backward_fallback else "")
         + (f", fallback: {plan.fallback.name}" if plan.fallback else "")
         for plan in plans
     )

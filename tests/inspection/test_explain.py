@@ -212,7 +212,7 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
     """With all its nodes in one section."""
     (graph,) = _explain(enabled=False).to_dict()["graphs"]
     assert graph["fallback"]["name"] == "DISABLED"
-    assert graph["fallback"]["text"] == ddpopt.errors.Fallback.DISABLED.value
+    assert graph["fallback"]["text"] == ddpopt.errors.Reason.DISABLED.value
     (section,) = graph["sections"]
     assert section["num_nodes"] == len(section["nodes"]) == graph["num_nodes"]
 
@@ -228,7 +228,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
         first, stop=second.stop, parameters=first.parameters + second.parameters
     )
     plan = dataclasses.replace(plan, sections=(joined, third)).with_buckets(plan.buckets)
-    state.of(ddp).keep(plan, ())
+    state.get(ddp).keep(plan, ())
     explanation = ddpopt.explain(ddp)
     assert [bucket.shares_section_with for bucket in explanation.buckets] == [(1,), (0,), ()]
     assert "buckets 0, 1 share sections" in str(explanation)

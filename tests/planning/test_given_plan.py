@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from ddpopt.planning import AllreduceCost, Gradient, Profile
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
@@ -86,7 +86,7 @@ def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
     for split in ("auto", "forward"):
         for told in ranks.run(_train, path, split, {}):
             assert told["as_planned"] == [True]
-            assert told["fallback"] is Fallback.ONE_PLANNED_BUCKET
+            assert told["fallback"] is Reason.ONE_PLANNED_BUCKET
 
 
 def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:

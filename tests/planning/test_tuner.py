@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.planning import AllreduceCost, decision, rebucket, timer
 from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import store
@@ -102,7 +102,7 @@ def _train(
         "explained": str(ddpopt.explain(ddp)),
         "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
         "names": [name for name, _ in module.named_parameters()],
-        "sections": [len(plan.sections) for plan in records.of(ddp).plans],
+        "sections": [len(plan.sections) for plan in records.get(ddp).plans],
     }
 
 
@@ -240,7 +240,7 @@ def test_where_unused_parameters_are_looked_for_buckets_change_too(ranks: Ranks)
 
 
 def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
-    refused = CutRefusedError(ForwardInstead.ATTRIBUTES)
+    refused = NotCutError(Reason.ATTRIBUTES)
     with mock.patch.object(driver, "_split_backward", side_effect=refused):
         return _train(rank, "auto", cost, {})
 

@@ -72,7 +72,7 @@ def _train_beside_eager(
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    plans = state.of(ddp).plans
+    plans = state.get(ddp).plans
     return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
 
 
@@ -314,7 +314,7 @@ def _compile_unasked(rank: int) -> tuple[int, int, int]:
         mock.patch.object(threading, "Thread", wraps=threading.Thread) as thread,
     ):
         train(ddp, batches(rank, [(8, 64)] * 3), model)
-    (plan,) = state.of(ddp).plans
+    (plan,) = state.get(ddp).plans
     return len(plan.sections), thread.call_count, store_of.call_count
 
 

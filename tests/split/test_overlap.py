@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split.backward.gates import CompiledSection
+from ddpopt.split.runtime import CompiledSection
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
@@ -111,7 +111,7 @@ def test_a_buckets_allreduce_is_launched_before_the_next_sections_backward(
 def test_the_unsplit_compile_launches_nothing_before_its_backward_is_done(ranks: Ranks) -> None:
     """So that the test above shows something: with one section nothing can overlap."""
     for events, (plan,) in ranks.run(_record_unsplit):
-        assert plan.fallback is ddpopt.errors.Fallback.DISABLED
+        assert plan.fallback is ddpopt.errors.Reason.DISABLED
         assert events[0] == "section 0"
         assert all(event.startswith("launch") for event in events[1:])
 

@@ -13,12 +13,11 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import CutRefusedError, Fallback, ForwardInstead
-from ddpopt.split.backward import gates
-from ddpopt.split.backward.compile import _compile_sections
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import read_backward, refuse_linked_calls
-from ddpopt.split.forward.facts import read_facts
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.split import runtime
+from ddpopt.split.backward_cut import SectionGraph, _compile_sections
+from ddpopt.split.backward_plan import read_backward, refuse_linked_calls
+from ddpopt.split.forward_plan import read_facts
 from ddpopt.split.plan import SplitPlan
 from tests.support.models import assert_equal_states, state_of, twins
 from tests.support.ranks import Ranks
@@ -164,16 +163,16 @@ def _plan(ddp: DistributedDataParallel) -> SplitPlan:
 
 _MODELS = {
     "effect": (_Checked, _input, "backward", "forward"),
-    "effect in backward": (_CheckedInBackward, _input, ForwardInstead.EFFECTS, "forward"),
-    "jagged output": (_ReturnsJagged, _input, Fallback.NO_LEGAL_CUT, Fallback.NO_LEGAL_CUT),
+    "effect in backward": (_CheckedInBackward, _input, Reason.EFFECTS, "forward"),
+    "jagged output": (_ReturnsJagged, _input, Reason.NO_LEGAL_CUT, Reason.NO_LEGAL_CUT),
     "jagged output, effect in backward": (
         _ReturnsJaggedBesideEffect,
         _input,
-        Fallback.NO_LEGAL_CUT,
-        Fallback.NO_LEGAL_CUT,
+        Reason.NO_LEGAL_CUT,
+        Reason.NO_LEGAL_CUT,
     ),
-    "jagged input": (_TakesJagged, _jagged, Fallback.NO_LEGAL_CUT, Fallback.NO_LEGAL_CUT),
-    "derived input": (Layers, _array, ForwardInstead.SUBCLASSES, "forward"),
+    "jagged input": (_TakesJagged, _jagged, Reason.NO_LEGAL_CUT, Reason.NO_LEGAL_CUT),
+    "derived input": (Layers, _array, Reason.SUBCLASSES, "forward"),
     "parameter written to": (_Clamps, _input, "backward", "forward"),
     "derived parameter": (_HoldsDerived, _input, "backward", "forward"),
 }
@@ -190,7 +189,7 @@ def test_gradients_are_those_of_eager_ddp(
     expected = backward if split == "auto" else forward
     assert_equal_states(_train(ddp, make_input, _compile(ddp, split)), _train(eager, make_input))
     plan = _plan(ddp)
-    said = (plan.instead, plan.fallback)
+    said = (plan.backward_fallback, plan.fallback)
     assert expected in ((plan.split,) if said == (None, None) else said)
     if plan.fallback is None:
         assert len(plan.sections) == 3
@@ -207,7 +206,7 @@ def test_gradients_are_those_of_eager_ddp_with_inductor(one_rank: None, name: st
     eager, ddp = twins(model(), **CAP)
     trained = _train(ddp, make_input, _compile(ddp, inner="inductor"))
     assert_equal_states(trained, _train(eager, make_input))
-    assert expected in (_plan(ddp).instead, _plan(ddp).split)
+    assert expected in (_plan(ddp).backward_fallback, _plan(ddp).split)
 
 
 def test_if_the_autograd_node_has_other_outputs_all_gradients_are_released(
@@ -220,8 +219,8 @@ def test_if_the_autograd_node_has_other_outputs_all_gradients_are_released(
         original(num_outputs + 1, gradients)
         noted.append(num_outputs)
 
-    original = gates._note_given
-    monkeypatch.setattr(gates, "_note_given", note)
+    original = runtime._note_given
+    monkeypatch.setattr(runtime, "_note_given", note)
     eager, ddp = twins(Layers(), **CAP)
     assert_equal_states(_train(ddp, _input, _compile(ddp)), _train(eager, _input))
     assert noted == [3] * 3, "two outputs and the token"
@@ -245,7 +244,7 @@ def test_descriptions_that_do_not_match_are_a_named_reason(
     trained = _train(ddp, _input, _compile(ddp))
     monkeypatch.undo()
     assert_equal_states(trained, _train(eager, _input))
-    assert _plan(ddp).instead is ForwardInstead.NOT_DESCRIBED
+    assert _plan(ddp).backward_fallback is Reason.NOT_DESCRIBED
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
@@ -316,7 +315,7 @@ def test_calls_on_streams_of_their_own_are_not_cut(one_rank: None) -> None:
     graph.output((graph.call_function(torch.relu, (graph.call_function(torch.relu, (x,)),)),))
     gm = fx.GraphModule(nn.Module(), graph)
     assert not any(read_facts(gm, {}).legal_cuts)
-    with pytest.raises(CutRefusedError, match="stream"):
+    with pytest.raises(NotCutError, match="stream"):
         refuse_linked_calls(gm)
 
 

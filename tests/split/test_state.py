@@ -1,12 +1,23 @@
-"""What is known of a DDP module, and who is told when it changes."""
+"""What is known of a DDP module, who is told when it changes, and which modes keep its Reducer."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.errors import DDPMode
 from ddpopt.split import state
+from ddpopt.split.state import (
+    KEEPING_ALLREDUCE,
+    KEEPING_BUCKETS,
+    KEEPING_FROM_REHEARSAL,
+    find_mode,
+)
 from tests.support.models import MLP
 
 OPTIONS = {"inner": "aot_eager", "split": "backward"}
@@ -28,7 +39,7 @@ def _ddp() -> DistributedDataParallel:
 
 def test_other_buckets_unsettle_those_who_looked_no_more_once(one_rank: None) -> None:
     """And only the module's own."""
-    one, other = state.of(_ddp()), state.of(ddp := _ddp())
+    one, other = state.get(_ddp()), state.get(ddp := _ddp())
     mine, theirs = _Runner(), _Runner()
     one.settle(mine)
     other.settle(theirs)
@@ -43,21 +54,21 @@ def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None)
     compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
     for _ in range(4):
         compiled(torch.ones(2, 64)).sum().backward()
-    known = state.of(ddp)
-    told = known.told_buckets
+    known = state.get(ddp)
+    told = known.reported_buckets
     assert told is not None
     assert len(told) == len(ddpopt.explain(ddp).plans[0].buckets) > 1
     assert known.buckets == told
     everything = [[index for bucket in told for index in bucket]]
     known.give_buckets(everything)
-    assert (known.told_buckets, known.buckets) == (None, everything)
+    assert (known.reported_buckets, known.buckets) == (None, everything)
     assert len(known.plans[0].buckets) == 1
 
 
 def test_limits_are_those_of_the_compile_until_new_ones_are_taken(one_rank: None) -> None:
     """DDP's own may change with its Reducer; code that was cut for the old ones goes on."""
     ddp = _ddp()
-    known = state.of(ddp)
+    known = state.get(ddp)
     before = known.rules
     ddp.bucket_bytes_cap_list = [1000, 2000]
     assert known.rules == before
@@ -68,24 +79,85 @@ def test_limits_are_those_of_the_compile_until_new_ones_are_taken(one_rank: None
 def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank: None) -> None:
     """A backward that is cut finely serves any buckets."""
     ddp = _ddp()
-    known = state.of(ddp)
+    known = state.get(ddp)
     rules = known.rules
-    known.begin_search(is_trial=False)
-    assert known.is_searched
+    known.begin_search(is_provisional=False)
+    assert known.is_searching
     assert known.rules == rules
-    known.begin_search(is_trial=True)
+    known.begin_search(is_provisional=True)
     assert known.rules != rules
     known.end_search()
-    assert not known.is_searched
+    assert not known.is_searching
     assert known.rules == rules
 
 
-def test_all_tables_are_emptied_together(one_rank: None) -> None:
-    """As `torch._dynamo.reset()` does; what others keep of a module goes with its state."""
+def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: None) -> None:
+    """Parameters that arrive while forward runs still do, so code compiled then has to wait."""
     ddp = _ddp()
-    table = state.new_table()
-    before = state.of(ddp)
-    table[ddp] = "something"
-    state.clear()
-    assert ddp not in table
-    assert state.of(ddp) is not before
+    known = state.get(ddp)
+    known.wait_in_forward(True)
+    known.begin_search(is_provisional=True)
+    known.give_buckets([list(range(len(list(ddp.parameters()))))])
+    known.bucket_plan = known.tuner = known.tuner_in_use = "something"
+    state.forget_all()
+    assert state.get(ddp) is known
+    assert (known.waits_in_forward, known.tuner) == (True, "something")
+    assert (known.bucket_plan, known.tuner_in_use) == (None, None)
+    assert not known.is_searching
+    assert not known.is_provisional
+    assert not known.has_planned_buckets
+
+
+def _ddp_in_mode(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(torch.nn.Linear(2, 2), **options)
+
+
+def _mixed() -> DistributedDataParallel:
+    ddp = _ddp_in_mode()
+    ddp.mixed_precision = object()
+    return ddp
+
+
+def _stepping() -> DistributedDataParallel:
+    model = torch.nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return DistributedDataParallel(model)
+
+
+def _delaying() -> DistributedDataParallel:
+    model = torch.nn.Linear(2, 2)
+    return DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("weight", model.weight)],
+        param_to_hook_all_reduce=model.bias,
+    )
+
+
+def _frozen() -> DistributedDataParallel:
+    ddp = _ddp_in_mode()
+    ddp.requires_grad_(False)
+    return ddp
+
+
+MADE = {
+    DDPMode.MIXED_PRECISION: _mixed,
+    DDPMode.OPTIMIZER_IN_BACKWARD: _stepping,
+    DDPMode.DELAYED_PARAMETERS: _delaying,
+    DDPMode.FROZEN: _frozen,
+}
+
+
+@pytest.mark.parametrize("mode", MADE, ids=lambda mode: mode.name)
+def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
+    """And by nothing else."""
+    ddp = MADE[mode]()
+    for modes in (KEEPING_BUCKETS, KEEPING_ALLREDUCE, KEEPING_FROM_REHEARSAL):
+        assert find_mode(ddp, modes) is (mode if mode in modes else None)
+
+
+def test_join_keeps_both(one_rank: None) -> None:
+    """While its context is open; not before."""
+    ddp = _ddp_in_mode()
+    assert find_mode(ddp, KEEPING_BUCKETS) is None
+    with ddp.join():
+        assert find_mode(ddp, KEEPING_BUCKETS) is find_mode(ddp, KEEPING_ALLREDUCE) is DDPMode.JOIN

@@ -16,15 +16,14 @@ from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import Fallback, NotProvenError
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.split import driver
-from ddpopt.split.backward.cut import SectionGraph, cut_backward
-from ddpopt.split.backward.facts import read_backward
-from ddpopt.split.backward.plan import final_positions, plan_backward
+from ddpopt.split.backward_cut import SectionGraph, cut_backward
+from ddpopt.split.backward_plan import final_positions, plan_backward, read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.plan import SplitPlan
 from ddpopt.split.validate import validate_backward, validate_forward
-from tests.split.backward.test_plan import buckets_of
+from tests.split.test_backward_plan import buckets_of
 from tests.support.models import MLP, WIDTH
 
 _aten = torch.ops.aten
@@ -84,8 +83,9 @@ def _cut(
     arguments = {a: a for a in range(len(gradients))}
     parameters, made = buckets_of(arguments, buckets)
     facts = read_backward(gm, saved)
-    cuts = plan_backward(facts, made, arguments, final_positions(facts, arguments, ()))
-    if isinstance(cuts, Fallback):
+    try:
+        cuts = plan_backward(facts, made, arguments, final_positions(facts, arguments, ()))
+    except NotCutError:
         return None
     plan = SplitPlan(
         graph="0/0",
@@ -211,7 +211,7 @@ def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> N
     right = _example()
     right.validate()
     mutate, said = _MUTATIONS[mutation]
-    with pytest.raises(NotProvenError, match=said):
+    with pytest.raises(NotCutError, match=said):
         mutate(right).validate()
 
 
@@ -305,7 +305,7 @@ def test_any_change_of_a_value_is_found(backward: Backward, data: st.DataObject)
 
     changed = _edited(backward, place, edit)
     if not _are_equal(changed):
-        with pytest.raises(NotProvenError):
+        with pytest.raises(NotCutError):
             changed.validate()
 
 
@@ -392,7 +392,7 @@ def test_what_the_sections_of_a_forward_do_wrongly_is_found(
     forward: Forward, mutate: Callable[[Forward], None], said: str
 ) -> None:
     mutate(forward)
-    with pytest.raises(NotProvenError, match=said):
+    with pytest.raises(NotCutError, match=said):
         validate_forward(*forward)
 
 
@@ -406,7 +406,7 @@ def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
         *others,
     )
     plan = dataclasses.replace(forward.plan, sections=exchanged)
-    with pytest.raises(NotProvenError, match="uses its parameters"):
+    with pytest.raises(NotCutError, match="uses its parameters"):
         validate_forward(*forward._replace(plan=plan))
 
 
@@ -417,7 +417,7 @@ def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     """It names the difference, and asks for a report."""
 
     def refuse(*_: Any) -> None:
-        raise NotProvenError("section 3 is another's")
+        raise NotCutError(Reason.NOT_PROVEN, "section 3 is another's")
 
     monkeypatch.setattr(driver, "validate_forward", refuse)
     monkeypatch.setattr(driver, "validate_backward", refuse)
@@ -425,6 +425,6 @@ def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     options = {"split": split, "inner": "aot_eager"}
     torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
     (plan,) = ddpopt.explain(ddp).plans
-    assert plan.fallback is Fallback.NOT_PROVEN
-    (said,) = [r for r in caplog.records if Fallback.NOT_PROVEN.value in r.getMessage()]
+    assert plan.fallback is Reason.NOT_PROVEN
+    (said,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]
     assert (said.levelname, "section 3 is another's" in said.getMessage()) == ("WARNING", True)

@@ -44,7 +44,7 @@ class FakeDDP(DistributedDataParallel):
         self._delay_all_reduce_params: list[nn.Parameter] = []
         self.require_backward_grad_sync = True
         self.process_group = dist.GroupMember.NON_GROUP_MEMBER
-        state.of(self).is_copy = True  # there are no ranks to agree with
+        state.get(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
         reduced = [
             parameter

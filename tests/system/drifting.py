@@ -216,7 +216,7 @@ def _train_without(
             difference = str(problem)
         except Exception:
             error = traceback.format_exc()
-    plans = records.of(ddp).plans
+    plans = records.get(ddp).plans
     uninstall()
     ddpopt.backend.install()
     return Trained(

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from ddpopt.inspection.page import render_page
 
 HOSTILE = '</script><!--<img src=x onerror="document.title=1"><b>{{policy}}\u2028'
@@ -141,7 +141,7 @@ def example(num_blocks: int = 4, num_nodes: int = 8) -> dict[str, Any]:
                 "headline": f"graph 4/0 ({total} nodes, inner compiler inductor): {len(sections)} "
                 f"backward sections for {len(sizes)} DDP buckets",
                 "fallback": None,
-                "instead": None,
+                "backward_fallback": None,
                 "sections": sections,
             }
         ],
@@ -192,7 +192,7 @@ def _prediction(computed_s: float, times: Sequence[Times]) -> dict[str, Any]:
     }
 
 
-def _whole_graph(name: str, reason: Fallback, *, detail: str = "") -> dict[str, Any]:
+def _whole_graph(name: str, reason: Reason, *, detail: str = "") -> dict[str, Any]:
     nodes = [{"name": "linear", "target": "torch._C._nn.linear", "shape": "", "source": ""}]
     section = {"index": 0, "num_nodes": 1, "first_node": "linear", "nodes": nodes}
     return {
@@ -203,7 +203,7 @@ def _whole_graph(name: str, reason: Fallback, *, detail: str = "") -> dict[str, 
         "is_shared": False,
         "headline": f"graph {name}: compiled whole",
         "fallback": {"name": reason.name, "text": reason.value, "detail": detail},
-        "instead": None,
+        "backward_fallback": None,
         "sections": [{**section, "parameters": [], "completes": []}],
     }
 
@@ -278,7 +278,7 @@ def _hostile() -> dict[str, Any]:
     """An explanation in which each name and sentence looks like markup."""
     content = example(1, 2)
     graph = content["graphs"][0]
-    content["graphs"] = [graph, _whole_graph(HOSTILE, Fallback.SPLIT_FAILED, detail=HOSTILE)]
+    content["graphs"] = [graph, _whole_graph(HOSTILE, Reason.SPLIT_FAILED, detail=HOSTILE)]
     content.update(model=HOSTILE, tuning=HOSTILE, hints=[HOSTILE], versions={HOSTILE: HOSTILE})
     graph.update(headline=HOSTILE, inner=HOSTILE)
     for section in graph["sections"]:
@@ -387,7 +387,9 @@ def test_times_that_json_has_no_word_for_are_an_error() -> None:
 def test_the_page_knows_which_fallbacks_cost_overlap() -> None:
     """It shows those as alerts."""
     (names,) = re.findall(r"OVERLAP_LOST = new Set\((\[.*?\])\)", render_page(example()))
-    assert set(json.loads(names)) == {reason.name for reason in Fallback if not reason.is_expected}
+    assert set(json.loads(names)) == {
+        reason.name for reason in Reason if not (reason.is_expected or reason.is_of_backward)
+    }
 
 
 @needs_browser
@@ -465,8 +467,8 @@ def test_a_search_counts_matches_in_each_section_and_opens_the_first(tmp_path: P
 def test_fallbacks_stand_in_the_header_with_their_remedies(tmp_path: Path) -> None:
     """Once for all graphs that have the same one, overlap that was lost first."""
     content = example(1)
-    content["graphs"] += [_whole_graph(f"{k}/0", Fallback.NO_GRAD) for k in (5, 6)]
-    content["graphs"] += [_whole_graph("7/0", Fallback.NO_LEGAL_CUT, detail="at node cat_3")]
+    content["graphs"] += [_whole_graph(f"{k}/0", Reason.NO_GRAD) for k in (5, 6)]
+    content["graphs"] += [_whole_graph("7/0", Reason.NO_LEGAL_CUT, detail="at node cat_3")]
     lost, expected = _browse(tmp_path, content).find("section", "callout")
     assert "alert" in str(lost.attributes["class"])
     assert lost.text.startswith("Graph 7/0 is compiled whole")
@@ -541,7 +543,7 @@ def test_a_model_of_ten_thousand_nodes_makes_a_small_document(tmp_path: Path) ->
 def test_one_graph_of_fifty_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
     """Also while its only section is open."""
     content = example(1)
-    graph = _whole_graph("8/0", Fallback.ONE_BUCKET)
+    graph = _whole_graph("8/0", Reason.ONE_BUCKET)
     graph["num_nodes"] = graph["sections"][0]["num_nodes"] = 50_000
     graph["sections"][0]["nodes"] = _nodes(0, 50_000)
     content["graphs"] = [graph]

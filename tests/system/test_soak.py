@@ -205,7 +205,7 @@ def _train_on_many(rank: int) -> tuple[int, bool]:
     with config.patch(disagreement="error"):
         ours = train(ddp, inputs, model)
     assert_equal_states(ours, train(expected, inputs))
-    (plan, *_) = state.of(ddp).plans
+    (plan, *_) = state.get(ddp).plans
     compared = agree._comparisons[ddp]
     return len(plan.sections), compared.store is None
 

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.support.models import WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.scenarios.architectures import Transformer, checkpointed, selectively_checkpointed
@@ -75,7 +75,7 @@ def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
         assert {plan.fallback for plan in outcome.plans} - {None} == expected
         cut = {plan.split for plan in outcome.plans if plan.sections}
         assert cut <= {"backward" if split == "auto" else split}
-        has_one_graph = len(outcome.plans) == 1 and expected != {Fallback.NO_GRAD}
+        has_one_graph = len(outcome.plans) == 1 and expected != {Reason.NO_GRAD}
         if has_one_graph and outcome.buckets[0] is not None:
             planned = tuple(tuple(p.index for p in b.parameters) for b in outcome.plans[0].buckets)
             assert outcome.buckets[0] == planned

@@ -21,7 +21,7 @@ from torch import fx
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import CompilerFn, fake_mode_of, lookup_backend
 from ddpopt._torch.names import PrivateName
-from ddpopt.errors import CutRefusedError, ForwardInstead
+from ddpopt.errors import NotCutError, Reason
 
 
 @contextlib.contextmanager
@@ -268,12 +268,12 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     not a gradient, or AOTAutograd does not tell.
 
     Raises:
-        CutRefusedError: values and descriptions do not match one to one.
+        NotCutError: values and descriptions do not match one to one.
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
     described = _outputs_described(backward)
     if described is None:
-        raise CutRefusedError(ForwardInstead.NOT_DESCRIBED)
+        raise NotCutError(Reason.NOT_DESCRIBED)
     return [
         text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
         for text in described

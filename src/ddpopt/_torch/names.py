@@ -2,7 +2,7 @@
 
 Private is what has an underscore in its path, and what torch does not document of its objects. A
 row is looked up when it is used, for writing as well as reading: with a release that moved it this
-raises `TorchDriftError`, the backend reports that as `Fallback.TORCH_DRIFT`, and training goes on
+raises `TorchDriftError`, the backend reports that as `Reason.TORCH_DRIFT`, and training goes on
 unsplit. A name without which only one thing is lost is done without, after a warning. See
 tests/system/test_drift.py.
 """

@@ -38,8 +38,7 @@ from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
 from ddpopt.ranks.agree import Fact, RankReport, communicating, require_equal
 from ddpopt.reducer import Parameter
-from ddpopt.split.ddp_modes import KEEPING_ALLREDUCE, find_mode
-from ddpopt.split.state import ddp_of
+from ddpopt.split.state import KEEPING_ALLREDUCE, ddp_of, find_mode
 
 Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations

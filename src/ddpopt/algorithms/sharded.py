@@ -160,7 +160,7 @@ class ShardedUpdateHandle(Handle):
         self._is_training = False
         self._removable += [*self._hooks(), *self._states.hooks()]
         _waits.begin_sharded(ddp, self.exchange, is_guarded)
-        state.of(ddp).wait_in_forward(is_guarded)
+        state.get(ddp).wait_in_forward(is_guarded)
         tuner.start_over(ddp)
 
     # ---- what users do -----------------------------------------------------------------------
@@ -253,7 +253,7 @@ class ShardedUpdateHandle(Handle):
 
     def close(self) -> None:
         _waits.end_sharded(self.training.ddp)
-        state.of(self.training.ddp).wait_in_forward(False)
+        state.get(self.training.ddp).wait_in_forward(False)
         self.shards.release()
 
     def state_dict(self) -> dict[str, Any]:
@@ -518,7 +518,7 @@ class ShardedUpdateHandle(Handle):
 
     def _predict(self) -> list[list[int]]:
         """Return the Reducer's buckets, as far as they are known, by parameter index."""
-        known = state.of(self.training.ddp)
+        known = state.get(self.training.ddp)
         described = list(self.training.parameters.values())
         if known.buckets is not None:
             buckets = known_buckets(described, known.buckets, known.rules)

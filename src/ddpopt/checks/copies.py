@@ -25,7 +25,7 @@ from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.ranks.store import monitored_block
 from ddpopt.split import state
-from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL, find_mode
+from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     for part, copied in made.copies.items():
         _refuse_foreign_forward(part, copied)
     _refuse_shared_tensors(original, made.ddp)
-    state.of(made.ddp).become_copy_of(state.of(original))
+    state.get(made.ddp).become_copy_of(state.get(original))
     tuner.share(original, made.ddp)
     buffers = {name: buffer.detach().clone() for name, buffer in made.ddp.named_buffers()}
     return Rehearsal(model=made.model, ddp=made.ddp, initial_buffers=buffers, is_apart=is_apart)

@@ -33,7 +33,7 @@ from ddpopt.errors import (
 from ddpopt.planning.batch import Batch, LossFn
 from ddpopt.ranks.agree import all_gather_object
 from ddpopt.split import state
-from ddpopt.split.ddp_modes import KEEPING_FROM_REHEARSAL
+from ddpopt.split.state import KEEPING_FROM_REHEARSAL
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5
@@ -388,7 +388,7 @@ class _FirstStep(Observer):
         if is_ours:  # compiled around the DDP module, with nothing that could be called
             reason = "it is compiled with a function around it"
             _decline(ddp, reason, "compile DDP itself, torch.compile(ddp, backend='ddpopt')")
-        elif state.of(ddp).plans:
+        elif state.get(ddp).plans:
             _verify_once(ddp, ddp)
 
 

@@ -59,7 +59,7 @@ def warmup(
 def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
     """As `warmup`, but return the copy, which may be compiled apart (see `Rehearsal`)."""
     rehearsal, _ = run.step_locally(is_apart=is_apart)
-    own, copied = state.of(run.ddp), state.of(rehearsal.ddp)
+    own, copied = state.get(run.ddp), state.get(rehearsal.ddp)
     with run.stage("comparing"):
         if not copied.plans:
             raise OptionError(_not_compiled(run.model))

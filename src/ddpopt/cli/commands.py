@@ -18,12 +18,11 @@ from ddpopt.errors import PlanError
 from ddpopt.inspection.explain import Explanation, explain
 from ddpopt.inspection.traces import merge_traces, trace_files
 from ddpopt.options import resolve_options
-from ddpopt.planning.ahead import plan
 from ddpopt.planning.batch import call_model, find_loss
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.costs import ALGORITHMS, Network
 from ddpopt.planning.merging import buckets_of_caps
-from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan
 from ddpopt.planning.simulation import (
     Simulation,
     Stragglers,

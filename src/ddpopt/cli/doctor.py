@@ -234,7 +234,7 @@ def _try(split: str) -> Check:
         remedy = "TORCH_LOGS=graph_breaks,recompiles says why"
         return Check(name, "torch.compile compiled nothing", remedy)
     plan = plans[-1]
-    reason = plan.fallback or plan.instead
+    reason = plan.fallback or plan.backward_fallback
     if reason is not None:
         detail, _, remedy = reason.value.partition("; ")
         return Check(name, " ".join(filter(None, (detail, plan.detail))), remedy or _REPORT)

@@ -38,7 +38,7 @@ from ddpopt.planning.decision import communication_of, hint_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
-from ddpopt.split.crossings import plan_graph
+from ddpopt.split.dump import plan_graph
 from ddpopt.split.plan import NodeText, SplitPlan
 
 if TYPE_CHECKING:
@@ -282,7 +282,8 @@ def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[st
         **_fields(plan, "inner", "num_nodes", "split", "is_shared"),
         "headline": plan.headline(),
         "fallback": plan.fallback and _reason_data(plan.fallback, plan.detail),
-        "instead": plan.instead and _reason_data(plan.instead, plan.detail),
+        "backward_fallback": plan.backward_fallback
+        and _reason_data(plan.backward_fallback, plan.detail),
         "sections": [
             {**_fields(section, *names), "nodes": [node._asdict() for node in members or ()]}
             for section, members in itertools.zip_longest(sections, nodes[: len(sections)])
@@ -326,7 +327,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    known, recording, search = state.of(ddp), recorder.recording_of(ddp), tuner.of(ddp)
+    known, recording, search = state.get(ddp), recorder.recording_of(ddp), tuner.of(ddp)
     measured = recording.median_step() if recording else None
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
@@ -358,7 +359,7 @@ def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> l
     """Pair DDP's buckets with the latest plan of the whole model, which knows the most graphs."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
-    reported = state.of(ddp).told_buckets or ()
+    reported = state.get(ddp).reported_buckets or ()
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if reported else {}
     actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
     newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -39,12 +38,13 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    clock = _clocks.get(ddp)
+    known = state.get(ddp)
+    clock: StepClock | None = known.step_clock
     if clock is None:
-        clock = _clocks[ddp] = StepClock()
+        clock = known.step_clock = StepClock()
         watch_forwards()
         observe(ddp, Priority.METRICS, clock)
-    known = state.of(ddp)
+    known = state.get(ddp)
     plans = known.plans
     found: dict[str, float] = {
         "ddpopt.graphs": len(plans),
@@ -58,7 +58,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)
-    source = _sources.get(ddp, lambda: None)()
+    source = known.metrics_source()
     if step.number:
         found["ddpopt.sampled_step"] = step.number
         found["ddpopt.forward.ms"] = step.forward_s * 1e3
@@ -70,11 +70,11 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
 
 def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
     """Add to a module's metrics those of the source that `find` returns, while it returns one."""
-    _sources[ddp] = find
+    state.get(ddp).metrics_source = find
 
 
 def remove_source(ddp: DistributedDataParallel) -> None:
-    _sources.pop(ddp, None)
+    state.get(ddp).metrics_source = lambda: None
 
 
 def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
@@ -87,8 +87,3 @@ def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, floa
         moved = 2 * (num_ranks - 1) / num_ranks * step.num_bytes * 8
         found["ddpopt.communication.bus_gbit_per_s"] = moved / step.communication_s / 1e9
     return found
-
-
-_clocks = state.new_table()
-_sources: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[], Source | None]]
-_sources = weakref.WeakKeyDictionary()

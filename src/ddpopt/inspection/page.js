@@ -314,7 +314,7 @@ const fact = (what, name, value, more) =>
 function fallbacks() {
   const reasons = new Map();
   for (const graph of content.graphs) {
-    for (const kind of ["fallback", "instead"]) {
+    for (const kind of ["fallback", "backward_fallback"]) {
       if (!graph[kind]) continue;
       const key = JSON.stringify([kind, graph[kind]]);
       const isAlert = kind === "instead" || OVERLAP_LOST.has(graph[kind].name);

@@ -68,8 +68,6 @@ _NO_STEPS = (
     "under no_sync) and whose backward ended"
 )
 
-_recordings: weakref.WeakKeyDictionary[DistributedDataParallel, Recording] = state.new_table()
-
 
 @contextlib.contextmanager
 def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
@@ -125,14 +123,15 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     if not recording.steps:
         reader.notes.insert(0, _NO_STEPS)
     recording.notes = tuple(dict.fromkeys(reader.notes))
-    _recordings[ddp] = recording
+    state.get(ddp).recording = recording
     if path is not None:
         recording.save(path)
 
 
 def recording_of(ddp: DistributedDataParallel) -> Recording | None:
     """Return the last recording of a module, None if there is none."""
-    return _recordings.get(ddp)
+    recording: Recording | None = state.get(ddp).recording
+    return recording
 
 
 @dataclass(slots=True)
@@ -154,7 +153,7 @@ class _Recorder(Observer):
         self._follower = Follower(clock)
         self._gathers: list[RecordedExchange] = []  # of the next step
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
-        self._buckets = state.of(ddp).buckets or ()
+        self._buckets = state.get(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
         self._sizes = [len(bucket) for bucket in self._buckets]  # how many gradients are watched
         self._missing: list[int] = []  # how many of them have not arrived in this step
@@ -294,7 +293,7 @@ class _Reader:
         parameters = _torch.reducer_parameters(ddp)
         self._num_bytes = {p.index: p.num_bytes for p in parameters.values()}
         self._num_elements = {p.index: tensor.numel() for tensor, p in parameters.items()}
-        self._buckets = state.of(ddp).buckets or _torch.final_buckets(ddp) or ()
+        self._buckets = state.get(ddp).buckets or _torch.final_buckets(ddp) or ()
         if not self._buckets:
             note = "buckets: DDP has not told its own; record after the first four steps"
             self.notes.append(note)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -199,12 +198,10 @@ _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP
 _LEAST_HINTED_GAIN = 0.1  # of an iteration
 _STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
 
-_hints: weakref.WeakKeyDictionary[DistributedDataParallel, str] = weakref.WeakKeyDictionary()
-
 
 def hint_of(ddp: DistributedDataParallel) -> str:
     """Return what better buckets are estimated to save, "" if that is little or not known."""
-    return _hints.get(ddp, "")
+    return state.get(ddp).hint or ""
 
 
 def watch(ddp: DistributedDataParallel) -> None:
@@ -212,12 +209,13 @@ def watch(ddp: DistributedDataParallel) -> None:
 
     A tenth of an iteration or more is logged.
     """
-    if ddp in _hints:
+    known = state.get(ddp)
+    if known.hint is not None:
         return
-    _hints[ddp] = ""
+    known.hint = ""
     group = ddp.process_group
     is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
-    if is_first and not state.is_copy(ddp):
+    if is_first and not known.is_copy:
         observe(ddp, Priority.ADVICE, _Watch())
 
 
@@ -237,9 +235,9 @@ class _Watch(StepClock):
                 self._steps.setdefault(step.number, (step, self.step_s))
             if step.number >= _STEPS[-1]:
                 ignore(ddp, Priority.ADVICE)
-                _hints[ddp] = self._find_hint(ddp)
-                if _hints[ddp]:
-                    _logs.info("%s", _hints[ddp])
+                hint = state.get(ddp).hint = self._find_hint(ddp)
+                if hint:
+                    _logs.info("%s", hint)
         except Exception as error:  # which costs the hint, and nothing else
             ignore(ddp, Priority.ADVICE)
             _logs.info("what better buckets would save is not known: %r", error)

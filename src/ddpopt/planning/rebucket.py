@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
 from ddpopt._events import Observer, Priority, ignore, observe
@@ -18,9 +16,7 @@ from ddpopt.errors import PlanError
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, RankReport, require_equal
 from ddpopt.split import state
-from ddpopt.split.ddp_modes import KEEPING_BUCKETS, find_mode
-
-_applied: weakref.WeakKeyDictionary[DistributedDataParallel, BucketPlan] = state.new_table()
+from ddpopt.split.state import KEEPING_BUCKETS, find_mode
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
@@ -48,7 +44,7 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
         )
     agree(ddp, plan)
     apply(ddp, plan)
-    state.of(ddp).take_new_limits()
+    state.get(ddp).take_new_limits()
     _forbid_backward(ddp)
 
 
@@ -117,8 +113,8 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """Give `ddp` the buckets of a plan that fits."""
     buckets = indices_of(ddp, plan)
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
-    state.of(ddp).give_buckets(buckets)
-    _applied[ddp] = plan
+    state.get(ddp).give_buckets(buckets)
+    state.get(ddp).bucket_plan = plan
 
 
 def take_back(
@@ -126,8 +122,8 @@ def take_back(
 ) -> None:
     """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
     _torch.replace_reducer(ddp, buckets, caps_bytes)
-    state.of(ddp).give_buckets(buckets, is_planned=False)
-    _applied.pop(ddp, None)  # Dynamo may have been reset meanwhile
+    state.get(ddp).give_buckets(buckets, is_planned=False)
+    state.get(ddp).bucket_plan = None
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
@@ -138,11 +134,8 @@ def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
     """Return the plan that gave `ddp` its buckets, None if they are DDP's own."""
-    return _applied.get(ddp)
-
-
-_guards: weakref.WeakKeyDictionary[DistributedDataParallel, Sequence[RemovableHandle]]
-_guards = weakref.WeakKeyDictionary()
+    plan: BucketPlan | None = state.get(ddp).bucket_plan
+    return plan
 
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:
@@ -163,7 +156,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
         ]
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
     begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
-    _guards[ddp] = [*handles, ddp.register_forward_pre_hook(begin)]
+    state.get(ddp).guards = [*handles, ddp.register_forward_pre_hook(begin)]
     observe(ddp, Priority.REBUCKET, _Permission())
 
 
@@ -173,6 +166,8 @@ class _Permission(Observer):
 
 
 def _allow_backward(ddp: DistributedDataParallel) -> None:
-    for handle in _guards.pop(ddp, ()):
+    known = state.get(ddp)
+    for handle in known.guards:
         handle.remove()
+    known.guards = ()
     ignore(ddp, Priority.REBUCKET)

@@ -254,7 +254,7 @@ class Stopwatch(StepTimer):
         """Return the medians over the complete steps."""
         ddp = self._ddp()
         assert ddp is not None
-        buckets = state.of(ddp).buckets or _torch.final_buckets(ddp)
+        buckets = state.get(ddp).buckets or _torch.final_buckets(ddp)
         if not buckets:
             return Measured(problem="DDP did not tell its buckets")
         arrival = list(itertools.chain.from_iterable(buckets))

@@ -24,7 +24,6 @@ so ranks that began in different ones do not wait either.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,36 +63,33 @@ _SECOND_LOOK = _Stage("comparing new buckets with those before once more", 1, 8)
 _COMPARISONS = (_COMPARISON, _SECOND_LOOK)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
-# They outlive `torch._dynamo.reset()`, which one rank may call alone.
-_tuners: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = weakref.WeakKeyDictionary()
-# Those of modules for which code has been compiled with these buckets since the last reset.
-_in_use: weakref.WeakKeyDictionary[DistributedDataParallel, _Tuner] = state.new_table()
 
-
-def start(ddp: DistributedDataParallel, buckets: str, *, is_trial: bool) -> None:
+def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -> None:
     """Find better buckets for `ddp`, or take those of a file, unless that was done before.
 
-    `buckets` is "auto" or the path of a plan. `is_trial` says that the forward is cut, in which
-    needless sections cost time; sections of a backward hardly cost any.
+    `buckets` is "auto" or the path of a plan. `is_provisional` says that the forward is cut, in
+    which needless sections cost time; sections of a backward hardly cost any.
 
     Raises:
         PlanError: there is no plan in the file, or it does not fit the model.
     """
-    if ddp in _in_use:
+    known = state.get(ddp)
+    if known.tuner_in_use is not None:
         return
-    if ddp not in _tuners or _tuners[ddp].source != buckets:
+    if known.tuner is None or known.tuner.source != buckets:
         _begin(ddp, buckets)
-    _in_use[ddp] = _tuners[ddp]
-    _tuners[ddp].prepare_cuts(ddp, is_trial=is_trial)
+    known.tuner_in_use = known.tuner
+    known.tuner.prepare_cuts(ddp, is_provisional=is_provisional)
 
 
 def restart(ddp: DistributedDataParallel) -> None:
     """Search for better buckets once more, on all ranks in the same step."""
-    if ddp in _tuners:
-        _tuners[ddp].stop()
+    known = state.get(ddp)
+    if known.tuner is not None:
+        known.tuner.stop()
     _begin(ddp, "auto", rebucket.plan_of(ddp))
-    _in_use.pop(ddp, None)
-    start(ddp, "auto", is_trial=state.of(ddp).is_trial)
+    known.tuner_in_use = None
+    start(ddp, "auto", is_provisional=known.is_provisional)
 
 
 def start_over(ddp: DistributedDataParallel) -> None:
@@ -104,13 +100,14 @@ def start_over(ddp: DistributedDataParallel) -> None:
 
 
 def _begin(ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None) -> None:
-    _tuners[ddp] = _Tuner(ddp, source, first)
-    observe(ddp, Priority.TUNER, _tuners[ddp])
+    tuner = state.get(ddp).tuner = _Tuner(ddp, source, first)
+    observe(ddp, Priority.TUNER, tuner)
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
     """Return the tuner that searches, or has searched, buckets for `ddp`; None without one."""
-    return _in_use.get(ddp)
+    tuner: _Tuner | None = state.get(ddp).tuner_in_use
+    return tuner
 
 
 def is_searching(ddp: DistributedDataParallel) -> bool:
@@ -123,14 +120,14 @@ def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
     """Spare a copy of `ddp` the search if it is over."""
     tuner = of(ddp)
     if tuner is not None and tuner.is_done:
-        _in_use[copy] = tuner
+        state.get(copy).tuner_in_use = tuner
 
 
 def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
     """Make `ddp` continue what compiling its copy has begun."""
     begun = of(copy)
     if begun is not None and of(ddp) is None:
-        start(ddp, begun.source, is_trial=state.of(copy).is_trial)
+        start(ddp, begun.source, is_provisional=state.get(copy).is_provisional)
 
 
 class _Tuner(Observer):
@@ -182,12 +179,12 @@ class _Tuner(Observer):
             progress = f"{self._stage.title}: {done} of {self._stage.num_backwards} steps"
         return "\n".join(filter(None, [self._outcome, progress]))
 
-    def prepare_cuts(self, ddp: DistributedDataParallel, *, is_trial: bool) -> None:
+    def prepare_cuts(self, ddp: DistributedDataParallel, *, is_provisional: bool) -> None:
         """Make graphs be cut for any buckets during a search, or for the given ones to come."""
         if self._stage is _SEARCH:
-            state.of(ddp).begin_search(is_trial=is_trial)
+            state.get(ddp).begin_search(is_provisional=is_provisional)
         elif self._stage is _GIVEN and self.best is not None:
-            state.of(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
+            state.get(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
     def stop(self) -> None:
         if self._stopwatch is not None:
@@ -216,7 +213,7 @@ class _Tuner(Observer):
                 )
             except PeerError as error:
                 stopwatch.stop()
-                state.of(ddp).end_search()
+                state.get(ddp).end_search()
                 self._give_up(ddp, self._stage, str(error))
         elif stopwatch.num_backwards == self._stage.num_backwards:
             self._meet(ddp, self._stage, stopwatch)
@@ -237,7 +234,7 @@ class _Tuner(Observer):
         decision = self._joint_decision
         stopwatch.stop()
         self._stopwatch = self._joint_decision = self._stage = None
-        state.of(ddp).end_search()
+        state.get(ddp).end_search()
         expected = (None, self.best if stage in _COMPARISONS else self._first)
         problem = decision.decide(_find_obstacle(ddp, expected, self.source))
         if problem:
@@ -358,7 +355,7 @@ def _find_obstacle(
     ddp: DistributedDataParallel, expected: Sequence[BucketPlan | None], source: str
 ) -> str:
     """Say why this rank cannot go on; "" if it can. One of the `expected` plans is in force."""
-    if ddp not in _in_use:
+    if of(ddp) is None:
         return (
             f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
             "since"
@@ -371,5 +368,5 @@ def _find_obstacle(
 def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
     """Continue with the forward that was about to begin; sections of forward are cut anew."""
     _torch.prepare_reducer(ddp)
-    if state.of(ddp).has_forward_sections:
-        state.of(ddp).take_new_limits()
+    if state.get(ddp).has_forward_sections:
+        state.get(ddp).take_new_limits()

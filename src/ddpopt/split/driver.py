@@ -1,7 +1,7 @@
 """From Dynamo's whole graph to what runs in its place: facts, plan, cut, compile, run.
 
-It holds no algorithm: each step is a module of `forward` or `backward`, and the last is
-`runner.py`. `backend.py` decides for which graphs it is called.
+It holds no algorithm: each split has a module that plans and one that cuts and compiles, and what
+runs is in `runtime.py`. `backend.py` decides for which graphs it is called.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ from ddpopt import _logs, _torch
 from ddpopt._events import Label, notifying
 from ddpopt._text import source_digest
 from ddpopt.errors import (
-    CutRefusedError,
-    Fallback,
-    ForwardInstead,
-    NotProvenError,
-    SectionCompileError,
+    NotCutError,
+    Reason,
     TorchDriftError,
 )
 from ddpopt.options import Options
@@ -37,17 +34,19 @@ from ddpopt.reducer import (
     predict_buckets,
 )
 from ddpopt.split import state
-from ddpopt.split.backward.compile import BackwardCut, compile_gated
-from ddpopt.split.backward.cut import cut_backward
-from ddpopt.split.backward.facts import read_backward
-from ddpopt.split.backward.gates import GatedGraph
-from ddpopt.split.backward.plan import final_positions, plan_backward
-from ddpopt.split.crossings import find_crossings
-from ddpopt.split.dump import is_showing, show, write
-from ddpopt.split.forward.compile import compile_sections
-from ddpopt.split.forward.cut import copy_for_splitting, split_forward
-from ddpopt.split.forward.facts import GraphFacts, frame_module, has_twin, parameters_of, read_facts
-from ddpopt.split.forward.plan import order_arrival, plan_sections
+from ddpopt.split.backward_cut import BackwardCut, compile_gated, cut_backward
+from ddpopt.split.backward_plan import final_positions, plan_backward, read_backward
+from ddpopt.split.dump import find_crossings, is_showing, show, write
+from ddpopt.split.forward_cut import compile_sections, copy_for_splitting, split_forward
+from ddpopt.split.forward_plan import (
+    GraphFacts,
+    frame_module,
+    has_twin,
+    order_arrival,
+    parameters_of,
+    plan_sections,
+    read_facts,
+)
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
@@ -56,8 +55,8 @@ from ddpopt.split.nodes import (
     is_pure,
     output_values,
 )
-from ddpopt.split.plan import SplitPlan
-from ddpopt.split.runner import GraphRunner, order_arrival_of, waiting_first
+from ddpopt.split.plan import SplitPlan, parts_of_buckets
+from ddpopt.split.runtime import GatedGraph, GraphRunner, order_arrival_of, waiting_first
 from ddpopt.split.validate import validate_backward, validate_forward
 
 
@@ -78,9 +77,7 @@ def compile_under_ddp(
     except _torch.control_flow_exceptions():
         raise
     except Exception as error:
-        reason = _REASONS.get(type(error), Fallback.SPLIT_FAILED)
-        detail = f"{type(error).__name__}: {error}"
-        return compile_whole(gm, example_inputs, ddp, options, reason, detail)
+        return compile_whole(gm, example_inputs, ddp, options, NotCutError.because_of(error))
     if plan.fallback is not None:
         write(gm, plan, {"original": gm})
     if compiled is None:
@@ -95,31 +92,25 @@ def compile_under_ddp(
     return GraphRunner(plan, nodes, compiled, ordered, arguments)
 
 
-_REASONS = {
-    SectionCompileError: Fallback.SECTION_FAILED,
-    NotProvenError: Fallback.NOT_PROVEN,
-    TorchDriftError: Fallback.TORCH_DRIFT,
-}
-
-
 def compile_whole(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     ddp: DistributedDataParallel | None,
     options: Options,
-    reason: Fallback | None,
-    detail: str = "",
+    refusal: NotCutError,
 ) -> Callable[..., Any]:
-    plan = dataclasses.replace(_blank_plan(gm, options), fallback=reason, detail=detail)
+    plan = dataclasses.replace(
+        _blank_plan(gm, options), fallback=refusal.reason, detail=refusal.detail
+    )
     write(gm, plan, {"original": gm})
     nodes = (describe(call_nodes(gm.graph)),) if ddp is not None else ()
     compiled = options.inner(gm, list(example_inputs))
     _announce(ddp, plan, nodes, options)
-    if reason is Fallback.TORCH_DRIFT:
+    if refusal.reason is Reason.TORCH_DRIFT:
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
         compiled = notifying(compiled, Label(plan.graph, 0))
-        if state.of(ddp).waits_in_forward:
+        if state.get(ddp).waits_in_forward:
             compiled = waiting_first(compiled)
         return GraphRunner(plan, nodes, compiled, compiled, {})
     return compiled
@@ -148,7 +139,7 @@ class _Survey:
         known = self.known
         blank = dataclasses.replace(self.blank, graph="")
         parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
-        parts += [known.rules, known.is_searched, known.waits_in_forward]
+        parts += [known.rules, known.is_searching, known.waits_in_forward]
         parts += [b and [*map(tuple, b)] for b in (known.buckets, known.expected_buckets)]
         return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
@@ -158,7 +149,7 @@ class _Survey:
         During a search for better buckets they are finer.
         """
         expected = self.known.expected_buckets
-        if expected is None and not self.known.is_searched:
+        if expected is None and not self.known.is_searching:
             return plan.buckets
         if expected is not None and not plan.is_shared:
             return known_buckets(self.reduced, expected, self.known.rules)
@@ -166,13 +157,14 @@ class _Survey:
             return fine_buckets(plan.arrival)
         return fine_buckets([p for bucket in plan.buckets for p in bucket.parameters])
 
-    def left_whole(self, plan: SplitPlan, reason: Fallback) -> SplitPlan:
-        if reason is Fallback.ONE_BUCKET and self.known.has_planned_buckets:
-            reason = Fallback.ONE_PLANNED_BUCKET
+    def left_whole(self, plan: SplitPlan, reason: Reason) -> SplitPlan:
+        """Return the plan of a graph in which no cut helps, or none is possible."""
+        if reason is Reason.ONE_BUCKET and self.known.has_planned_buckets:
+            reason = Reason.ONE_PLANNED_BUCKET
         return dataclasses.replace(plan, fallback=reason)
 
-    def draft(self, place: Mapping[int, float]) -> SplitPlan:
-        """Return a plan without sections, for gradients that are final at these places."""
+    def predict(self, place: Mapping[int, float]) -> SplitPlan:
+        """Return a plan without sections: buckets, for gradients that are final at these places."""
         last = dict.fromkeys(self.known.rules.arrives_last, math.inf)
         place = {index: last.get(index, at) for index, at in place.items()}
         arrival = order_arrival(self.reduced, place, self.later, self.earlier, self.is_last)
@@ -201,7 +193,7 @@ def _survey(
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
     owners = parameters_of(graph, example_inputs, trained)
-    known = state.of(ddp)
+    known = state.get(ddp)
     used = {index for indices in owners.values() for index in indices}
     later, earlier = known.arrival_around(graph_name(gm), used)
     names = {parameter.index: parameter.name for parameter in reduced.values()}
@@ -243,33 +235,30 @@ class _Split(NamedTuple):
     compiled: Callable[..., Any] | None
 
 
-# If a graph releases at most one bucket, no cut of its backward would help.
-_NOTHING_TO_RELEASE = (Fallback.NO_PARAMETERS, Fallback.ONE_BUCKET)
-
-
 def _split(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
     # Backward reaches a parameter's first use last.
-    plan = survey.draft({index: -use for index, use in survey.facts.first_use.items()})
-    sections = plan_sections(survey.facts, survey.cut_at(plan))
-    if options.split != "forward" and sections not in _NOTHING_TO_RELEASE:
+    plan = survey.predict({index: -use for index, use in survey.facts.first_use.items()})
+    buckets = survey.cut_at(plan)
+    calls = describe(call_nodes(survey.graph.graph))
+    # If a graph releases at most one bucket, no cut of its backward would help either.
+    if options.split != "forward" and len(parts_of_buckets(buckets, survey.facts.first_use)) > 1:
         try:
             return _split_backward(gm, example_inputs, survey, options)
-        except (SectionCompileError, NotProvenError):
-            raise
         except _torch.control_flow_exceptions():
             raise
-        except CutRefusedError as error:
-            plan = dataclasses.replace(plan, instead=error.reason, detail=error.detail)
         except Exception as error:
-            is_drift = isinstance(error, TorchDriftError)
-            reason = ForwardInstead.TORCH_DRIFT if is_drift else ForwardInstead.FAILED
-            detail = f"{type(error).__name__}: {error}"
-            plan = dataclasses.replace(plan, instead=reason, detail=detail)
-    calls = describe(call_nodes(survey.graph.graph))
-    if isinstance(sections, Fallback):
-        return _Split(survey.left_whole(plan, sections), (calls,), None)
+            refusal = NotCutError.because_of(error, in_backward=True)
+            if not refusal.reason.is_of_backward:
+                raise
+            plan = dataclasses.replace(
+                plan, backward_fallback=refusal.reason, detail=refusal.detail
+            )
+    try:
+        sections = plan_sections(survey.facts, buckets)
+    except NotCutError as refusal:
+        return _Split(survey.left_whole(plan, refusal.reason), (calls,), None)
     plan = dataclasses.replace(plan, sections=sections).with_buckets(plan.buckets)
     nodes = tuple(calls[section.start : section.stop] for section in sections)
     stitched = split_forward(survey.graph, sections)
@@ -292,22 +281,23 @@ def _split(
 def _split_backward(
     gm: fx.GraphModule, example_inputs: Sequence[Any], survey: _Survey, options: Options
 ) -> _Split:
-    """Compile a graph whole and its backward in sections, or raise a CutRefusedError."""
-    if isinstance(options.aot, ForwardInstead):
-        raise CutRefusedError(options.aot)
+    """Compile a graph whole and its backward in sections, or raise a NotCutError."""
+    if options.aot is None:
+        raise NotCutError(Reason.CUDA_GRAPHS if options.has_cuda_graphs else Reason.INNER)
     arguments = survey.arguments
     if survey.facts.first_use.keys() - arguments.keys():
-        raise CutRefusedError(ForwardInstead.ATTRIBUTES)
+        raise NotCutError(Reason.ATTRIBUTES)
     elsewhere = {parameter.index for parameter in survey.earlier}
 
     def cut(backward: fx.GraphModule, saved: Mapping[str, int]) -> BackwardCut:
         facts = read_backward(backward, saved)
         final = final_positions(facts, arguments, elsewhere)
-        plan = dataclasses.replace(survey.draft(final), split="backward")
-        cuts = plan_backward(facts, survey.cut_at(plan), arguments, final)
-        if isinstance(cuts, Fallback):
+        plan = dataclasses.replace(survey.predict(final), split="backward")
+        try:
+            cuts = plan_backward(facts, survey.cut_at(plan), arguments, final)
+        except NotCutError as refusal:
             calls = describe(call_nodes(survey.graph.graph))
-            return BackwardCut(survey.left_whole(plan, cuts), (calls,), ())
+            return BackwardCut(survey.left_whole(plan, refusal.reason), (calls,), ())
         plan = dataclasses.replace(plan, sections=cuts.sections, num_nodes=len(cuts.order))
         plan = plan.with_buckets(plan.buckets)
         sections = cut_backward(backward, cuts)
@@ -331,9 +321,9 @@ def _announce(
     ddp: DistributedDataParallel | None, plan: SplitPlan, nodes: state.Nodes, options: Options
 ) -> None:
     if ddp is not None:
-        state.of(ddp).keep(plan, nodes)
+        state.get(ddp).keep(plan, nodes)
     is_expected = plan.fallback is None or plan.fallback.is_expected
-    if plan.instead is not None:  # nobody requested more than "auto" gives
-        is_expected &= options.split == "auto" and plan.instead.is_expected
+    if plan.backward_fallback is not None:  # nobody requested more than "auto" gives
+        is_expected &= options.split == "auto" and plan.backward_fallback.is_expected
     log = _logs.info if is_expected else _logs.warning
     log("%s", plan)

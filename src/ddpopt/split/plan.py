@@ -13,12 +13,13 @@ Equal graphs with equal settings give equal plans.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpopt._text import count, format_bytes, shorten, table
-from ddpopt.errors import Fallback, ForwardInstead
+from ddpopt.errors import Reason
 from ddpopt.reducer import Bucket, Parameter
 
 
@@ -48,7 +49,7 @@ class Section:
 class BackwardCuts:
     """How a backward graph is cut: its sections, and the order in which its calls run.
 
-    `order` leaves out repeats (see [Note: calls and repeats] in backward/facts.py).
+    `order` leaves out repeats (see [Note: calls and repeats] in backward_plan.py).
     `releases[k]` are the arguments of the forward whose gradients section k releases.
     """
 
@@ -88,10 +89,10 @@ class SplitPlan:
 
     `arrival` lists the graph's own parameters in the order in which their gradients are released;
     `buckets` are the Reducer's as predicted, and include parameters of other graphs under the same
-    DDP module. `fallback` is None for a graph that is split; `detail` completes the fallback's
-    sentence. If `is_shared`, the same compiled graph may run for several modules; it is planned
-    for its first module only. `split` says which graph was cut; if that is the forward although
-    the backward was wanted, `instead` says why. `num_fixed` counts the calls of Dynamo's graph that
+    DDP module. `fallback` is None for a graph that is split. `split` says which graph was cut; if
+    that is not the backward although it was wanted, `backward_fallback` says why. `detail`
+    completes their sentences. If `is_shared`, the same compiled graph may run for several modules;
+    it is planned for its first module only. `num_fixed` counts the calls of Dynamo's graph that
     are not known to be pure. `crossings` are the values that cross its cuts, as large as in the
     first call.
     """
@@ -102,11 +103,11 @@ class SplitPlan:
     sections: tuple[Section, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     arrival: tuple[Parameter, ...] = ()
-    fallback: Fallback | None = None
+    fallback: Reason | None = None
     detail: str = ""
     is_shared: bool = False
     split: str = "forward"
-    instead: ForwardInstead | None = None
+    backward_fallback: Reason | None = None
     num_fixed: int = 0
     crossings: tuple[Crossing, ...] = ()
 
@@ -131,15 +132,15 @@ class SplitPlan:
         Buckets are launched in order, so none is complete earlier than those before it.
         """
         order = self.sections[::-1] if self.split == "forward" else self.sections  # in backward
-        turn_of = {name: turn for turn, section in enumerate(order) for name in section.parameters}
+        place_of = {name: k for k, section in enumerate(order) for name in section.parameters}
         completed: list[list[int]] = [[] for _ in order]
         reached = -1
         for bucket in buckets:
-            turns = [turn_of[p.name] for p in bucket.parameters if p.name in turn_of]
-            if turns:
-                reached = max(reached, *turns)
+            places = [place_of[p.name] for p in bucket.parameters if p.name in place_of]
+            if places:
+                reached = max(reached, *places)
                 completed[reached].append(bucket.index)
-        by_index = {order[turn].index: tuple(indices) for turn, indices in enumerate(completed)}
+        by_index = {order[k].index: tuple(indices) for k, indices in enumerate(completed)}
         sections = tuple(dataclasses.replace(s, completes=by_index[s.index]) for s in self.sections)
         return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
 
@@ -188,15 +189,45 @@ class SplitPlan:
         if self.is_shared:
             graph += ", planned alone because modules of one class share it"
         detail = f"\n  {self.detail}" if self.detail else ""
-        instead = f"because {self.instead.value}{detail}" if self.instead else ""
+        of_backward = self.backward_fallback and f"because {self.backward_fallback.value}{detail}"
         if self.fallback is not None:
             line = f"{graph}: compiled whole, because {self.fallback.value}"
-            return f"{line}; its backward is not cut {instead}" if instead else f"{line}{detail}"
+            more = f"; its backward is not cut {of_backward}" if of_backward else detail
+            return f"{line}{more}"
         total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
         kind = "backward section" if self.split == "backward" else "section"
         sections, buckets = count(len(self.sections), kind), count(len(self.buckets), "DDP bucket")
         line = f"{graph}: {sections} for {buckets} of {total}"
-        return f"{line}; cut in forward, not in backward, {instead}" if instead else line
+        return f"{line}; cut in forward, not in backward, {of_backward}" if of_backward else line
+
+
+def make_sections(
+    bounds: Sequence[int],
+    section_of: Mapping[Parameter, int],
+    call_names: Sequence[str],
+    is_fixed: Sequence[bool],
+) -> tuple[Section, ...]:
+    """Return the sections between these bounds, with parameters, which come in arrival order."""
+    names: list[list[str]] = [[] for _ in bounds[1:]]
+    for parameter, index in section_of.items():
+        names[index].append(parameter.name)
+    return tuple(
+        Section(
+            index=index,
+            start=start,
+            stop=stop,
+            first_node=call_names[start],
+            parameters=tuple(names[index]),
+            num_fixed=sum(is_fixed[start:stop]),
+        )
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def parts_of_buckets(buckets: Sequence[Bucket], own: Container[int]) -> list[list[Parameter]]:
+    """Return the parameters with indices in `own`, by bucket, for buckets that have any."""
+    parts = ([p for p in bucket.parameters if p.index in own] for bucket in buckets)
+    return [parameters for parameters in parts if parameters]
 
 
 def frame_of(graph: str) -> str:

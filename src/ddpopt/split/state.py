@@ -1,20 +1,21 @@
 """What is known about each DDP module: plans in force, the Reducer's buckets, what code may run.
 
-The driver, the runner and the modules that change buckets write it, through its methods only.
-A state lives as long as its DDP module, and until `torch._dynamo.reset()`. What other rooms know
-about a module, such as the plan of its buckets, they keep in a `new_table` of their own.
+The driver, the runner and the modules that change buckets write it, through its methods. What a
+room above keeps of a module is a field as well, which only that room reads and writes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
+from ddpopt.errors import DDPMode
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
@@ -30,34 +31,45 @@ class Settled(Protocol):
 
 
 class DDPState:
-    """What is known about one DDP module.
+    """What is known about one DDP module, in two parts.
 
-    `nodes` has those of the sections of each graph, by the graph's name. `told_buckets` are the
-    Reducer's final buckets as it reported them, empty if it could not. `is_copy` says that a check
-    made the module. `is_searched` says that a search for better buckets is running, for which
-    graphs are cut finely, and `is_trial` that they will be cut again afterwards; `expected_buckets`
-    are those of a plan that is about to be applied, at which graphs are cut already.
-    `waits_in_forward` is as in [Note: waits]. `num_unseen` counts the graphs that ran under no_sync
-    since the last that did not, before buckets were final. `code` is what Dynamo compiled for the
-    module, as `_torch.forget_code` takes it.
+    The first outlives `torch._dynamo.reset()`, which one rank may call alone; the second is what
+    `forget` clears then, as it goes with the compiled code.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
+        self.is_copy = False  # made by a check, which has it run the original's code
+        self.waits_in_forward = False  # see [Note: waits]
+        self.is_warned = False  # that Dynamo compiles nothing of it, or need not be
+        self.hint: str | None = None  # of `planning`: what better buckets would save, once asked
+        self.tuner: Any = None  # of `planning.tuner`
+        self.guards: Sequence[RemovableHandle] = ()  # of `planning.rebucket`
+        self.metrics_source: Callable[[], Any] = lambda: None  # of `inspection.metrics`
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing yet, as at first, of the second part."""
         self._plans: dict[str, SplitPlan] = {}
-        self.nodes: dict[str, Nodes] = {}
+        self.nodes: dict[str, Nodes] = {}  # of the sections of each graph, by the graph's name
+        self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
         self._rules: ReducerRules | None = None
-        self.told_buckets: Buckets | None = None
+        # The Reducer's final buckets as it reported them, empty if it could not.
+        self.reported_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
         self._is_planned = False
-        self._num_questions = self.num_unseen = 0
+        self._num_questions = 0
+        self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
         self._settled: weakref.WeakSet[Settled] = weakref.WeakSet()
-        self.is_copy = False
-        self.is_searched = False
-        self.is_trial = False
+        # While better buckets are searched graphs are cut finely; `is_provisional` says that they
+        # will be cut again. `expected_buckets` are those of a plan that is about to be applied.
+        self.is_searching = False
+        self.is_provisional = False
         self.expected_buckets: Buckets | None = None
-        self.waits_in_forward = False
-        self.code: list[Any] = []
+        self.bucket_plan: Any = None  # of `planning.rebucket`: the one that is applied
+        self.tuner_in_use: Any = None  # that of `tuner` for which code has been compiled since
+        self.recording: Any = None  # the last one of `inspection.recorder`
+        self.step_clock: Any = None  # of `inspection.metrics`
 
     @property
     def plans(self) -> tuple[SplitPlan, ...]:
@@ -107,13 +119,14 @@ class DDPState:
     @property
     def rules(self) -> ReducerRules:
         ddp, known = self._module(), self._rules
-        is_rebuilt, is_trial = _torch.follows_arrival_order(ddp), self.is_trial
-        if known is None or (known.is_rebuilt, known.is_trial) != (is_rebuilt, is_trial):
+        is_rebuilt = _torch.follows_arrival_order(ddp)
+        now = (is_rebuilt, self.is_provisional)
+        if known is None or (known.is_rebuilt, known.is_provisional) != now:
             caps = _torch.reducer_caps(ddp) if known is None else known.caps_bytes
             known = ReducerRules(
                 caps_bytes=caps,
                 is_rebuilt=is_rebuilt,
-                is_trial=is_trial,
+                is_provisional=self.is_provisional,
                 arrives_last=_torch.awaiting_delayed(ddp),
             )
             self._rules = known
@@ -127,8 +140,8 @@ class DDPState:
     @property
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it reported them, or as they were given to it."""
-        known, ddp = self.told_buckets or self._given_buckets, self._module()
-        if known is None and self.told_buckets is None and not _torch.will_rebuild_buckets(ddp):
+        known, ddp = self.reported_buckets or self._given_buckets, self._module()
+        if known is None and self.reported_buckets is None and not _torch.will_rebuild_buckets(ddp):
             # They are final from the start, or since steps that ran no code of ours.
             known = self._given_buckets = _torch.final_buckets(ddp)
         return known
@@ -145,14 +158,14 @@ class DDPState:
             TorchDriftError: this release does not report them, now or later.
         """
         self._num_questions += 1
-        self.told_buckets = ()
-        self.told_buckets = _torch.final_buckets(self._module())
+        self.reported_buckets = ()
+        self.reported_buckets = _torch.final_buckets(self._module())
         return self._num_questions
 
     def give_buckets(self, buckets: Buckets, *, is_planned: bool = True) -> None:
         """Note that the Reducer was given these buckets, and will form them again."""
         self._given_buckets, self._is_planned = buckets, is_planned
-        self.told_buckets, self._num_questions = None, 0
+        self.reported_buckets, self._num_questions = None, 0
         for plan in self.plans:
             self.keep(plan, self.nodes[plan.graph])
         for runner in self._settled:
@@ -168,9 +181,9 @@ class DDPState:
         """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
         return any(map(self.is_cut_in_forward, self._plans))
 
-    def begin_search(self, *, is_trial: bool) -> None:
-        """Cut graphs finely from here on; if `is_trial`, their code is replaced at the end."""
-        self.is_searched, self.is_trial = True, is_trial
+    def begin_search(self, *, is_provisional: bool) -> None:
+        """Cut graphs finely from here on; if `is_provisional`, they are cut again at the end."""
+        self.is_searching, self.is_provisional = True, is_provisional
 
     def expect_buckets(self, buckets: Buckets) -> None:
         """Cut graphs by buckets that the Reducer will be given soon."""
@@ -178,9 +191,9 @@ class DDPState:
 
     def end_search(self) -> None:
         """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""
-        if self.is_trial or (self.is_searched and self.has_forward_sections):
+        if self.is_provisional or (self.is_searching and self.has_forward_sections):
             self._forget_code()
-        self.is_searched = self.is_trial = False
+        self.is_searching = self.is_provisional = False
         self.expected_buckets = None
 
     def _forget_code(self) -> None:
@@ -197,7 +210,7 @@ class DDPState:
     def become_copy_of(self, original: DDPState) -> None:
         """Note that the module is a copy, which runs the original's code."""
         self.is_copy = True
-        self.is_trial = original.is_trial
+        self.is_provisional = original.is_provisional
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
@@ -205,20 +218,12 @@ class DDPState:
         return ddp
 
 
-_tables: list[weakref.WeakKeyDictionary[DistributedDataParallel, Any]] = []
-
-
-def new_table() -> weakref.WeakKeyDictionary[DistributedDataParallel, Any]:
-    """Return a table for what a module knows about DDP modules; `clear` empties it."""
-    _tables.append(weakref.WeakKeyDictionary())
-    return _tables[-1]
-
-
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState] = new_table()
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
+_states = weakref.WeakKeyDictionary()
 has_drifted = False  # whether a graph was compiled without noting for which module
 
 
-def of(ddp: DistributedDataParallel) -> DDPState:
+def get(ddp: DistributedDataParallel) -> DDPState:
     state = _states.get(ddp)
     if state is None:  # setdefault would make one at each call, and forwards call this
         state = _states[ddp] = DDPState(ddp)
@@ -233,7 +238,7 @@ def is_copy(ddp: DistributedDataParallel) -> bool:
 
 def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
     """Return how a module's Reducer forms buckets, None without a module."""
-    return None if ddp is None else of(ddp).rules
+    return None if ddp is None else get(ddp).rules
 
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
@@ -253,9 +258,36 @@ def note_drift() -> None:
     has_drifted = True
 
 
-def clear() -> None:
-    """Forget everything, as `torch._dynamo.reset()` forgets compiled code."""
+def forget_all() -> None:
+    """Forget what goes with compiled code, as `torch._dynamo.reset()` forgets that."""
     global has_drifted  # noqa: PLW0603  # see note_drift
-    for table in _tables:
-        table.clear()
+    for state in list(_states.values()):
+        state.forget()
     has_drifted = False
+
+
+KEEPING_BUCKETS = (
+    DDPMode.MIXED_PRECISION,
+    DDPMode.OPTIMIZER_IN_BACKWARD,
+    DDPMode.JOIN,
+)
+KEEPING_ALLREDUCE = (
+    DDPMode.MIXED_PRECISION,
+    DDPMode.OPTIMIZER_IN_BACKWARD,
+    DDPMode.DELAYED_PARAMETERS,
+    DDPMode.JOIN,
+)
+KEEPING_FROM_REHEARSAL = (DDPMode.FROZEN, *KEEPING_ALLREDUCE)
+
+_IS_IN: dict[DDPMode, Callable[[DistributedDataParallel], bool]] = {
+    DDPMode.MIXED_PRECISION: lambda ddp: ddp.mixed_precision is not None,
+    DDPMode.OPTIMIZER_IN_BACKWARD: _torch.has_optimizer_in_backward,
+    DDPMode.DELAYED_PARAMETERS: _torch.has_delayed_parameters,
+    DDPMode.JOIN: _torch.is_in_join,
+    DDPMode.FROZEN: lambda ddp: not any(p.requires_grad for p in ddp.parameters()),
+}
+
+
+def find_mode(ddp: DistributedDataParallel, modes: Sequence[DDPMode]) -> DDPMode | None:
+    """Return the first of these modes that `ddp` is in."""
+    return next((mode for mode in modes if _IS_IN[mode](ddp)), None)

@@ -22,10 +22,9 @@ from typing import Any
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.errors import NotProvenError
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import gradient_nodes, repeats_of
-from ddpopt.split.forward.writes import written_by
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.backward_cut import SectionGraph
+from ddpopt.split.backward_plan import gradient_nodes, repeats_of
 from ddpopt.split.nodes import (
     IS_COPY,
     attribute_of,
@@ -35,6 +34,7 @@ from ddpopt.split.nodes import (
     output_values,
     sets_mode,
     storage_keys,
+    written_by,
 )
 from ddpopt.split.plan import SplitPlan
 
@@ -140,7 +140,7 @@ def validate_backward(
     gradient was. `saved` is as in `read_backward`, `arguments` as in `final_positions`.
 
     Raises:
-        NotProvenError: that is not so, or cannot be shown.
+        NotCutError: that is not so, or cannot be shown.
     """
     places = itertools.count()
     views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
@@ -190,7 +190,7 @@ def validate_forward(
     `arguments` is as in `final_positions`.
 
     Raises:
-        NotProvenError: that is not so, or cannot be shown.
+        NotCutError: that is not so, or cannot be shown.
     """
     numbers: dict[Hashable, int] = {}
     whole, cut = (_Program(numbers, lambda node, _: tuple(storage_keys(node))) for _ in range(2))
@@ -226,4 +226,4 @@ def _first_users(stitched: fx.GraphModule) -> dict[int, int]:
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise NotProvenError(otherwise)
+        raise NotCutError(Reason.NOT_PROVEN, otherwise)

@@ -260,7 +260,12 @@ def _train(
     for name, value in model.state_dict().items():
         values[f"state {name}"] = value.detach().clone()
     plans = ddpopt.explain(ddp).plans
-    troubles = [p.headline() for p in plans if {p.fallback, p.instead} & set(OUR_ERRORS)]
+    troubles = [
+        plan.headline()
+        for plan in plans
+        for reason in (plan.fallback, plan.backward_fallback)
+        if reason is not None and reason.name in OUR_ERRORS
+    ]
     return _Attempt(
         raised_anywhere=False,
         values=values,

@@ -28,7 +28,7 @@ from tests.system.fuzzing.training import Compile, Notes, group_of_trainings, le
 
 # Largest difference of an element over the largest element, where the order of sums differs.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2}
-OUR_ERRORS = ("SPLIT_FAILED", "FAILED", "NOT_PROVEN", "TORCH_DRIFT")  # of both enumerations
+OUR_ERRORS = ("SPLIT_FAILED", "BACKWARD_FAILED", "NOT_PROVEN", "TORCH_DRIFT", "BACKWARD_DRIFT")
 
 EQUAL = "equal"
 EQUAL_TO_UNSPLIT = "equal to the unsplit compile, and to eager within rounding"
@@ -212,7 +212,10 @@ def _unsplit(case: Case) -> Compile:
 def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
     """Return what was found, unless something went wrong that changes no value."""
     given = [
-        (plan, why.name) for plan in ours.plans for why in (plan.fallback, plan.instead) if why
+        (plan, why.name)
+        for plan in ours.plans
+        for why in (plan.fallback, plan.backward_fallback)
+        if why
     ]
     reasons = (*(name for _, name in given), *ours.notes.refusals)
     for plan, name in given:

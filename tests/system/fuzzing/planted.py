@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpopt import _events
 from ddpopt._events import Label
 from ddpopt.errors import OptionError
-from ddpopt.split.backward.gates import CompiledSection, Run
+from ddpopt.split.runtime import CompiledSection, Run
 from tests.system.fuzzing import loops, training
 
 BUGS = ("a section's gradients are lost", "gradients are swapped", "a cut detaches")

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.system.fuzzing.checking import (
     AS_UNSPLIT,
     DIFFERS,
@@ -171,8 +171,10 @@ def _train(sample: Sample, options: dict[str, Any] | None) -> _Attempt:
     for name, buffer in model.named_buffers():
         values[f"buffer {name}"] = _comparable(buffer)
     plans = ddpopt.explain(ddp).plans
-    reasons = [reason for p in plans for reason in (p.fallback, p.instead) if reason is not None]
-    is_fault = any(not r.is_expected and r is not Fallback.NO_LEGAL_CUT for r in reasons)
+    reasons = [
+        reason for p in plans for reason in (p.fallback, p.backward_fallback) if reason is not None
+    ]
+    is_fault = any(not r.is_expected and r is not Reason.NO_LEGAL_CUT for r in reasons)
     return _Attempt(
         values=values,
         num_sections=max((len(plan.sections) for plan in plans), default=1) or 1,

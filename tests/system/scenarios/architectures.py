@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH
 from tests.system.scenarios.scenario import Scenario, Trainer
@@ -556,7 +556,7 @@ ARCHITECTURES: dict[str, Callable[[], Scenario]] = {
         Scalars(),
         note="a number read early and used late spans all buckets",
         dynamo_config={"capture_scalar_outputs": True},
-        fallbacks=frozenset({Fallback.NO_LEGAL_CUT}),
+        fallbacks=frozenset({Reason.NO_LEGAL_CUT}),
     ),
     "in-place operators": lambda: Scenario(InPlace()),
     "mutated inputs": lambda: Scenario(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH
 from tests.system.scenarios.architectures import ConvNet, Transformer
@@ -145,7 +145,7 @@ LOOPS: dict[str, Callable[[], Scenario]] = {
         ConvNet(),
         ddp_options=_CONV_CAP,
         train=_evaluate_between,
-        fallbacks=frozenset({Fallback.NO_GRAD}),
+        fallbacks=frozenset({Reason.NO_GRAD}),
     ),
     "state_dict round trip": lambda: Scenario(MLP(), steps=(_ONE,) * 6, train=_load_what_was_saved),
     "torch._dynamo.reset": lambda: Scenario(MLP(), steps=(_ONE,) * 5, train=_reset_dynamo),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.support.models import WIDTH
 from tests.system.scenarios.scenario import CAP, Compile, Scenario, Trainer, Wrapped
 
@@ -143,7 +143,7 @@ REGIONS: dict[str, Callable[[], Scenario]] = {
     "checkpoint around compiled layers, reentrant": lambda: _scenario(
         _save_input_reentrantly,
         ddp_options={"static_graph": True},
-        fallbacks=frozenset({Fallback.NO_GRAD}),
+        fallbacks=frozenset({Reason.NO_GRAD}),
     ),
     "checkpoint around compiled layers, no determinism check": lambda: _scenario(
         functools.partial(_save_input, determinism_check="none")
@@ -168,7 +168,7 @@ REGIONS: dict[str, Callable[[], Scenario]] = {
     "checkpoint, two DDP modules with other caps": lambda: _scenario(
         model=nn.ModuleList([Stack(_save_input, depth=2), Stack(_save_input, depth=2)]),
         wrap=_compile_two,
-        fallbacks=frozenset({Fallback.ONE_BUCKET}),
+        fallbacks=frozenset({Reason.ONE_BUCKET}),
     ),
     "checkpoint, a forward beside DDP's": lambda: _scenario(train=_beside_ddp),
 }

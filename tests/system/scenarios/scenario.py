@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import Reason
 from tests.support.device import DEVICE
 from tests.support.models import WIDTH
 
@@ -131,7 +131,7 @@ class Scenario:
     loss: Callable[[Any], torch.Tensor] = square
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = momentum_sgd
     dynamo_config: dict[str, Any] = field(default_factory=dict)
-    fallbacks: frozenset[Fallback] = frozenset()
+    fallbacks: frozenset[Reason] = frozenset()
     eager_error: str | None = None
     is_synced: bool = True
     is_exact_on_inductor: bool = True

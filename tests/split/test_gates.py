@@ -22,8 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split import state
-from ddpopt.split.backward import gates
+from ddpopt.split import runtime, state
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks
@@ -492,10 +491,10 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     options = {"inner": inner, "split": "backward"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     (x,) = batches(rank, [(3, SIZE)])
-    keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
-    with mock.patch.object(gates, "_in_own_memory", keep):
+    keep = runtime._in_own_memory if is_mended else (lambda gradient: gradient)
+    with mock.patch.object(runtime, "_in_own_memory", keep):
         model(x).square().mean().backward()
-    (plan,) = state.of(ddp).plans
+    (plan,) = state.get(ddp).plans
     assert len(plan.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad

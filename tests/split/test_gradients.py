@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split.forward.cut import find_passing_gradients
+from ddpopt.split.forward_cut import find_passing_gradients
 from ddpopt.split.nodes import call_nodes
-from tests.split.forward.test_facts import Capture, forward_of
+from tests.split.test_forward_plan import Capture, forward_of
 from tests.support.models import batches
 from tests.support.ranks import Ranks
 

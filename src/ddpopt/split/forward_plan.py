@@ -1,6 +1,8 @@
-"""Read off a forward graph what the planner needs to know: uses of parameters, and legal cuts.
+"""Choose the sections of a forward graph: cut where DDP's buckets are complete.
 
-It changes nothing and decides nothing; `plan.py` chooses the cuts, `cut.py` makes them.
+`read_facts` reads the graph: uses of parameters, and legal cuts. `plan_sections` is pure: from what
+the graph is like (`GraphFacts`) and what the Reducer will do (`reducer.py`) to sections.
+`forward_cut.py` cuts the graph.
 
 [Note: positions and cuts]
 A graph's calls (all nodes but placeholders, get_attrs and the output) are numbered from 0 in
@@ -11,6 +13,7 @@ cannot be cut.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +23,22 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.reducer import Parameter
-from ddpopt.split.forward.writes import find_written_memory, mutation_spans, written_by
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.reducer import Bucket, Parameter
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
+    find_written_memory,
     has_ragged_sizes,
     is_composite,
     is_differentiable,
     is_pure,
+    mutation_spans,
     name_of,
     uses_streams,
+    written_by,
 )
+from ddpopt.split.plan import Section, make_sections, parts_of_buckets
 
 # Calls that switch on a global state until their partner switches it off, and whose value does
 # not link the two. Autocast regions may be cut: split_module closes and reopens them.
@@ -215,3 +222,85 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
         yield position + 1, len(calls)
     if no_grad_since is not None:
         yield no_grad_since + 1, len(calls)
+
+
+def order_arrival(
+    parameters: Sequence[Parameter],
+    place: Mapping[int, float],
+    later: Sequence[Parameter] = (),
+    earlier: Sequence[Parameter] = (),
+    is_last: bool = False,
+) -> tuple[Parameter, ...]:
+    """Return all parameters of a Reducer in the order in which their gradients become final.
+
+    `place` says how late in backward the gradient of each of the graph's own parameters is final.
+    Parameters of graphs that run later in forward come before the graph's own, those of `earlier`
+    graphs after, each in the given order. Parameters that no known graph uses are assumed to belong
+    to graphs not seen yet, and come first; if no graph can follow (`is_last`) they are unused, and
+    the Reducer of a static graph puts them last. Of equal ones the parameter registered last comes
+    first, as in eager modules.
+    """
+    place_later = {parameter.index: place for place, parameter in enumerate(later)}
+    place_earlier = {parameter.index: place for place, parameter in enumerate(earlier)}
+
+    def key(parameter: Parameter) -> tuple[int, float, int]:
+        index = parameter.index
+        if index in place_earlier:
+            return (3, place_earlier[index], 0)
+        if index in place:
+            return (2, place[index], -index)
+        if index in place_later:
+            return (1, place_later[index], 0)
+        return (4, index, 0) if is_last else (0, 0, -index)
+
+    return tuple(sorted(parameters, key=key))
+
+
+def plan_sections(facts: GraphFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...]:
+    """Return two or more sections of a graph in forward order.
+
+    A bucket is complete once backward has passed the first uses of its parameters and of those
+    of all earlier buckets, because buckets are launched in order. The cut goes before that
+    position, or still earlier if that place cannot be cut.
+
+    Raises:
+        NotCutError: the graph should stay whole.
+    """
+    own = parts_of_buckets(buckets, facts.first_use)
+    if len(own) < 2:  # a cut releases one bucket before another
+        raise NotCutError(Reason.ONE_BUCKET if own else Reason.NO_PARAMETERS)
+    uses = {p: facts.first_use[p.index] for parameters in own for p in parameters}
+    firsts = [min(uses[p] for p in parameters) for parameters in own]
+    positions = sorted(set(itertools.accumulate(firsts, min)))
+    if len(positions) == 1:
+        raise NotCutError(Reason.COMPLETE_TOGETHER)
+    legal = [0, *(p for p, is_legal in enumerate(facts.legal_cuts) if is_legal)]
+    wanted = {legal[bisect.bisect_right(legal, position) - 1] for position in positions[1:]}
+    cuts = _drop_empty_sections(wanted - {0}, facts)
+    if not cuts:
+        raise NotCutError(Reason.NO_LEGAL_CUT)
+    bounds = [0, *cuts, facts.num_calls]
+    arrival = sorted(uses, key=lambda p: (-uses[p], -p.index))
+    section_of = {p: bisect.bisect_right(bounds, uses[p]) - 1 for p in arrival}
+    return make_sections(bounds, section_of, facts.call_names, facts.is_fixed)
+
+
+def _drop_empty_sections(cuts: Collection[int], facts: GraphFacts) -> list[int]:
+    """Drop cuts before which a section would pass nothing on, or complete no parameter.
+
+    split_module drops a section without outputs, and one without gradients releases nothing.
+    """
+
+    def hands_on(start: int, stop: int) -> bool:
+        return any(last >= stop for last in facts.last_effect[start:stop])
+
+    kept: list[int] = []
+    start = 0
+    for cut in sorted(cuts):
+        completes = any(start <= use < cut for use in facts.first_use.values())
+        if completes and hands_on(start, cut):
+            kept.append(cut)
+            start = cut
+    while kept and not hands_on(kept[-1], facts.num_calls):
+        kept.pop()
+    return kept

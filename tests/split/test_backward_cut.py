@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._C._profiler import _EventType
 from torch._inductor import compile_fx, metrics
 from torch._inductor.async_compile import AsyncCompile
@@ -23,7 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import ddpopt
 from ddpopt import _torch
-from ddpopt.errors import Fallback, ForwardInstead, TorchDriftError
+from ddpopt._waits import WAIT, announce, withdraw
+from ddpopt.errors import Reason, TorchDriftError
+from ddpopt.split.backward_cut import insert_waits
 from ddpopt.split.plan import SplitPlan
 from tests.support.models import MLP, WIDTH, batches
 
@@ -102,7 +104,7 @@ def _convnet() -> nn.Module:
 def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inner: str) -> None:
     """Outputs, gradients and parameters, with dropout, over three steps."""
     unsplit, plan = _train(_stack(), inner=inner, enabled=False)
-    assert plan.fallback is Fallback.DISABLED
+    assert plan.fallback is Reason.DISABLED
     split, plan = _train(_stack(), inner=inner, split="backward")
     assert plan.split == "backward"
     assert len(plan.sections) > 4
@@ -162,8 +164,8 @@ def test_kernels_that_fail_cost_overlap_not_training(
     """Although their error comes late; one warning names the section and the error."""
     right, _ = _Compilation().train()
     trained, plan = _Compilation(failing=2).train()
-    assert plan.fallback is Fallback.SECTION_FAILED
-    (said,) = [r.message for r in caplog.records if Fallback.SECTION_FAILED.value in r.message]
+    assert plan.fallback is Reason.SECTION_FAILED
+    (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
     assert re.search(r"ZeroDivisionError on backward section 1 of \d+: no such register", said)
     for a, b in zip(trained, right, strict=True):
         torch.testing.assert_close(a, b)
@@ -272,7 +274,7 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch._dynamo.utils import counters
-from tests.split.backward.test_compile import _compile, _stack, _train, _plan
+from tests.split.test_backward_cut import _compile, _stack, _train, _plan
 {before}
 counters.clear()
 values, plan = _train(_stack(2), split="backward")
@@ -287,7 +289,7 @@ _UNSPLIT_FIRST = "_train(_stack(2), enabled=False)"
 
 def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
     """Return digests of results and plan, hits of AOTAutograd's cache, misses of Inductor's."""
-    code = _CACHED.format(tests=str(Path(__file__).parents[3]), before=before)
+    code = _CACHED.format(tests=str(Path(__file__).parents[2]), before=before)
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
@@ -323,20 +325,20 @@ def _explicit_inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
-        (ForwardInstead.INNER, {"inner": "eager"}),
-        (ForwardInstead.INNER, {"inner": _explicit_inner}),
-        (ForwardInstead.CUDA_GRAPHS, {"triton.cudagraphs": True}),
+        (Reason.INNER, {"inner": "eager"}),
+        (Reason.INNER, {"inner": _explicit_inner}),
+        (Reason.CUDA_GRAPHS, {"triton.cudagraphs": True}),
     ],
 )
 def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
-    one_rank: None, reason: ForwardInstead, options: dict[str, Any], caplog: Any
+    one_rank: None, reason: Reason, options: dict[str, Any], caplog: Any
 ) -> None:
     """With one warning that says why, and what to do."""
     with caplog.at_level(logging.WARNING, _torch.LOG_NAME):
         ddp, compiled = _compile(MLP(), 0.03, split="backward", **options)
         compiled(batches(0, [(2, WIDTH)])[0]).sum().backward()
     plan = _plan(ddp)
-    assert (plan.instead, plan.split, plan.fallback) == (reason, "forward", None)
+    assert (plan.backward_fallback, plan.split, plan.fallback) == (reason, "forward", None)
     assert len(plan.sections) > 1
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
     assert record.levelno == logging.WARNING
@@ -345,17 +347,17 @@ def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ValueError("broken"), ForwardInstead.FAILED),
-        (TorchDriftError("moved"), ForwardInstead.TORCH_DRIFT),
+        (ValueError("broken"), Reason.BACKWARD_FAILED),
+        (TorchDriftError("moved"), Reason.BACKWARD_DRIFT),
     ],
 )
 def test_an_error_of_ours_while_cutting_falls_back_to_the_forward_split(
-    one_rank: None, error: Exception, reason: ForwardInstead
+    one_rank: None, error: Exception, reason: Reason
 ) -> None:
     """The reason and the error are in the plan, and training is right."""
     with mock.patch("ddpopt.split.driver.cut_backward", side_effect=error):
         split, plan = _train(_stack(), inner="aot_eager", split="backward")
-    assert plan.instead is reason
+    assert plan.backward_fallback is reason
     assert str(error) in plan.detail
     assert plan.split == "forward"
     assert len(plan.sections) > 1
@@ -368,4 +370,67 @@ def test_one_bucket_is_compiled_as_without_splitting(one_rank: None) -> None:
     ddp, compiled = _compile(_stack(), 25, inner="aot_eager", split="backward")
     with mock.patch.object(_torch, "aot_eager", side_effect=AssertionError):
         compiled(torch.ones(8, 32)).sum().backward()
-    assert _plan(ddp).fallback is Fallback.ONE_BUCKET
+    assert _plan(ddp).fallback is Reason.ONE_BUCKET
+
+
+aten = torch.ops.aten
+
+
+class Counting:
+    """Counts who asks for which parameter."""
+
+    def __init__(self) -> None:
+        self.reached: list[int] = []
+
+    def wait(self) -> None:
+        self.reached.append(0)
+
+    def reach(self, address: int) -> None:
+        self.reached.append(address)
+
+
+def _graph() -> fx.GraphModule:
+    """Two products; the second one's weight is transposed before, its bias is added after it."""
+    graph = fx.Graph()
+    x, first, scale, second, bias, unused = map(
+        graph.placeholder, ("x", "first", "scale", "second", "bias", "unused")
+    )
+    scaled = graph.call_function(aten.mul.Tensor, (x, scale))
+    product = graph.call_function(aten.mm.default, (scaled, first))
+    transposed = graph.call_function(aten.t.default, (second,))
+    again = graph.call_function(aten.mm.default, (product, transposed))
+    total = graph.call_function(aten.add.Tensor, (again, bias))
+    graph.output((total, unused, second))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def test_waits_stand_before_first_readers_and_depend_on_the_product_before() -> None:
+    """One for all parameters between the same two products; what is only returned needs none."""
+    gm = _graph()
+    _, *parameters = gm.graph.find_nodes(op="placeholder")
+    insert_waits(gm, parameters)
+    found = [
+        ([p.name for p in node.args[0]], node.args[1] and node.args[1].name, node.next.name)
+        for node in gm.graph.nodes
+        if node.target is WAIT
+    ]
+    assert found == [
+        (["scale", "first"], None, "mul_tensor"),
+        (["second"], "mm_default", "t_default"),
+        (["bias"], "mm_default_1", "add_tensor"),
+    ]
+
+
+def test_a_graph_with_waits_asks_for_what_was_announced_and_computes_the_same() -> None:
+    """Until it is withdrawn."""
+    gm = _graph()
+    values = [torch.randn(4, 4) for _ in range(6)]
+    expected = gm(*values)[0]
+    insert_waits(gm, list(gm.graph.find_nodes(op="placeholder"))[1:])
+    counting = Counting()
+    arrivals = {values[3].data_ptr(): counting}
+    announce(arrivals)
+    assert torch.equal(gm(*values)[0], expected)
+    withdraw(arrivals)
+    gm(*values)
+    assert counting.reached == [values[3].data_ptr()]

@@ -1,14 +1,35 @@
 """Compile a graph whole and its backward in sections: from AOTAutograd's graphs to a GatedGraph.
 
+    saved, tangents -> [whole graph] -> all gradients
+
+    saved, tangents -> [section 0] -> kept values, gradients of bucket 0
+    saved, kept     -> [section 1] -> kept values, gradients of bucket 1
+    saved, kept     -> [section 2] -> gradients of bucket 2
+
+Each value that a section may take, an input of the graph or one that an earlier section kept, has a
+*slot*: a place in the list on which the sections of one run work. A section empties the slots
+that no later one reads, so that saved tensors are freed as early as in the whole graph.
+
 AOTAutograd traces the graph with a token as an additional input, which is also returned as output.
-See [Note: tokens, gates and runs] in gates.py for what the token is for.
+See [Note: tokens, gates and runs] in runtime.py for what the token is for.
+
+[Note: waits]
+Parameters may arrive from other ranks while a compiled forward runs. A wait is a call of
+`ddpopt::wait_` before the first call that reads a parameter. The operator claims to write the
+parameters, so no compiler moves a reader ahead of it, and to read the result of the preceding
+matrix product or convolution, so none moves it up: Inductor puts waits that depend on nothing at
+the top of the graph, where nothing is computed meanwhile. Products are written to memory in any
+case, so reading one costs no fusion. Parameters that are first read between the same two products
+share a wait.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +37,139 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt._events import Label
-from ddpopt.errors import CutRefusedError, ForwardInstead
-from ddpopt.split.backward.cut import SectionGraph
-from ddpopt.split.backward.facts import (
+from ddpopt._waits import WAIT
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.backward_plan import (
     ANY,
     find_descent,
     gradient_nodes,
+    memory_of,
     refuse_linked_calls,
+    repeats_of,
     saved_arguments,
 )
-from ddpopt.split.backward.gates import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
-from ddpopt.split.backward.waits import insert_waits
-from ddpopt.split.nodes import graph_name, has_ragged_sizes, output_values
-from ddpopt.split.plan import SplitPlan
-from ddpopt.split.sections import SectionCompiler, naming_section
+from ddpopt.split.forward_cut import SectionCompiler, naming_section
+from ddpopt.split.nodes import IS_COPY, call_nodes, graph_name, has_ragged_sizes, output_values
+from ddpopt.split.plan import BackwardCuts, SplitPlan
+from ddpopt.split.runtime import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.state import Nodes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SectionGraph:
+    """One section: takes the values in slots `takes`; returns kept values, then gradients.
+
+    `keeps` are the slots of the kept values; `releases` the arguments of the forward that the
+    gradients belong to. The slots `drops` are emptied when the section runs. Slots below the number
+    of the whole graph's inputs are those inputs.
+    """
+
+    graph: fx.GraphModule
+    takes: tuple[int, ...]
+    keeps: tuple[int, ...]
+    drops: tuple[int, ...]
+    releases: tuple[int, ...]
+
+
+def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, ...]:
+    """Return the section graphs, in the order in which they run. `gm` is left unchanged."""
+    calls = call_nodes(gm.graph)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    gradients = gradient_nodes(gm)
+    repeats = repeats_of(gm)
+    made = [[calls[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
+    released = [[gradients[argument] for argument in arguments] for arguments in cuts.releases]
+    symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
+    taken = [
+        {*symbols, *_taken(nodes, gradients_of, repeats)}
+        for nodes, gradients_of in zip(made, released, strict=True)
+    ]
+    last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
+    # Held by somebody outside the run: parameters and inputs, tangents.
+    held = {n for n in inputs if n.name.startswith(("primals_", "tangents_"))}
+    kept = [[node for node in nodes if node in last_taken] for nodes in made]
+    slots = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
+    sections = []
+    for k, nodes in enumerate(made):
+        takes = sorted(taken[k], key=slots.__getitem__)
+        freed = {node for node in takes if last_taken[node] == k and node not in held}
+        builder = _Builder(gm, takes, freed)
+        for node in nodes:
+            builder.value_of(node)
+        outputs = [builder.value_of(node) for node in kept[k]]
+        for gradient in released[k]:
+            value = builder.value_of(gradient)
+            # A hook may write to a gradient, so memory that is still needed is not handed out.
+            is_needed = last_taken.get(memory_of(gradient, repeats), k) > k
+            outputs.append(builder.clone_of(value) if is_needed else value)
+        sections.append(
+            SectionGraph(
+                graph=builder.finish(outputs),
+                takes=tuple(slots[node] for node in takes),
+                keeps=tuple(slots[node] for node in kept[k]),
+                drops=tuple(slot for node, slot in slots.items() if last_taken.get(node, 0) == k),
+                releases=cuts.releases[k],
+            )
+        )
+    return tuple(sections)
+
+
+def _taken(
+    made: Sequence[fx.Node], released: Sequence[fx.Node], repeats: AbstractSet[fx.Node]
+) -> set[fx.Node]:
+    """Return what a section that makes and releases these nodes reads from outside."""
+    inside = set(made)
+    pending = [*released, *itertools.chain.from_iterable(n.all_input_nodes for n in made)]
+    found: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in inside and node not in found and node.op != "get_attr":
+            found.add(node)
+            pending.extend(node.all_input_nodes if node in repeats else ())
+    return found - repeats
+
+
+class _Builder:
+    """Builds one section's graph.
+
+    Nodes get new names, so that equal sections have equal code and are compiled once. Inductor
+    tells by an input's name whether its memory is free after its last use: that of an `arg` is not.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, takes: Sequence[fx.Node], freed: AbstractSet[fx.Node]
+    ) -> None:
+        self._gm = gm
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(takes):
+            name = "saved" if node in freed else "arg"
+            self._values[node] = self._graph.placeholder(f"{name}{index}")
+            self._values[node].meta = dict(node.meta)
+
+    def value_of(self, node: fx.Node) -> fx.Node:
+        """Return the node's value in this section; a repeat or an attribute is made on demand."""
+        if node not in self._values:
+            args = fx.map_arg(node.args, self.value_of)
+            kwargs = fx.map_arg(node.kwargs, self.value_of)
+            copied = self._graph.create_node(node.op, node.target, args, kwargs)
+            copied.meta = dict(node.meta)
+            self._values[node] = copied
+        return self._values[node]
+
+    def clone_of(self, value: fx.Node) -> fx.Node:
+        """Return a copy of one of this section's values, in memory of its own."""
+        copied = self._graph.call_function(torch.ops.aten.clone.default, (value,))
+        copied.meta = {**value.meta, IS_COPY: True}
+        if isinstance(value.meta.get("val"), torch.Tensor):
+            copied.meta["val"] = _torch.own_memory(value.meta["val"])
+        return copied
+
+    def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
+        self._graph.output(tuple(outputs))
+        section = _torch.graph_module(self._gm, self._graph)
+        section.meta = dict(self._gm.meta)
+        return section
 
 
 class BackwardCut(NamedTuple):
@@ -80,13 +219,12 @@ def compile_gated(
     in `awaited` before it reads them.
 
     Raises:
-        CutRefusedError: this graph's backward cannot be cut.
-        SectionCompileError: the inner compiler raised on a section.
+        NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a section.
     """
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     is_known = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
     if not is_known or has_ragged_sizes(gm.graph):
-        raise CutRefusedError(ForwardInstead.SUBCLASSES)
+        raise NotCutError(Reason.SUBCLASSES)
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
@@ -134,9 +272,7 @@ class _Cutting(_torch.Cutting):
         _torch.restride(backward, inputs)
         devices = {node.meta["val"].device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
-            raise CutRefusedError(
-                ForwardInstead.DEVICES, f"they are on {sorted(map(str, devices))}"
-            )
+            raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
         plan, nodes, sections = self._cut(backward, self._saved)
         if not sections:
             finish = compile_section(backward, inputs, list(range(len(inputs))))
@@ -262,3 +398,36 @@ def _identity(
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
     return (section.code, tuple(kinds), tuple(are_saved))
+
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+    }
+)
+
+
+def insert_waits(forward: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
+    """Insert waits in a forward graph for each of these placeholders before it is read."""
+    waiting = set(parameters)
+    product: fx.Node | None = None
+    reads: dict[fx.Node | None, tuple[fx.Node, list[fx.Node]]] = {}  # by the preceding product
+    for node in forward.graph.nodes:
+        if node.op in ("placeholder", "output"):  # returning a parameter is not reading it
+            continue
+        read = [source for source in node.all_input_nodes if source in waiting]
+        if read:
+            reads.setdefault(product, (node, []))[1].extend(read)
+            waiting.difference_update(read)
+        if node.target in _PRODUCTS:
+            product = node
+    for after, (reader, read) in reads.items():
+        with forward.graph.inserting_before(reader):
+            wait = forward.graph.call_function(WAIT, (read, after))
+            wait.meta["val"] = None
+    forward.recompile()

@@ -1,4 +1,4 @@
-"""Cut a forward graph into section graphs and a graph that calls them in order.
+"""Cut a forward graph into section graphs and a graph that calls them in order; compile both.
 
 Like `torch.fx.passes.split_module`, which does the partitioning, but sections are the plan's, each
 returns a tuple, and Dynamo's metadata goes to the sections that it belongs to. The given graph is
@@ -10,20 +10,34 @@ left unchanged, because Dynamo keeps using it.
     relu                        ->                |
     linear(relu, w1)    <- cut                submod_1(_, w1)    linear
         |                                         |
+
+The split of the backward graph begins with the same copy, and names its sections as here.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from ddpopt import _torch
-from ddpopt.split.forward.writes import find_overwritten, written_by
-from ddpopt.split.nodes import IS_COPY, call_nodes, is_differentiable
+from ddpopt import _events, _logs, _torch
+from ddpopt._events import Label
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.nodes import (
+    IS_COPY,
+    call_nodes,
+    find_overwritten,
+    is_composite,
+    is_differentiable,
+    output_values,
+    written_by,
+)
 from ddpopt.split.plan import Section
 
 
@@ -167,3 +181,100 @@ def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
         if has_other_readers or (is_used and is_differentiable(node)):
             passing.add(node)
     return passing
+
+
+_T = TypeVar("_T")
+
+_QUIET_S = 3.0  # of compiling before anything is reported
+
+
+@dataclass(frozen=True, slots=True)
+class SectionCompiler:
+    """Compiles the sections of one graph."""
+
+    graph: str
+    num_sections: int
+    _began_s: float = field(default_factory=time.monotonic)
+
+    def compile(self, index: int, where: str, compile_it: Callable[[], _T]) -> _T:
+        """Compile a section as `naming_section` does; report which one it is if this takes long."""
+        taken_s = time.monotonic() - self._began_s
+        if taken_s >= _QUIET_S:
+            text = "graph %s: compiling section %d of %d, after %.0f s"
+            _logs.progress(text, self.graph, index + 1, self.num_sections, taken_s)
+        return naming_section(where, compile_it)
+
+
+def naming_section(where: str, compile_it: Callable[[], _T]) -> _T:
+    """Return what `compile_it` returns; raise NotCutError if it raises an error."""
+    try:
+        return compile_it()
+    except _torch.control_flow_exceptions():
+        raise
+    except Exception as error:
+        detail = f"{type(error).__name__} on {where}: {error}"
+        raise NotCutError(Reason.SECTION_FAILED, detail) from error
+
+
+def compile_sections(
+    stitched: fx.GraphModule, example_inputs: Sequence[Any], inner: _torch.CompilerFn, graph: str
+) -> Callable[..., Any]:
+    """Compile each section with `inner`; return a callable with the unsplit graph's signature.
+
+    `graph` is the unsplit graph's name. Sections are compiled in forward order, each with the fake
+    tensors that earlier ones return, so that it sees the strides that Inductor chose.
+
+    Raises:
+        NotCutError: `inner` raised.
+    """
+    fake_mode = _torch.fake_mode_of(example_inputs)
+    sections = _CompilingSections(stitched, inner, fake_mode, graph)
+    sections.run(*(_torch.to_fake(value, fake_mode) for value in example_inputs))
+    for name in sections.compiled:
+        stitched.delete_submodule(name)
+    # Plain attributes instead of submodules: the generated code then calls them without the cost
+    # of nn.Module's call.
+    vars(stitched).update(sections.compiled)
+    forward: Callable[..., Any] = stitched.forward
+    return forward
+
+
+class _CompilingSections(fx.Interpreter):
+    """Runs the stitched graph on fake tensors and compiles each section on reaching it."""
+
+    def __init__(
+        self, stitched: fx.GraphModule, inner: _torch.CompilerFn, fake_mode: Any, graph: str
+    ) -> None:
+        super().__init__(stitched)
+        self.extra_traceback = False  # our errors name the section; the interpreter adds noise
+        self.compiled: dict[str, Callable[..., Any]] = {}
+        self._inner = inner
+        self._fake_mode = fake_mode
+        self._graph = graph
+        self._num_sections = len(stitched.graph.find_nodes(op="call_module"))
+        self._compiler = SectionCompiler(graph, self._num_sections)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _torch.to_fake(super().get_attr(target, args, kwargs), self._fake_mode)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        section = self.fetch_attr(target)
+        hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
+        with hidden_floats, _torch.section_tracing() as call_first:
+            index = len(self.compiled)
+            compiled = self._compiler.compile(
+                index,
+                f"section {index} of {self._num_sections} ({target})",
+                lambda: self._inner(section, list(args)),
+            )
+            self.compiled[target] = _events.notifying(compiled, Label(self._graph, index))
+            returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
+            has_parts = any(is_composite(n.meta.get("example_value")) for n in returned)
+            outputs = call_first(compiled, args, has_parts)
+            if outputs is not None:
+                return outputs
+        # Hooks around the compile, such as a checkpoint's, must not see what a fake run saves;
+        # autograd calls only the innermost.
+        unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
+        with self._fake_mode, unseen:
+            return section(*args)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt._torch import cached
 from ddpopt.split import driver
-from ddpopt.split.backward.compile import _Cutting as Cutting
+from ddpopt.split.backward_cut import _Cutting as Cutting
 from tests.support.models import MLP, WIDTH
 
 CAP_MB = 0.005

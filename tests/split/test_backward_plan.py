@@ -10,10 +10,9 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.errors import Fallback
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter
-from ddpopt.split.backward.facts import BackwardFacts, Tie
-from ddpopt.split.backward.plan import plan_backward
+from ddpopt.split.backward_plan import BackwardFacts, Tie, plan_backward
 from ddpopt.split.plan import BackwardCuts, SplitPlan
 
 
@@ -48,14 +47,15 @@ def buckets_of(
     return parameters, made
 
 
-def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Fallback:
-    """Plan with parameter i as argument i, and these parameters in each bucket."""
+def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Reason:
+    """Plan with parameter i as argument i, and these parameters in each bucket, or say why not."""
     parameters, made = buckets_of(facts.gradients, buckets)
     final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
     final = {a: place for a, place in final.items() if any(a in b for b in buckets)}
-    cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
-    if isinstance(cuts, Fallback):
-        return cuts
+    try:
+        cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
+    except NotCutError as refusal:
+        return refusal.reason
     plan = SplitPlan(
         graph="0/0",
         inner="eager",
@@ -66,7 +66,7 @@ def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCut
     return dataclasses.replace(cuts, sections=plan.with_buckets(made).sections)
 
 
-def _sections(plan: BackwardCuts | Fallback) -> list[list[int]]:
+def _sections(plan: BackwardCuts | Reason) -> list[list[int]]:
     assert isinstance(plan, BackwardCuts), plan
     return [list(plan.order[s.start : s.stop]) for s in plan.sections]
 
@@ -97,7 +97,7 @@ def test_rounding_counts_before_bytes() -> None:
 
 def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
     """Call 0 returns a tuple, from which 1, 2 and 4 take elements; 1 and 4 are gradients."""
-    one = Tie.ONE
+    one = Tie.TUPLE
     reads = [{}, {0: one}, {0: one}, {2: NO}, {0: one}, {3: NO}]
     facts = _facts(reads, {0: (1,), 1: (4,), 2: (5,)})
     assert _sections(_plan(facts, [[0], [1, 2]])) == [[0, 1, 2, 4], [3, 5]]
@@ -105,7 +105,7 @@ def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
 
 def test_buckets_that_are_complete_at_one_cut_have_no_section_between_them() -> None:
     """Bucket 0 waits for nothing; no cut parts calls 0 to 2, in which bucket 1's gradient is."""
-    reads = [{}, {0: Tie.ONE}, {1: Tie.ONE}, {1: NO}, {}]
+    reads = [{}, {0: Tie.TUPLE}, {1: Tie.TUPLE}, {1: NO}, {}]
     facts = _facts(reads, {0: (0,), 1: (4,), 2: ()}, ordered=(4,))
     assert _sections(_plan(facts, [[2], [0], [1]])) == [[0, 1, 2], [3, 4]]
 
@@ -170,9 +170,9 @@ def test_a_by_product_with_an_effect_does_not_pass_another_effect() -> None:
 def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
     """No parameter, one bucket, and gradients that one call makes."""
     facts = _facts([{}, {0: NO}, {1: NO}], {0: (1,), 1: (1,), 2: (2,)})
-    assert _plan(facts, []) is Fallback.NO_PARAMETERS
-    assert _plan(facts, [[0, 2]]) is Fallback.ONE_BUCKET
-    assert _plan(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Fallback.COMPLETE_TOGETHER
+    assert _plan(facts, []) is Reason.NO_PARAMETERS
+    assert _plan(facts, [[0, 2]]) is Reason.ONE_BUCKET
+    assert _plan(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Reason.COMPLETE_TOGETHER
 
 
 @st.composite
@@ -185,7 +185,7 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     ]
     for i in range(1, count):
         if draw(st.integers(0, 5)) == 0:
-            reads[i] = {i - 1: Tie.ONE}
+            reads[i] = {i - 1: Tie.TUPLE}
     makers = draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=8))
     gradients = {a: (maker,) for a, maker in enumerate(makers)}
     if draw(st.booleans()):
@@ -196,7 +196,7 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     buckets = [list(arguments[a:b]) for a, b in itertools.pairwise(bounds)]
     sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     ordered = draw(st.sets(st.integers(0, count - 1), max_size=3))
-    ordered = {i for i in ordered if Tie.ONE not in reads[i].values()}
+    ordered = {i for i in ordered if Tie.TUPLE not in reads[i].values()}
     read_by = st.dictionaries(
         st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
     )
@@ -213,7 +213,7 @@ def test_sizes_do_not_decide_in_which_section_an_effect_is(
     others = dataclasses.replace(facts, num_bytes=[random.randrange(9) for _ in facts.num_bytes])
     effects = []
     for plan in (_plan(facts, buckets), _plan(others, buckets)):
-        sections = [] if isinstance(plan, Fallback) else _sections(plan)
+        sections = [] if isinstance(plan, Reason) else _sections(plan)
         effects.append([[c for c in calls if facts.is_ordered[c]] for calls in sections])
     assert effects[0] == effects[1]
 
@@ -225,7 +225,7 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     """In an order that respects what calls read, effects, tuples, and the order of buckets."""
     facts, buckets = drawn
     plan = _plan(facts, buckets)
-    if isinstance(plan, Fallback):
+    if isinstance(plan, Reason):
         return
     place = {call: i for i, call in enumerate(plan.order)}
     assert sorted(plan.order) == list(range(len(facts.reads)))
@@ -234,7 +234,7 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     assert ordered == sorted(ordered)
     section_of = {c: k for k, calls in enumerate(_sections(plan)) for c in calls}
     for call, reads in enumerate(facts.reads):
-        if Tie.ONE in reads.values() and len(reads) == 1:
+        if Tie.TUPLE in reads.values() and len(reads) == 1:
             assert section_of[call] == section_of[next(iter(reads))]
     assert sorted(itertools.chain(*plan.releases)) == sorted(facts.gradients)
     for k, arguments in enumerate(plan.releases):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
-from ddpopt.split import runner
+from ddpopt.split import runtime
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 
@@ -379,7 +379,7 @@ def test_who_never_leaves_no_sync_runs_the_compiled_graph(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP never sees an order; it sees one in the first step that communicates, and only there."""
-    monkeypatch.setattr(runner, "_MOST_UNSEEN", 5)
+    monkeypatch.setattr(runtime, "_MOST_UNSEEN", 5)
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp)
     ordered = []

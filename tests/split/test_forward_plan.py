@@ -1,4 +1,4 @@
-"""What is read off real Dynamo graphs: uses of parameters, and where a cut is legal."""
+"""Where the planner cuts: on facts written by hand, and on what is read off real graphs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,158 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.reducer import Parameter
-from ddpopt.split.forward.cut import copy_for_splitting
-from ddpopt.split.forward.facts import GraphFacts, parameters_of, read_facts
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
+from ddpopt.split.forward_cut import copy_for_splitting
+from ddpopt.split.forward_plan import (
+    GraphFacts,
+    order_arrival,
+    parameters_of,
+    plan_sections,
+    read_facts,
+)
 from ddpopt.split.nodes import call_nodes
+from ddpopt.split.plan import Section, SplitPlan
+
+
+def _parameters(count: int) -> list[Parameter]:
+    return [Parameter(index=i, name=f"p{i}", num_bytes=10, group="f32") for i in range(count)]
+
+
+def _facts(
+    first_use: dict[int, int], num_calls: int = 10, illegal: tuple[int, ...] = ()
+) -> GraphFacts:
+    return GraphFacts(
+        num_calls=num_calls,
+        first_use=first_use,
+        legal_cuts=[0 < p < num_calls and p not in illegal for p in range(num_calls + 1)],
+        last_effect=[position + 1 for position in range(num_calls)],
+        call_names=[f"n{position}" for position in range(num_calls)],
+        is_fixed=[False] * num_calls,
+    )
+
+
+def _buckets(arrival: tuple[Parameter, ...], *caps: int) -> tuple[Bucket, ...]:
+    return predict_buckets(arrival, ReducerRules(caps_bytes=caps, is_rebuilt=True))
+
+
+def _reason(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> Reason:
+    with pytest.raises(NotCutError) as raised:
+        plan_sections(facts, buckets)
+    return raised.value.reason
+
+
+def _sections(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, ...]:
+    sections = plan_sections(facts, buckets)
+    plan = SplitPlan(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
+    return plan.with_buckets(buckets).sections
+
+
+def _arrive(parameters: Any, first_use: dict[int, int], **around: Any) -> tuple[Parameter, ...]:
+    """Backward passes a parameter's first use last."""
+    return order_arrival(parameters, {i: -use for i, use in first_use.items()}, **around)
+
+
+def _starts(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> list[int]:
+    return [section.start for section in _sections(facts, buckets)]
+
+
+def test_gradients_arrive_in_reverse_order_of_first_use() -> None:
+    """A parameter used at 0 and again later arrives last; ties go to the last registered."""
+    arrival = _arrive(_parameters(4), {0: 0, 1: 3, 2: 3, 3: 7})
+    assert [p.index for p in arrival] == [3, 2, 1, 0]
+
+
+def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
+    """Not seen yet, of later graphs, its own, of earlier graphs; each in the order given."""
+    p = _parameters(8)
+    arrival = _arrive(p, {1: 0, 2: 5}, later=(p[4], p[5]), earlier=(p[0], p[3]))
+    assert [p.index for p in arrival] == [7, 6, 4, 5, 2, 1, 0, 3]
+
+
+def test_cuts_stand_in_front_of_the_use_that_completes_a_bucket() -> None:
+    """Two parameters a bucket: the cut is at the first use of the second."""
+    facts = _facts({0: 0, 1: 2, 2: 5, 3: 8})
+    buckets = _buckets(_arrive(_parameters(4), facts.first_use), 20)
+    sections = _sections(facts, buckets)
+    assert [(s.start, s.stop) for s in sections] == [(0, 5), (5, 10)]
+    assert [s.completes for s in sections] == [(1,), (0,)]
+    assert [s.parameters for s in sections] == [("p1", "p0"), ("p3", "p2")]
+
+
+def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
+    """Registration-order buckets whose parameters are used out of order: launch order decides."""
+    parameters = _parameters(3)
+    facts = _facts({0: 9, 1: 5, 2: 1})
+    buckets = predict_buckets(parameters, ReducerRules(caps_bytes=(10,), is_rebuilt=False))
+    assert [b.parameters[0].index for b in buckets] == [2, 1, 0]
+    assert _reason(facts, buckets) is Reason.COMPLETE_TOGETHER
+
+
+def test_an_illegal_cut_moves_towards_the_start() -> None:
+    """So that the bucket is still complete; two cuts may become one."""
+    uses = {0: 0, 1: 3, 2: 6}
+    buckets = _buckets(_arrive(_parameters(3), uses), 10)
+    assert _starts(_facts(uses), buckets) == [0, 3, 6]
+    assert _starts(_facts(uses, illegal=(5, 6)), buckets) == [0, 3, 4]
+    assert _starts(_facts(uses, illegal=(4, 5, 6)), buckets) == [0, 3]
+    nowhere = _facts(uses, illegal=tuple(range(10)))
+    assert _reason(nowhere, buckets) is Reason.NO_LEGAL_CUT
+
+
+def test_a_section_that_hands_nothing_on_is_merged() -> None:
+    """split_module would lose it."""
+    uses = {0: 0, 1: 3, 2: 6}
+    facts = _facts(uses)
+    last_effect = [*facts.last_effect]
+    last_effect[5] = 5  # what [3, 6) computes is used inside it only
+    facts = GraphFacts(
+        num_calls=10,
+        first_use=uses,
+        legal_cuts=facts.legal_cuts,
+        last_effect=last_effect,
+        call_names=facts.call_names,
+        is_fixed=facts.is_fixed,
+    )
+    assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3]
+
+
+def test_a_bucket_that_spans_graphs_is_not_cut_short() -> None:
+    """Half of the bucket belongs to another graph, so this graph alone does not fill it."""
+    uses = {0: 1, 1: 5}
+    arrival = _arrive(_parameters(3), uses)
+    assert _starts(_facts(uses), _buckets(arrival, 20)) == [0, 5]
+    assert _reason(_facts(uses), _buckets(arrival, 30)) is Reason.ONE_BUCKET
+
+
+def test_a_graph_without_parameters_stays_whole() -> None:
+    """All belong to other graphs."""
+    arrival = _arrive(_parameters(3), {})
+    assert _reason(_facts({}), _buckets(arrival, 10)) is Reason.NO_PARAMETERS
+
+
+@given(st.lists(st.integers(0, 49), min_size=1, max_size=30), st.integers(1, 100))
+def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], cap: int) -> None:
+    """Whatever the uses and caps; and an equal input gives an equal plan."""
+    facts = _facts(dict(enumerate(uses)), num_calls=50)
+    buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
+    if len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1:
+        assert _reason(facts, buckets) in (Reason.ONE_BUCKET, Reason.COMPLETE_TOGETHER)
+        return
+    sections = _sections(facts, buckets)
+    assert sections == _sections(facts, buckets)
+    assert [s.start for s in sections] == [0, *(s.stop for s in sections[:-1])]
+    assert sections[-1].stop == 50
+    completed = [k for section in reversed(sections) for k in section.completes]
+    assert completed == [bucket.index for bucket in buckets]
+    for section in sections:
+        for k in section.completes:
+            assert all(uses[p.index] >= section.start for p in buckets[k].parameters)
 
 
 class Capture:

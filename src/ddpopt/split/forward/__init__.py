@@ -1,1 +1,0 @@
-"""The split of the forward graph."""
