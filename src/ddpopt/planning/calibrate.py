@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Device, fit_cost
-from ddpopt.planning.timer import Clock
+from ddpopt.planning.timer import Clock, read_host
 
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take
@@ -105,7 +104,7 @@ class _Bench:
         beside, beside_s = self._multiply(lambda: not work.is_completed())
         work.wait()
         stop_s = self._meet() + beside_s
-        alone, alone_s = self._multiply(lambda: time.perf_counter() < stop_s)
+        alone, alone_s = self._multiply(lambda: read_host() < stop_s)
         lost = 1 - (beside / beside_s) / (alone / alone_s)
         return min(max(self._slowest(lost), 0.0), 0.95), self._slowest(beside_s)
 
@@ -125,7 +124,7 @@ class _Bench:
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
         left = iter(range(count))
         self._multiply(lambda: next(left, None) is not None)
-        multiplied_s = time.perf_counter() - start_s
+        multiplied_s = read_host() - start_s
         for work in works:
             assert work is not None
             work.wait()
@@ -133,7 +132,7 @@ class _Bench:
 
     def _multiply(self, is_on: Callable[[], bool]) -> tuple[int, float]:
         """Multiply while `is_on`, at least once; return how often, and how long it took."""
-        start_s = stop_s = time.perf_counter()
+        start_s = stop_s = read_host()
         count = 0
         while is_on() or not count:
             torch.mm(self._matrix, self._matrix, out=self._product)
@@ -144,7 +143,7 @@ class _Bench:
     def _meet(self) -> float:
         self._clock.finish()
         dist.barrier(group=self._group)
-        return time.perf_counter()
+        return read_host()
 
     def _slowest(self, value: float) -> float:
         slowest = torch.tensor([value], dtype=torch.float64, device=self.device)
