@@ -279,8 +279,7 @@ def _busy_s(exchanges: Sequence[BucketTimes | RecordedExchange]) -> float | None
 def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
     """Merge values of equal structure into one, with `function` applied to each place's times.
 
-    Every float or None in such a structure of dataclasses and tuples is a time; what is no time
-    is the first value's.
+    Every float or None in such a structure of dataclasses and tuples is a time.
     """
     first = values[0]
     if dataclasses.is_dataclass(first):

@@ -34,11 +34,7 @@ class Reporter:
     ) -> None:
         super().__init__()
         resolve_options(mode, options)  # raises now what compiling would raise later
-        self._compile_kwargs: dict[str, Any] = {
-            "options": options,
-            "mode": mode,
-            "dynamic": dynamic,
-        }
+        self._compile_args: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
         self._path = None if explanation is None else os.fspath(explanation)
         self.explanation: Explanation | None = None
 

@@ -51,7 +51,7 @@ class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, w
         self._find_ddp = lambda: None
         _check_mode(args)
         if not is_compiled_by_us(model):
-            model.compile(backend="ddpopt", **self._compile_kwargs)
+            model.compile(backend="ddpopt", **self._compile_args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Find the DDP module after the first step."""

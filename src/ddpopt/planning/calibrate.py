@@ -119,10 +119,7 @@ class _Bench:
         return self._worst(beside_s - alone_s) / _NUM_LAUNCHES
 
     def _launch_all(self, values: Sequence[torch.Tensor], num_products: int) -> tuple[float, float]:
-        """Launch an allreduce of each value, and multiply.
-
-        Return how long it took until all products were done, and until everything was.
-        """
+        """Launch an allreduce of each value and multiply; return when products, and all, end."""
         start_s = self._meet()
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
         left = iter(range(num_products))
