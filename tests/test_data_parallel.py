@@ -207,6 +207,22 @@ def test_modules_of_torch_are_replicated(make: Callable[[], nn.Module]) -> None:
     _assert_equal_gradients(module, reference)
 
 
+def test_a_buffer_may_be_a_parameter() -> None:
+    """A module may register one that is not trained as a buffer."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.register_buffer("scale", nn.Parameter(torch.full((8,), 2.0), requires_grad=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight * self.scale
+
+    x = torch.randn(4, 8)
+    assert torch.equal(DataParallel(Model(), CPUS, backend="aot_eager")(x), x * 2)
+
+
 def test_a_replica_lists_its_parameters() -> None:
     """As models ask for their dtype; in torch's DataParallel replicas have none."""
 

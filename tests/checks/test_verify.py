@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 import threading
@@ -337,6 +338,33 @@ def test_missing_gradients_and_dtypes_count() -> None:
 
 
 # ---- By itself --------------------------------------------------------------------------------
+
+
+class _OwnForward(DistributedDataParallel):
+    """A DDP with a forward of its own, as trainers have them."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_the_flag_verifies_where_ddps_forward_is_another(one_rank: None, is_wrapped: bool) -> None:
+    """A subclass's, or one that a tool has wrapped."""
+    kind = DistributedDataParallel if is_wrapped else _OwnForward
+    forward = DistributedDataParallel.forward
+
+    @functools.wraps(forward)
+    def wrapped(*inputs: Any, **kwargs: Any) -> Any:
+        return forward(*inputs, **kwargs)
+
+    model = torch.compile(kind(MLP()), backend="ddpopt", options={"inner": _scaling})
+    with (
+        mock.patch.object(DistributedDataParallel, "forward", wrapped if is_wrapped else forward),
+        config.patch(verify=True),
+        pytest.raises(VerificationError),
+    ):
+        model(torch.ones(8, 64)).sum().backward()
 
 
 def _train_verified(rank: int, is_outer: bool, is_broken: bool) -> str:

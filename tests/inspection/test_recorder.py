@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -301,15 +303,32 @@ def test_a_backward_without_a_forward_of_ddp_is_in_no_step(one_rank: None) -> No
 
 def test_an_evaluation_before_the_backward_is_no_part_of_the_step(one_rank: None) -> None:
     """Forward ends where the one that communicates does, and its backward is recorded."""
-    ddp, _ = _model("uncompiled")
-    with ddpopt.record(ddp) as recording:
-        loss = ddp(torch.ones(8, WIDTH)).sum()
+    _, model = _model("backward")
+    model(torch.ones(8, WIDTH)).sum().backward()
+    with ddpopt.record(model) as recording:
+        loss = model(torch.ones(8, WIDTH)).sum()
         ended_ns = time.time_ns()
         with torch.no_grad():
-            ddp(torch.ones(8, WIDTH))
+            model(torch.ones(8, WIDTH))
         loss.backward()
     (step,) = recording.steps
     assert step.forward_stop_s < (ended_ns - recording.origin_unix_ns) / 1e9 < step.backward_stop_s
+    assert {section.kind for section in step.sections} == {"backward"}
+
+
+def test_a_recording_does_not_keep_parameters(one_rank: None) -> None:
+    """They are freed with the module, without the garbage collector."""
+    ddp = _model("uncompiled")[0]
+    with ddpopt.record(ddp) as recording:
+        ddp(torch.ones(8, WIDTH)).sum().backward()
+    weight = weakref.ref(next(ddp.parameters()))
+    gc.disable()
+    try:
+        del ddp
+        assert weight() is None
+    finally:
+        gc.enable()
+    assert len(recording.steps) == 1
 
 
 EAGER = """

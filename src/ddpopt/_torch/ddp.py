@@ -411,14 +411,12 @@ def watch_ddp_forward(
 
 def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the DDP forward that is running."""
-    code = DistributedDataParallel.forward.__code__
+    code = names.RUN_DDP_FORWARD.get(DistributedDataParallel).__code__
     for frame in frames():
         if frame.f_code is code and frame.f_locals.get("self") is ddp:
             found: Any = inspect.getargvalues(frame)
             return found.locals[found.varargs], found.locals[found.keywords]
-    raise TorchDriftError(
-        f"torch {torch.__version__} calls DDP's module elsewhere than in DDP's forward"
-    )
+    raise names.RUN_DDP_FORWARD.drift()
 
 
 # ---- Copies ------------------------------------------------------------------------------------
@@ -491,7 +489,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
     """Return the function that `torch.compile` was given; for an original's method, its copy's."""
-    original: Any = vars(function)["__wrapped__"]  # as functools.wraps leaves it
+    original = names.ORIG_CALLABLE.get(function)
     if not inspect.ismethod(original):
         return original
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
@@ -522,8 +520,8 @@ def replica(
         names.MODULES.get(copied).update(
             {n: None if child is None else copies[child] for n, child in children.items()}
         )
-        for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
-            setattr(copied, name, tensors.get(buffer, buffer))
+        buffers = names.BUFFERS.get(copied)
+        buffers.update({n: tensors.get(b, b) for n, b in buffers.items() if b is not None})
         parameters = names.PARAMETERS.get(original).items()
         own = {name: None if p is None else tensors[p] for name, p in parameters}
         for name, tensor in own.items():

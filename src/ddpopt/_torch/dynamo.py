@@ -193,16 +193,19 @@ def checkpointed_region() -> object | None:
     a release hides it from us, that affects only the case of several compiled versions of one
     region.
     """
-    with names.doing_without(names.Need.CHECKPOINT):
+    try:
         hooks = names.SAVED_TENSOR_HOOKS.get()(True)
         if hooks is None:  # as in nearly all calls; guards ask in each
             return None
         frame_class = names.CHECKPOINT_FRAME.get()
-        for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-            found = cell.cell_contents
-            found = found() if isinstance(found, weakref.ref) else found
-            if isinstance(found, frame_class):
-                return found
+    except TorchDriftError as error:
+        names.warn_of(str(error), names.Need.CHECKPOINT)
+        return None
+    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
+        found = cell.cell_contents
+        found = found() if isinstance(found, weakref.ref) else found
+        if isinstance(found, frame_class):
+            return found
     return None
 
 
@@ -473,9 +476,9 @@ def constant_of(value: object) -> int | None:
     """Return the number that a symbolic integer is known to equal, None if it may vary."""
     from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  # it imports sympy
 
-    if isinstance(value, torch.SymInt) and symbolic_shapes.is_concrete_int(value):
-        return int(value)
-    return None
+    if not isinstance(value, torch.SymInt) or not hasattr(value.node, "expr"):  # a jagged size
+        return None
+    return int(value) if symbolic_shapes.is_concrete_int(value) else None
 
 
 @contextlib.contextmanager

@@ -142,7 +142,10 @@ class PrivateName:
     def _find_owner(self, given: Any) -> Any:
         if given is not None or not self.is_global:
             return given
-        return sys.modules.get(self.owner) or pkgutil.resolve_name(self.owner)
+        return sys.modules.get(self.owner) or _find_class(self.owner)
+
+
+_find_class = functools.cache(pkgutil.resolve_name)  # which tries to import it, slowly, first
 
 
 @contextlib.contextmanager
@@ -227,6 +230,7 @@ SKIP_CODE = PrivateName(f"{_DYNAMO}.eval_frame", "skip_code", Need.WATCH)
 
 OPTIMIZED_MODULE = PrivateName(_DYNAMO, "OptimizedModule", Need.COPY)
 ORIG_MOD = PrivateName("OptimizedModule", "_orig_mod", Need.COPY)
+ORIG_CALLABLE = PrivateName("compiled function", "_torchdynamo_orig_callable", Need.COPY)
 DYNAMO_CTX = PrivateName("OptimizedModule", "dynamo_ctx", Need.COPY)
 CALLBACK = PrivateName("OptimizeContext", "callback", Need.COPY)
 FULLGRAPH = PrivateName("OptimizeContext", "fullgraph", Need.COPY)
@@ -239,6 +243,7 @@ _DDP, _DIST = "DistributedDataParallel", "torch.distributed"
 _C10D = f"{_DIST}.distributed_c10d"
 
 GET_ACTIVE_DDP = PrivateName(_DDP, "_get_active_ddp_module", Need.SPLIT)
+RUN_DDP_FORWARD = PrivateName(_DDP, "_run_ddp_forward", Need.COPY)
 INSIDE_DDP_FORWARD = PrivateName(_DDP, "_inside_ddp_forward", Need.WATCH)
 REDUCER = PrivateName(_DDP, "reducer", Need.SPLIT)
 LOGGER = PrivateName(_DDP, "logger", Need.REBUCKET)
@@ -381,6 +386,7 @@ FORWARD_PRE_HOOKS = PrivateName("Module", "_forward_pre_hooks", Need.REPLICAS)
 FORWARD_HOOKS = PrivateName("Module", "_forward_hooks", Need.REPLICAS)
 REPLICATE = PrivateName("Module", "_replicate_for_data_parallel", Need.REPLICAS)
 MODULES = PrivateName("Module", "_modules", Need.REPLICAS)
+BUFFERS = PrivateName("Module", "_buffers", Need.REPLICAS)
 PARAMETERS = PrivateName("Module", "_parameters", Need.REPLICAS)
 
 ARTIFACT_LOGGER = PrivateName("torch._logging", "getArtifactLogger", Need.LOGS)

@@ -152,6 +152,7 @@ class _Recorder(Observer):
         self._clock = clock
         self._follower = Follower(clock)
         self._gathers: list[RecordedExchange] = []  # of the next step
+        self._is_skipped = False  # in a forward that does not communicate
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._buckets = state.get(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
@@ -177,7 +178,8 @@ class _Recorder(Observer):
             yield
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        if not will_communicate(ddp):
+        self._is_skipped = not will_communicate(ddp)
+        if self._is_skipped:
             self.timer.skip_forward()
             self._gathers = []
         elif self.timer.begin_forward():
@@ -188,10 +190,11 @@ class _Recorder(Observer):
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         self.timer.end_forward()
+        self._is_skipped = False
 
     @contextlib.contextmanager
     def section(self, label: Label, kind: str) -> Iterator[None]:
-        if self.timer.step is None:
+        if self.timer.step is None or self._is_skipped:
             yield
             return
         sections = self.parts[-1].sections

@@ -186,6 +186,7 @@ class StepTimer:
     def stop(self) -> None:
         self.watch_only(())
         self._nodes.clear()
+        self._parameters = ()
 
     def _arrive(self, index: int, _gradients: object) -> None:
         step = self.step
