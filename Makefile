@@ -1,4 +1,4 @@
-# make demo, make test, make test-all: each creates the environment that it needs in .venv.
+# make demo, make test, make test-all, make nightly: each creates the environment that it needs in .venv.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
@@ -10,7 +10,7 @@ CORE   := _torch split ranks checks test_data_parallel.py test_backend.py test_o
           test_reducer.py algorithms/test_handle.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
-.PHONY: demo test test-all operators drift gpu lint docs clean
+.PHONY: demo test test-all nightly operators drift gpu lint docs clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
@@ -24,7 +24,11 @@ test: .venv/installed
 test-all: test
 	$(PYTEST) -n 3 --set rest
 
-# All operators and modules of torch's own database in DDP models, half an hour.
+# What takes long and shows little that the others do not; all operators and modules of torch's own
+# database in DDP models, half an hour.
+nightly: operators
+	$(PYTEST) -n 3 --set nightly
+
 operators: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.system.operators
 

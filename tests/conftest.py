@@ -18,11 +18,13 @@ import ddpopt.backend
 from tests.support.device import ONE_RANK_BACKEND, compute_exactly
 from tests.support.haste import hurry
 from tests.support.ranks import OwnRanks, Ranks
-from tests.support.sets import ALL, QUICK, REST, SYSTEM, quick_of
+from tests.support.sets import ALL, NIGHTLY, QUICK, REST, SYSTEM, set_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--set", choices=[ALL, QUICK, REST], default=ALL, help="see CONTRIBUTING.md")
+    parser.addoption(
+        "--set", choices=[ALL, QUICK, REST, NIGHTLY], default=ALL, help="see CONTRIBUTING.md"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,10 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = config.getoption("--set")
     if chosen == ALL:
         return
-    quick = set(quick_of(items))
-    others = [item for item in items if (item in quick) != (chosen == QUICK)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if (item in quick) == (chosen == QUICK)]
+    wanted = set(set_of(chosen, items))
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = [item for item in items if item in wanted]
     items.sort(key=lambda item: SYSTEM not in item.path.parents)  # files that take long begin early
 
 

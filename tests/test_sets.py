@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sets import SYSTEM, quick_of
+from tests.support.sets import SYSTEM, quick_of, set_of
 
 TESTS = SYSTEM.parent
 
@@ -46,6 +46,15 @@ def test_none_that_is_marked_slow_is_quick() -> None:
     """The next row takes its place."""
     rows = [_item("test_x.py", f"test_one[{k}]", "ranks", marks=("slow",) * k) for k in (1, 0)]
     assert quick_of(rows) == [rows[1]]
+
+
+def test_each_test_is_in_one_set() -> None:
+    """What is marked nightly in neither of the others."""
+    tests = [
+        _item("system/test_x.py", f"test_{k}", marks=("nightly",) * (k == 0)) for k in range(3)
+    ]
+    sets = {name: set_of(name, tests) for name in ("quick", "rest", "nightly")}
+    assert sets == {"quick": [tests[1]], "rest": [tests[2]], "nightly": [tests[0]]}
 
 
 def test_all_others_are_quick() -> None:

@@ -10,7 +10,16 @@ import pytest
 SYSTEM = Path(__file__).parents[1] / "system"
 LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures, as these:
 GROUPS = {"one_rank", "ranks"}
-QUICK, REST, ALL = "quick", "rest", "all"
+QUICK, REST, NIGHTLY, ALL = "quick", "rest", "nightly", "all"
+
+
+def set_of(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of a set: quick, nightly (what is marked so), or the rest."""
+    if name == NIGHTLY:
+        return [item for item in items if item.get_closest_marker(NIGHTLY)]
+    daily = [item for item in items if not item.get_closest_marker(NIGHTLY)]
+    quick = quick_of(daily)
+    return [item for item in daily if (item in quick) == (name == QUICK)]
 
 
 def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -55,6 +55,7 @@ def test_an_algorithm_is_named_with_its_options() -> None:
         find_peer("nobody")
 
 
+@pytest.mark.nightly
 def test_quick_measures_algorithms_and_what_a_straggler_costs(tmp_path: Path) -> None:
     """A row each; on loopback bytes are not counted, and the table says so."""
     options = ("--algorithms", ",".join(ALGORITHMS), "--straggling", ",".join(STRAGGLING))
@@ -95,6 +96,7 @@ def test_a_straggler_is_compared_with_turns_before_it() -> None:
     assert found.slow.median == pytest.approx(0.5)
 
 
+@pytest.mark.nightly
 def test_convergence_compares_algorithms_on_the_same_samples(tmp_path: Path) -> None:
     """All begin with the same loss, torch's hooks too, and there is a row each."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

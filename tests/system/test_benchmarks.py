@@ -63,6 +63,7 @@ def test_what_cutting_costs_is_measured() -> None:
     assert all(f"| {arm}" in text for arm in ("backward", "forward", "unsplit again")), text
 
 
+@pytest.mark.nightly
 def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     """The plan beside DDP's default and all caps, each with a prediction, at each rate anew."""
     options = ("--models", "tiny", "--rates", "1gbit,2gbit", "--rounds", "1")
@@ -81,6 +82,7 @@ def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
         assert f"| tiny | 2 | {cell['rate']} |" in (tmp_path / "tuning.md").read_text()
 
 
+@pytest.mark.nightly
 def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -> None:
     """A table with a row a peer, the same as JSON, a timeline; then the network is gone."""
     run = _start("-m", "benchmarks.overlap", "--quick", "--output", str(tmp_path))
@@ -148,6 +150,7 @@ def _commands() -> list[str]:
     return listed.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_scale_prints_its_exponents() -> None:
     """Of both splits."""
     sizes = ("--calls", "1000,2000", "--sections", "5,10", "--at-calls", "1000")

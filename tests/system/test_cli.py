@@ -332,6 +332,7 @@ def test_calibrate_prints_the_cost_once(folder: Path) -> None:
     assert json.loads((folder / "cost.json").read_text()) == printed
 
 
+@pytest.mark.nightly
 def test_bench_measures_all_peers_side_by_side(folder: Path) -> None:
     """The in-tree optimizer refuses caps this small; that is told, and the others go on."""
     sizes = ("--caps", "default,0.03", "--steps", "1", "--rounds", "2")

@@ -59,7 +59,7 @@ def test_data_parallel_trains_as_one_device() -> None:
     assert float(re.search(r"differ by at most ([\d.e+-]+)", text).group(1)) < 1e-3
 
 
-@pytest.mark.parametrize("algorithm", ["async", "qadam"])
+@pytest.mark.parametrize("algorithm", ["qadam", pytest.param("async", marks=pytest.mark.nightly)])
 def test_train_gpt_learns_with_an_algorithm_and_ends_with_equal_ranks(algorithm: str) -> None:
     """Ranks whose weights were different in training have equal ones when it is detached."""
     text = run_command(
@@ -111,7 +111,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return saved
 
 
-@pytest.mark.parametrize("place", ["step", "write"])
+@pytest.mark.parametrize("place", ["write", pytest.param("step", marks=pytest.mark.nightly)])
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
     tmp_path: Path, undisturbed: dict[str, Any], place: str
 ) -> None:
