@@ -541,13 +541,19 @@ def test_doctor_names_what_torch_has_moved(
     assert re.search(r"^ +found +torch\._guards\.TracingContext  ", text, re.MULTILINE)
 
 
-def test_doctor_looks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that CXX names."""
+def test_doctor_finds_that_nothing_trains_without_a_compiler(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that CXX names, which Inductor needs where there is no GPU."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    (check,) = [each for each in doctor._installed() if each.name == "C++ compiler"]
-    assert not check.is_ok
-    assert "no-such-compiler" in check.detail
-    assert "set CXX" in check.remedy
+    monkeypatch.setattr(doctor, "_try", lambda split: doctor.Check(split, "not tried"))
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert main(("doctor",)) == (0 if has_gpu else 1)
+        text = capsys.readouterr().out
+        assert re.search(r"C\+\+ compiler +problem  there is no no-such-compiler, .* set CXX", text)
+        seen = "can not be split here; see C++ compiler above" in text
+        assert seen is not has_gpu
 
 
 def test_doctor_says_which_options_by_the_measured_network(
