@@ -8,10 +8,12 @@ DDPOptimizer.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +70,8 @@ def backend(
         compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
         version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
     else:
+        if refusal.reason is Reason.NO_DDP and _is_trained(example_inputs):
+            _warn_of_ranks_without_ddp()
         compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
         agree.publish(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
@@ -79,6 +83,27 @@ def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
         decision.watch(ddp)
     else:
         tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
+
+
+def _is_trained(example_inputs: Sequence[Any]) -> bool:
+    return any(isinstance(v, torch.nn.Parameter) and v.requires_grad for v in example_inputs)
+
+
+def _warn_of_ranks_without_ddp() -> None:
+    """Warn, once, if ranks train something, and no DDP module is known that would be split."""
+    if not dist.is_available() or not dist.is_initialized() or state.has_modules():
+        return
+    num_ranks = dist.get_world_size()
+    if num_ranks > 1:
+        _warn_once(
+            f"there are {num_ranks} ranks, and this model runs outside DistributedDataParallel: "
+            "ddpopt splits nothing, and reduces no gradients. Wrap the model in "
+            "DistributedDataParallel; with fully_shard, which reduces them by itself, use "
+            "backend='inductor'"
+        )
+
+
+_warn_once = functools.cache(_logs.warning)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
