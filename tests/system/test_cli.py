@@ -348,7 +348,7 @@ def test_bench_measures_all_peers_side_by_side(folder: Path) -> None:
     (failure,) = measured["failures"]
     assert (failure["peer"], failure["cap_mb"]) == ("intree", 0.03)
     for result in measured["results"]:
-        assert result["step_s"] > 0
+        assert 0 < result["fastest_s"] <= result["step_s"] <= result["slowest_s"]
         assert result["throughput_of_eager"] > 0
         assert (result["throughput_of_intree"] is None) == (result["cap_mb"] is not None)
         assert bool(result["tuning"]) == (result["peer"] == "auto")
@@ -359,9 +359,10 @@ def test_bench_prints_a_table(folder: Path) -> None:
     peers = ("--peers", "eager,backward", "--inner", "aot_eager", "--steps", "1", "--rounds", "1")
     done = _run_on_two_ranks("bench", "models_of_mine:by_name", *peers)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (gloo), inner compiler aot_eager, 1 round of 1 step;" in done.stdout
-    assert re.search(r"^ +default +eager +[\d.]+ +1\.00 +-  DDP, not compiled$", done.stdout, re.M)
-    assert re.search(r"^ +default +backward +[\d.]+ +[\d.]+ +-  ddpopt", done.stdout, re.M)
+    assert "2 ranks (gloo), inner compiler aot_eager, 1 round of 1 step\n" in done.stdout
+    times = r"(?: +[\d.]+){3}"
+    assert re.search(rf"^ +default +eager{times} +1\.00 +-  DDP, not com", done.stdout, re.M)
+    assert re.search(rf"^ +default +backward{times} +[\d.]+ +-  ddpopt", done.stdout, re.M)
 
 
 @pytest.mark.parametrize("names", [("intree", "nosplit"), ("nosplit", "intree")])
