@@ -56,7 +56,9 @@ def test_the_backend_is_found_without_an_import() -> None:
 def _train_without_ddp(_rank: int, kind: str) -> list[str]:
     """Return the warnings of two models that are trained without DDP, if `kind` does not wrap."""
     warned: list[str] = []
-    with mock.patch.object(ddpopt.backend, "_warn_once", functools.cache(warned.append)):
+    ddpopt.backend._warn_of_ranks.cache_clear()
+    keep = lambda text, *args: warned.append(text % args)  # noqa: E731
+    with mock.patch.object(ddpopt.backend._logs, "warning", keep):
         for _ in range(2):
             torch._dynamo.reset()
             model: torch.nn.Module = MLP()

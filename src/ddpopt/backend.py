@@ -70,8 +70,8 @@ def backend(
         compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
         version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
     else:
-        if refusal.reason is Reason.NO_DDP and _is_trained(example_inputs):
-            _warn_of_ranks_without_ddp()
+        if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
+            _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
         compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
         agree.publish(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
@@ -85,25 +85,23 @@ def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
         tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
 
 
-def _is_trained(example_inputs: Sequence[Any]) -> bool:
-    return any(isinstance(v, torch.nn.Parameter) and v.requires_grad for v in example_inputs)
+def _trains_without_ddp(example_inputs: Sequence[Any]) -> bool:
+    """Whether the graph's parameters are trained, while no DDP module is known."""
+    return not state.has_modules() and any(
+        isinstance(value, torch.nn.Parameter) and value.requires_grad for value in example_inputs
+    )
 
 
-def _warn_of_ranks_without_ddp() -> None:
-    """Warn, once, if ranks train something, and no DDP module is known that would be split."""
-    if not dist.is_available() or not dist.is_initialized() or state.has_modules():
-        return
-    num_ranks = dist.get_world_size()
+@functools.cache
+def _warn_of_ranks(num_ranks: int) -> None:
+    """Warn, once, that nothing is split here, if there are several ranks."""
     if num_ranks > 1:
-        _warn_once(
-            f"there are {num_ranks} ranks, and this model runs outside DistributedDataParallel: "
-            "ddpopt splits nothing, and reduces no gradients. Wrap the model in "
-            "DistributedDataParallel; with fully_shard, which reduces them by itself, use "
-            "backend='inductor'"
+        _logs.warning(
+            "%d ranks run this model outside DistributedDataParallel: there ddpopt splits nothing, "
+            "and reduces no gradients. Wrap the model in DistributedDataParallel; with "
+            "fully_shard, which reduces them itself, use backend='inductor'",
+            num_ranks,
         )
-
-
-_warn_once = functools.cache(_logs.warning)
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
