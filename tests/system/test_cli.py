@@ -685,7 +685,7 @@ def test_on_a_terminal_tables_are_drawn(folder: Path) -> None:
     text = _on_a_terminal("doctor")
     assert "┃" in text
     assert "\x1b[" in text
-    assert json.loads(_on_a_terminal("doctor", "--json"))["can_split"] is True
+    assert json.loads(_on_a_terminal("doctor", "--json"))["format"] == "ddpopt doctor 1"
 
 
 def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
