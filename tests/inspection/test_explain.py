@@ -188,7 +188,9 @@ def test_buckets_have_predicted_and_measured_times(
 
     A forward that is not cut has no sections to measure.
     """
-    document = _explain(is_recorded=True, **options).to_dict()
+    explanation = _explain(is_recorded=True, **options)
+    assert "slower ones, which is measured, not predicted" in str(explanation)
+    document = explanation.to_dict()
     assert len(document["buckets"]) == 3
     for bucket in document["buckets"]:
         predicted, measured = bucket["predicted"], bucket["measured"]

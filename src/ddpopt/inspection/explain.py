@@ -34,7 +34,7 @@ from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedExchange, RecordedStep
 from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.costs import ALLREDUCE, SHARDED
-from ddpopt.planning.decision import communication_of, hint_of
+from ddpopt.planning.decision import communication_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
@@ -230,6 +230,8 @@ class Explanation:
                 f"communication; no buckets can make it shorter than {format_ms(t.bound_s)}",
                 f"  ({self.basis})",
             ]
+        if self.measured and self.predicted:
+            lines.append("  (ranks also wait for slower ones, which is measured, not predicted)")
         return "\n".join(lines)
 
     def _gathers(self) -> str:
@@ -337,8 +339,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     hints = [] if measured else [_measured_by_ddp(ddp)]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
-    if search is None and hint_of(ddp):
-        hints.append(hint_of(ddp))
+    if search is None and known.hint:
+        hints.append(known.hint)
     return Explanation(
         model=type(ddp.module).__name__,
         plans=known.plans,

@@ -46,7 +46,6 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         clock = known.step_clock = StepClock()
         watch_forwards()
         observe(ddp, Priority.METRICS, clock)
-    known = state.get(ddp)
     plans = known.plans
     first_compiles = {(plan.frame, plan.fallback is Reason.NO_GRAD) for plan in plans}
     found: dict[str, float] = {

@@ -211,11 +211,6 @@ _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP
 _STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
 
 
-def hint_of(ddp: DistributedDataParallel) -> str:
-    """Return what better buckets are estimated to save, "" if that is little or not known."""
-    return state.get(ddp).hint or ""
-
-
 def watch(ddp: DistributedDataParallel) -> None:
     """Estimate once, on rank 0, what better buckets would save, from times that DDP takes anyway.
 
