@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,23 +30,26 @@ class Arrival(Protocol):
 
 
 class Waiting(Protocol):
-    """Waits for other ranks between the steps of a module's computation."""
+    """Waits for other ranks when a module's updates are sharded."""
 
     @property
     def waited_s(self) -> float:
         """How long it has waited so far."""
 
 
-_arrivals: dict[int, Arrival] = {}
-# And whether parameters may arrive behind forward.
-_Sharded = tuple[Callable[[], Waiting | None], bool]
+class _Sharded(NamedTuple):
+    find_waiting: Callable[[], Waiting | None]  # a weak reference
+    is_behind_forward: bool
+
+
+_arrivals: dict[int, Arrival] = {}  # by the parameter's address
 _sharded: weakref.WeakKeyDictionary[DistributedDataParallel, _Sharded]
 _sharded = weakref.WeakKeyDictionary()
 
 
 def begin_sharded(ddp: DistributedDataParallel, waiting: Waiting, is_behind_forward: bool) -> None:
     """Note that a module's updates are sharded while `waiting` lives, or until `end_sharded`."""
-    _sharded[ddp] = weakref.ref(waiting), is_behind_forward
+    _sharded[ddp] = _Sharded(weakref.ref(waiting), is_behind_forward)
 
 
 def end_sharded(ddp: DistributedDataParallel) -> None:
@@ -54,17 +57,17 @@ def end_sharded(ddp: DistributedDataParallel) -> None:
 
 
 def is_sharded(ddp: DistributedDataParallel) -> bool:
-    return ddp in _sharded and _sharded[ddp][0]() is not None
+    return ddp in _sharded and _sharded[ddp].find_waiting() is not None
 
 
 def hides_behind_forward(ddp: DistributedDataParallel) -> bool:
     """Whether a module's sharded parameters may arrive while its forward runs."""
-    return is_sharded(ddp) and _sharded[ddp][1]
+    return is_sharded(ddp) and _sharded[ddp].is_behind_forward
 
 
 def waited_s(ddp: DistributedDataParallel) -> float:
     """Return how long a module's sharded updates have waited for other ranks, 0 without any."""
-    waiting = _sharded[ddp][0]() if ddp in _sharded else None
+    waiting = _sharded[ddp].find_waiting() if ddp in _sharded else None
     return 0.0 if waiting is None else waiting.waited_s
 
 
@@ -94,7 +97,8 @@ def wait_for_all() -> None:
 
 
 def _wait(parameters: list[torch.Tensor], _after: torch.Tensor | None) -> None:
-    sys.modules[__name__].wait_for(parameters)  # of this module as last imported
+    # The operator outlives this module, which may be imported again with other `_arrivals`.
+    sys.modules[__name__].wait_for(parameters)
 
 
 # As if it wrote the parameters, so that compilers run it before what reads them; and as if it read

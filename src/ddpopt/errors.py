@@ -100,15 +100,16 @@ class TorchDriftError(DDPOptError, ImportError):
     """
 
 
-# What a reason may say besides its sentence, see `Reason`.
+# Marks that follow a reason's sentence where they apply, see `Reason`.
 _LOST, _BACKWARD = "overlap is lost", "of backward"
 
 
 class Reason(enum.Enum):
-    """Why a graph is compiled whole or, if it `is_of_backward`, why only its forward is cut.
+    """Why a graph is compiled whole.
 
-    The latter although `split` is "backward" or "auto". If it `is_expected`, settings or the graph
-    are the reason; otherwise overlap is lost that should not be, which is logged as a warning.
+    One that `is_of_backward` is why forward is cut although `split` is "backward" or "auto". One
+    that `is_expected` lies in the settings or the graph; any other loses overlap that should not be
+    lost, and is logged as a warning.
     """
 
     _value_: str
@@ -249,7 +250,7 @@ class NotCutError(Exception):
 
     @classmethod
     def because_of(cls, error: Exception, *, in_backward: bool = False) -> NotCutError:
-        """Return what any error means for the graph that was to be cut: itself if it says so."""
+        """Return `error` if it is a NotCutError, else one with the reason that it amounts to."""
         if isinstance(error, cls):
             return error
         if isinstance(error, TorchDriftError):

@@ -57,6 +57,6 @@ def test_an_outputs_own_loss_comes_first() -> None:
         assert find_loss(output) is loss
     for output in ({"loss": other}, Output(other, ONE), (other, ONE, torch.ones(2, dtype=int))):
         assert find_loss(output).item() == 4.0
-        assert find_loss(output, of=torch.mean).item() == 1.0
+        assert find_loss(output, of_tensor=torch.mean).item() == 1.0
     with pytest.raises(OptionError, match=r"shape \(2,\)\) has no floating point tensor"):
         find_loss(ONE, error=OptionError)

@@ -23,29 +23,29 @@ from tests.support.models import MLP
 OPTIONS = {"inner": "aot_eager", "split": "backward"}
 
 
-class _Runner:
-    """Counts how often it is told to look again."""
+class _Reader:
+    """Counts how often it has to read again."""
 
     def __init__(self) -> None:
-        self.num_looks = 0
+        self.num_reads = 0
 
-    def unsettle(self) -> None:
-        self.num_looks += 1
+    def read_again(self) -> None:
+        self.num_reads += 1
 
 
 def _ddp() -> DistributedDataParallel:
     return DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
 
 
-def test_other_buckets_unsettle_those_who_looked_no_more_once(one_rank: None) -> None:
+def test_readers_of_buckets_read_again_once_they_change(one_rank: None) -> None:
     """And only the module's own."""
     one, other = state.get(_ddp()), state.get(ddp := _ddp())
-    mine, theirs = _Runner(), _Runner()
-    one.settle(mine)
-    other.settle(theirs)
+    mine, theirs = _Reader(), _Reader()
+    one.notify_when_buckets_change(mine)
+    other.notify_when_buckets_change(theirs)
     other.give_buckets([[0, 1], list(range(2, len(list(ddp.parameters()))))])
     other.give_buckets([list(range(len(list(ddp.parameters()))))])
-    assert (mine.num_looks, theirs.num_looks) == (0, 1)
+    assert (mine.num_reads, theirs.num_reads) == (0, 1)
 
 
 def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None) -> None:

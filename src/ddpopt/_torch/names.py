@@ -5,6 +5,8 @@ row is looked up when it is used, for writing as well as reading: with a release
 raises `TorchDriftError`, the backend reports that as `Reason.TORCH_DRIFT`, and training goes on
 unsplit. A name without which only one thing is lost is done without, after a warning. See
 tests/system/test_drift.py.
+
+A name that torch renamed is one row still: `NEW if installed_release() >= (2, 14) else OLD`.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class PrivateName:
     name: str
     need: Need
     since: Release = FIRST
-    until: Release = LAST
+    until: Release | None = None
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.name}"
@@ -88,9 +90,9 @@ class PrivateName:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the installed release should have it; unknown ones after the last should too."""
+        """Whether the installed release should have it, a later one than we know too."""
         release = installed_release()
-        return self.since <= release and (self.until == LAST or release <= self.until)
+        return self.since <= release and (self.until is None or release <= self.until)
 
     def drift(self) -> TorchDriftError:
         """Return the error for a release that should have this name but does not."""

@@ -41,14 +41,14 @@ class DecentralizedHandle(BackgroundHandle):
             self.weights.assign(flat)
 
     def _average(self, flat: list[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
-        def with_peer(ranks: Communicator, values: torch.Tensor) -> None:
+        def mean_with_peer(ranks: Communicator, values: torch.Tensor) -> None:
             peer = rotating_peer(ranks.rank, ranks.num_ranks, num_exchanges)
             (other,) = ranks.swap(values, [peer])
             values.add_(other).div_(2)
 
-        by_leaders = Communicator.mean if self.algorithm.peer_selection == "all" else with_peer
+        mean = Communicator.mean if self.algorithm.peer_selection == "all" else mean_with_peer
         for values in flat:
-            self.groups.reduce(values, by_leaders)
+            self.groups.reduce(values, mean)
         return flat
 
 
@@ -58,7 +58,7 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 
     In step t a copy of rank i's weights x_i is averaged while it computes its gradient at x_i.
     Before the update the average replaces the weights: x_i <- mean_j(x_j) for `"all"`,
-    (x_i + x_peer) / 2 for `"shift_one"`. Then its own optimizer takes a step with its gradient.
+    (x_i + x_peer) / 2 for `"shift_one"`. Then the optimizer takes a step with that gradient.
 
     Attributes:
         peer_selection: `"all"`, or `"shift_one"`: a different peer each time, at a fraction of the
@@ -72,14 +72,16 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
+        # A bare super() would look for the class from which dataclass(slots=True) made this one.
         HierarchicalAlgorithm.__post_init__(self)
         check_choice("peer_selection", self.peer_selection, ("all", "shift_one"))
 
     def check(self, training: Training) -> None:
-        size = self.ranks_per_node(training.group.size())
-        num_peers = training.group.size() // size
+        num_ranks = training.group.size()
+        ranks_per_node = self.ranks_per_node(num_ranks)
+        num_peers = num_ranks // ranks_per_node
         if self.peer_selection == "shift_one" and num_peers % 2:
-            kind = f"nodes of {size} ranks" if self.hierarchical else "ranks"
+            kind = f"nodes of {ranks_per_node} ranks" if self.hierarchical else "ranks"
             raise OptionError(
                 f"peer_selection='shift_one' pairs an even number, and there are {num_peers} "
                 f"{kind} (hierarchical={self.hierarchical}; True is the default); use "
@@ -108,9 +110,9 @@ class Replicas(NamedTuple):
 
 
 class LowPrecisionDecentralizedHandle(Handle):
-    """As `Handle`, with `resync`; `average` renews the replicas, and states have them.
+    """As `Handle`, with `resync`. `average` renews `replicas`, which are part of the saved state.
 
-    `replicas` are W, L and R; None on ranks that are not their node's leader.
+    They are W, L and R (see LowPrecisionDecentralized), None on ranks that lead no node.
     """
 
     algorithm: LowPrecisionDecentralized
@@ -129,11 +131,11 @@ class LowPrecisionDecentralizedHandle(Handle):
         with communicating(f"exchanging compressed weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.average_node(values)
-            codes = [] if self.replicas is None else _differences(flat, self.replicas)
-            problems, work = self._collect_problems(codes)
+            codes = [] if self.replicas is None else _encode_changes(flat, self.replicas)
+            flags, work = self._collect_flags(codes)
             messages = self._swap(torch.cat(codes)) if codes else []
             work.wait()
-        self._raise_problem(problems.tolist())
+        self._raise_problem(flags.tolist())
         if self.replicas is not None:
             sizes = [len(message) for message in codes]
             for replica, message in zip(self.replicas, messages, strict=True):
@@ -196,8 +198,8 @@ class LowPrecisionDecentralizedHandle(Handle):
         ring = [(leaders.rank + step) % leaders.num_ranks for step in (0, -1, 1)]
         return leaders.swap(values, ring)
 
-    def _collect_problems(self, codes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
-        """Start collecting two flags of each rank: whether codes, and parameters, are wrong."""
+    def _collect_flags(self, codes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
+        """Start collecting two flags of each rank: codes are not finite, parameters not known."""
         training = self.training
         is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         flags = torch.tensor([0, not is_known], dtype=torch.int32, device=training.device)
@@ -207,7 +209,8 @@ class LowPrecisionDecentralizedHandle(Handle):
 
     def _raise_problem(self, flags: Sequence[Sequence[int]]) -> None:
         """Raise on all ranks what is wrong on one."""
-        non_finite, changed = ([rank for rank, f in enumerate(flags) if f[k]] for k in range(2))
+        non_finite = [rank for rank, (is_non_finite, _) in enumerate(flags) if is_non_finite]
+        changed = [rank for rank, (_, is_changed) in enumerate(flags) if is_changed]
         if changed:
             raise AttachError(
                 f"on {name_ranks(changed)} a parameter is trainable that DDP does not reduce and "
@@ -252,7 +255,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
                 )
 
 
-def _differences(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
+def _encode_changes(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
     """Return the codes of z for each bucket, flat; see LowPrecisionDecentralized."""
     codes = []
     for x, own, left, right in zip(flat, *replicas, strict=True):

@@ -111,7 +111,7 @@ class Rehearsal:
         """Return the loss of a batch, and the dtypes of the output."""
         output = call_model(self.model, batch)
         dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
-        return find_loss(output, loss_fn, of=_distance, error=OptionError), dtypes
+        return find_loss(output, loss_fn, of_tensor=_distance, error=OptionError), dtypes
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Draw random numbers in this block in the way that its code was compiled for."""

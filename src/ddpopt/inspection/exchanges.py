@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpopt.inspection.recording import RecordedExchange
-from ddpopt.planning.timer import Clock
+from ddpopt.planning.timer import Clock, read_host
 
 _POLL_S = 1e-4
 _LAST_S = 1.0  # at most, for the end of a recording to wait for exchanges that still run
@@ -47,7 +47,7 @@ class Follower:
     def _run(self) -> None:
         while (waiter := self._begun.get()) is not None:
             waiter.run()
-            waiter.exchange.finished_s = time.perf_counter()  # as `Clock` has it
+            waiter.exchange.finished_s = read_host()
             waiter.ended.set()
 
 

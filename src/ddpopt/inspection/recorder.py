@@ -295,7 +295,7 @@ class _Reader:
         self._num_elements = {p.index: tensor.numel() for tensor, p in parameters.items()}
         self._buckets = state.get(ddp).buckets or _torch.final_buckets(ddp) or ()
         if not self._buckets:
-            note = "buckets: DDP has not told its own; record after the first four steps"
+            note = "buckets: DDP has not reported its own; record after the first four steps"
             self.notes.append(note)
 
     def read(self, step: Step, parts: _Parts) -> RecordedStep:

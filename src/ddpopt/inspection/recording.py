@@ -35,7 +35,7 @@ class RecordedSection:
 class RecordedExchange:
     """When a bucket's gradients were summed, or its updated parameters gathered, if sharded.
 
-    Their first reader wanted them from `wanted_s` on, and had them at `had_s`; 0 is unknown.
+    Parameters were first needed at `wanted_s`, and there at `had_s`. A time of 0 is unknown.
     """
 
     index: int
@@ -53,6 +53,7 @@ class RecordedStep:
     `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
     and the finish is known for all of them or for none. With `is_sharded` updates what is launched
     is a sum, for which the update waits; `gathers`, in launch order, follow the previous update.
+    Every float in it is a time, as `map_times` assumes.
     """
 
     forward_start_s: float
@@ -84,12 +85,12 @@ class RecordedStep:
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without the time that one waited for the one before it."""
-        return _moving_s(self.buckets)
+        return _busy_s(self.buckets)
 
     @property
     def gathered_s(self) -> float | None:
         """The sum of all gathers, as in `communication_s`; None without any."""
-        return _moving_s(self.gathers)
+        return _busy_s(self.gathers)
 
     @property
     def waited_s(self) -> float | None:
@@ -154,6 +155,16 @@ class Recording:
         median: RecordedStep = map_times(statistics.median, *alike)
         return median
 
+    def __str__(self) -> str:
+        step = self.median_step()
+        if step is None:
+            return "\n".join(["no complete step was recorded", *self.notes])
+        lines = [f"rank {self.rank}, medians of {count(len(self.steps), 'step')}: {step.summary()}"]
+        if step.buckets:
+            begun = (f"{step.num_started(bucket.launched_s)}" for bucket in step.buckets)
+            lines += ["", *bucket_table(step.buckets, "sections begun", begun)]
+        return "\n".join([*lines, *self.notes])
+
     def save(self, path: str | Path) -> None:
         """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
@@ -203,18 +214,21 @@ class Recording:
             name = f"wait for bucket {gather.index}"
             yield self._range(name, gather.wanted_s, gather.had_s, args=args)
             yield from self._exchange("gather", gather, args)
-        what = "sum" if step.is_sharded else "allreduce"
+        kind = "sum" if step.is_sharded else "allreduce"
         for bucket in step.buckets:
-            ready_ms = (bucket.ready_s - stop_s) * 1e3
-            launched_ms = (bucket.launched_s - stop_s) * 1e3
-            args = {"step": number, "bucket": bucket.index, "bytes": bucket.num_bytes}
-            told = {**args, "ready_ms": ready_ms, "launched_ms": launched_ms}
+            details = {
+                "step": number,
+                "bucket": bucket.index,
+                "bytes": bucket.num_bytes,
+                "ready_ms": (bucket.ready_s - stop_s) * 1e3,
+                "launched_ms": (bucket.launched_s - stop_s) * 1e3,
+            }
             name = f"bucket {bucket.index} ready"
-            yield self._event("i", name, bucket.ready_s, s="t", args=told)
-            yield from self._exchange(what, bucket, told)
+            yield self._event("i", name, bucket.ready_s, s="t", args=details)
+            yield from self._exchange(kind, bucket, details)
 
     def _exchange(
-        self, what: str, bucket: BucketTimes | RecordedExchange, args: dict[str, Any]
+        self, kind: str, bucket: BucketTimes | RecordedExchange, args: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         """Yield what a bucket communicates, from launch to end, on the bucket's own track.
 
@@ -222,12 +236,12 @@ class Recording:
         launch is shown as an instant.
         """
         track = {
-            "cat": what,
+            "cat": kind,
             # A number, as Perfetto wants, that no other rank's track has.
             "id": (self.rank << 40) + bucket.index,
             "scope": "ddpopt",
         }
-        name = f"{what} bucket {bucket.index}"
+        name = f"{kind} bucket {bucket.index}"
         if bucket.finished_s is None:
             yield self._event("n", f"{name} launched", bucket.launched_s, args=args, **track)
             return
@@ -239,6 +253,7 @@ class Recording:
         return self._event("X", name, start_s, dur=duration_us, **more)
 
     def _event(self, phase: str, name: str, at_s: float, **more: Any) -> dict[str, Any]:
+        """Return an event: M names a track, X is a range, i a mark; b, e and n those of an `id`."""
         return {
             "ph": phase,
             "name": name,
@@ -248,19 +263,9 @@ class Recording:
             **more,
         }
 
-    def __str__(self) -> str:
-        step = self.median_step()
-        if step is None:
-            return "\n".join(["no complete step was recorded", *self.notes])
-        lines = [f"rank {self.rank}, medians of {count(len(self.steps), 'step')}: {step.summary()}"]
-        if step.buckets:
-            begun = (f"{step.num_started(bucket.launched_s)}" for bucket in step.buckets)
-            lines += ["", *bucket_table(step.buckets, "sections begun", begun)]
-        return "\n".join([*lines, *self.notes])
 
-
-def _moving_s(exchanges: Sequence[BucketTimes | RecordedExchange]) -> float | None:
-    """Return how long exchanges ran in all, of which one runs at a time; None if not known."""
+def _busy_s(exchanges: Sequence[BucketTimes | RecordedExchange]) -> float | None:
+    """Return how long exchanges, which run one at a time, took in all; None if not known."""
     total_s, end_s = 0.0, -math.inf
     for exchange in exchanges:
         if exchange.finished_s is None:
@@ -279,8 +284,8 @@ def map_times(function: Callable[[list[float]], float | None], *values: Any) -> 
     first = values[0]
     if dataclasses.is_dataclass(first):
         names = [field.name for field in dataclasses.fields(first)]
-        found = {name: map_times(function, *(getattr(v, name) for v in values)) for name in names}
-        return dataclasses.replace(values[0], **found)
+        merged = {name: map_times(function, *(getattr(v, name) for v in values)) for name in names}
+        return dataclasses.replace(values[0], **merged)
     if isinstance(first, tuple):
         return tuple(map_times(function, *items) for items in zip(*values, strict=True))
     if not isinstance(first, float | None):

@@ -1,6 +1,6 @@
 """Callbacks for other packages' trainers, and what they share: how they compile and report.
 
-Only the module of each imports its package.
+Each package is imported by its own module only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpopt.options import resolve_options
 
 
 class Reporter:
-    """What a callback is besides its trainer's: it reports on a training run, on rank 0.
+    """Base of the callbacks, beside their trainer's: checks options, and reports on rank 0.
 
     Attributes:
         explanation: What rank 0 printed at the end of the last training run with DDP.
@@ -33,8 +33,8 @@ class Reporter:
         explanation: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        resolve_options(mode, options)
-        self._compiling: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
+        resolve_options(mode, options)  # raises now what compiling would raise later
+        self._compile_args: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
         self._path = None if explanation is None else os.fspath(explanation)
         self.explanation: Explanation | None = None
 
@@ -56,11 +56,11 @@ class Reporter:
             self.explanation.save(self._path)
 
 
-def log_nothing_to_split(how: str, remedy: str) -> None:
-    """Report that a model is compiled without DDP; `how` says how it is trained."""
+def log_nothing_to_split(situation: str, remedy: str) -> None:
+    """Report that a model is compiled without DDP; `situation` says how it is trained."""
     _logs.progress(
         "%s, without DistributedDataParallel: there is nothing to split, and the model is compiled "
         "whole; for several ranks %s",
-        how,
+        situation,
         remedy,
     )

@@ -81,7 +81,7 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
             disable: Any = torch.compiler.disable
             for name in _EAGER:
                 self._replace(pl_module, name, disable(getattr(pl_module, name)))
-            step = torch.compile(pl_module.training_step, backend="ddpopt", **self._compiling)
+            step = torch.compile(pl_module.training_step, backend="ddpopt", **self._compile_args)
             self._replace(pl_module, "training_step", step)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

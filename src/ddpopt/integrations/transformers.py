@@ -43,6 +43,7 @@ class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, w
             compiles by itself.
     """
 
+    # A weak reference, once there is a module; only on rank 0, which alone reports.
     _find_ddp: Callable[[], DistributedDataParallel | None] = staticmethod(lambda: None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
@@ -50,7 +51,7 @@ class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, w
         self._find_ddp = lambda: None
         _check_mode(args)
         if not is_compiled_by_us(model):
-            model.compile(backend="ddpopt", **self._compiling)
+            model.compile(backend="ddpopt", **self._compile_args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Find the DDP module after the first step."""
@@ -76,7 +77,7 @@ class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, w
 
 
 def _check_mode(args: Any) -> None:
-    """Raise UnsupportedModeError unless training uses DDP or one rank; report the second case."""
+    """Raise UnsupportedModeError unless training uses DDP, or one rank, which is reported."""
     if args.torch_compile:
         raise UnsupportedModeError(
             f"torch_compile is True, so the Trainer compiles by {args.torch_compile_backend!r} "
@@ -87,7 +88,7 @@ def _check_mode(args: Any) -> None:
         kind = "DataParallel"
     if kind == "NO":
         log_nothing_to_split("the Trainer trains on one rank", "start it with torchrun")
-    elif not kind.startswith("MULTI_"):
+    elif not kind.startswith("MULTI_"):  # MULTI_GPU, MULTI_CPU, ...: Accelerate's names for DDP
         raise UnsupportedModeError(
             f"the Trainer trains with {kind}, in which no DistributedDataParallel has buckets to "
             "cut at; start it with torchrun and without settings for another strategy, or leave "

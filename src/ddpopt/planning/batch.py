@@ -13,6 +13,9 @@ from ddpopt.errors import DDPOptError, PlanError
 
 LossFn = Callable[[Any], torch.Tensor]
 
+# Not searched for tensors: their attributes are code, or state that is not output.
+_WITHOUT_VALUES = (torch.nn.Module, type, types.FunctionType, types.ModuleType)
+
 
 class Batch(NamedTuple):
     """The arguments of one forward."""
@@ -40,13 +43,13 @@ def find_loss(
     output: Any,
     loss_fn: LossFn | None = None,
     *,
-    of: LossFn = torch.sum,
+    of_tensor: LossFn = torch.sum,
     error: type[DDPOptError] = PlanError,
 ) -> torch.Tensor:
     """Return the loss of a model's output: a scalar with a gradient.
 
     Without `loss_fn` it is the output's own `loss` (an attribute or a key), or else the sum of what
-    `of` returns for each floating point tensor in the output that has a gradient.
+    `of_tensor` returns for each floating point tensor in the output that has a gradient.
 
     Raises:
         error: there is no such tensor, or `loss_fn` returns no such scalar.
@@ -54,8 +57,10 @@ def find_loss(
     loss: Any
     if loss_fn is not None:
         loss = loss_fn(output)
+    elif isinstance(output, Mapping):
+        loss = output.get("loss")
     else:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     if loss_fn is not None:
@@ -63,13 +68,14 @@ def find_loss(
             f"the loss is {_describe(loss)}; it must be a tensor of one element that depends on a "
             "parameter"
         )
-    found = [of(t) for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
-    if not found:
+    differentiable = (t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad)
+    losses = [of_tensor(t) for t in differentiable]
+    if not losses:
         raise error(
             f"the model's output ({_describe(output)}) has no floating point tensor that depends "
             "on a parameter; give a loss function, which makes a scalar of the output"
         )
-    return functools.reduce(torch.add, found)
+    return functools.reduce(torch.add, losses)
 
 
 def _describe(value: object) -> str:
@@ -95,7 +101,3 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             left[:0] = item
         elif hasattr(item, "__dict__") and not isinstance(item, _WITHOUT_VALUES):
             left[:0] = vars(item).values()
-
-
-# Their attributes are code, or state that is not output.
-_WITHOUT_VALUES = (torch.nn.Module, type, types.FunctionType, types.ModuleType)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -14,12 +13,12 @@ import torch.distributed as dist
 
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Device, fit_cost
-from ddpopt.planning.timer import Clock
+from ddpopt.planning.timer import Clock, read_host
 
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take
 _LARGEST_BYTES = (_MIB, 32 * _MIB)  # at least and at most
-_LEAST_STARTUP_S = {"cpu": 1e-4, "other": 1e-5}  # of a launch; a fit may give less
+_LEAST_STARTUP_S, _LEAST_STARTUP_CPU_S = 1e-5, 1e-4  # of an allreduce; a fit may give less
 _NUM_SIZES = 5
 _NUM_ROUNDS = 3
 _NUM_LAUNCHES = 16  # of small allreduces, one after another
@@ -46,23 +45,22 @@ def calibrate(
     if num_ranks < 2:
         raise PlanError("a process group of one rank communicates nothing; there is no cost")
     bench = _Bench(group, _device_of(group) if device is None else torch.device(device))
-    bench.seconds(1024)  # connects, and fills caches
-    probe_s = statistics.median(bench.seconds(_MIB) for _ in range(_NUM_ROUNDS))
-    largest = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
-    largest = min(max(largest, _LARGEST_BYTES[0]), _LARGEST_BYTES[1])
+    bench.time_allreduce(_SMALL_BYTES)  # connects, and fills caches
+    probe_s = statistics.median(bench.time_allreduce(_MIB) for _ in range(_NUM_ROUNDS))
+    affordable = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
+    largest = min(max(affordable, _LARGEST_BYTES[0]), _LARGEST_BYTES[1])
     # All are as large as buckets: tiny ones mostly measure how the system schedules threads.
     sizes = [largest // 2**k for k in range(_NUM_SIZES)]
-    times = [statistics.median(bench.seconds(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
-    lost, taken_s = zip(*(bench.beside(largest) for _ in range(_NUM_ROUNDS)), strict=True)
-    launch_s = statistics.median(bench.launch() for _ in range(_NUM_ROUNDS))
+    times = [statistics.median(bench.time_allreduce(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
+    lost, beside_s = zip(*(bench.time_overlap(largest) for _ in range(_NUM_ROUNDS)), strict=True)
+    launch_s = statistics.median(bench.time_launch() for _ in range(_NUM_ROUNDS))
     fitted = fit_cost(sizes, times)
+    least_s = _LEAST_STARTUP_CPU_S if bench.device.type == "cpu" else _LEAST_STARTUP_S
     return dataclasses.replace(
         fitted,
-        startup_s=max(
-            fitted.startup_s, _LEAST_STARTUP_S["cpu" if bench.device.type == "cpu" else "other"]
-        ),
+        startup_s=max(fitted.startup_s, least_s),
         interference=statistics.median(lost),
-        contention=max(1.0, statistics.median(taken_s) / times[0]),
+        contention=max(1.0, statistics.median(beside_s) / times[0]),
         launch_s=max(0.0, launch_s),
     )
 
@@ -77,7 +75,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 class _Bench:
-    """Allreduces on a group; its results are equal on all ranks."""
+    """Times allreduces on a group, alone and beside products of matrices; equal on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -86,14 +84,14 @@ class _Bench:
         self._matrix = torch.ones(_SIDE, _SIDE, device=device)
         self._product = torch.empty_like(self._matrix)
 
-    def seconds(self, num_bytes: int) -> float:
+    def time_allreduce(self, num_bytes: int) -> float:
         """Return how long the slowest rank's allreduce takes."""
         values = torch.ones(num_bytes // 4, device=self.device)
         start_s = self._meet()
         dist.all_reduce(values, group=self._group)
-        return self._slowest(self._clock.finish() - start_s)
+        return self._worst(self._clock.finish() - start_s)
 
-    def beside(self, num_bytes: int) -> tuple[float, float]:
+    def time_overlap(self, num_bytes: int) -> tuple[float, float]:
         """Compute while an allreduce runs.
 
         Return the fraction of its speed that computation loses, and how long the allreduce takes.
@@ -102,54 +100,56 @@ class _Bench:
         self._meet()
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
-        beside, beside_s = self._multiply(lambda: not work.is_completed())
+        num_beside, beside_s = self._multiply_while(lambda: not work.is_completed())
         work.wait()
         stop_s = self._meet() + beside_s
-        alone, alone_s = self._multiply(lambda: time.perf_counter() < stop_s)
-        lost = 1 - (beside / beside_s) / (alone / alone_s)
-        return min(max(self._slowest(lost), 0.0), 0.95), self._slowest(beside_s)
+        num_alone, alone_s = self._multiply_while(lambda: read_host() < stop_s)
+        lost = 1 - (num_beside / beside_s) / (num_alone / alone_s)
+        return min(max(self._worst(lost), 0.0), 0.95), self._worst(beside_s)
 
-    def launch(self) -> float:
+    def time_launch(self) -> float:
         """Return how much longer computation takes for each small allreduce beside it."""
         values = [torch.ones(_SMALL_BYTES // 4, device=self.device) for _ in range(_NUM_LAUNCHES)]
-        _, busy_s = self._beside_all(values, count=0)
-        _, one_s = self._beside_all([], count=1)
-        count = math.ceil(2 * self._slowest(busy_s) / self._slowest(one_s))  # outlasts them
-        beside_s, _ = self._beside_all(values, count)
-        alone_s, _ = self._beside_all([], count)
-        return self._slowest(beside_s - alone_s) / _NUM_LAUNCHES
+        _, reduced_s = self._launch_all(values, num_products=1)
+        _, product_s = self._launch_all([], num_products=1)
+        num_products = math.ceil(2 * self._worst(reduced_s) / self._worst(product_s))
+        beside_s, _ = self._launch_all(values, num_products)  # which outlast the allreduces
+        alone_s, _ = self._launch_all([], num_products)
+        return self._worst(beside_s - alone_s) / _NUM_LAUNCHES
 
-    def _beside_all(self, values: Sequence[torch.Tensor], count: int) -> tuple[float, float]:
-        """Launch an allreduce of each value and multiply; return when each of the two was done."""
+    def _launch_all(self, values: Sequence[torch.Tensor], num_products: int) -> tuple[float, float]:
+        """Launch an allreduce of each value and multiply; return when products, and all, end."""
         start_s = self._meet()
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
-        left = iter(range(count))
-        self._multiply(lambda: next(left, None) is not None)
-        multiplied_s = time.perf_counter() - start_s
+        left = iter(range(num_products))
+        self._multiply_while(lambda: next(left, None) is not None)
+        multiplied_s = read_host() - start_s
         for work in works:
             assert work is not None
             work.wait()
         return multiplied_s, self._clock.finish() - start_s
 
-    def _multiply(self, is_on: Callable[[], bool]) -> tuple[int, float]:
-        """Multiply while `is_on`, at least once; return how often, and how long it took."""
-        start_s = stop_s = time.perf_counter()
+    def _multiply_while(self, is_wanted: Callable[[], bool]) -> tuple[int, float]:
+        """Multiply at least once; return how often, and how long it took."""
+        start_s = stop_s = read_host()
         count = 0
-        while is_on() or not count:
+        while is_wanted() or not count:
             torch.mm(self._matrix, self._matrix, out=self._product)
             stop_s = self._clock.finish_stream()  # not when the allreduce beside it is over
             count += 1
         return count, stop_s - start_s
 
     def _meet(self) -> float:
+        """Wait for the device and for all ranks; return the time."""
         self._clock.finish()
         dist.barrier(group=self._group)
-        return time.perf_counter()
+        return read_host()
 
-    def _slowest(self, value: float) -> float:
-        slowest = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        return float(slowest.item())
+    def _worst(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
+        worst = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        return float(worst.item())
 
 
 def measure_device(

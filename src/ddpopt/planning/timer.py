@@ -34,6 +34,11 @@ from ddpopt.split import state
 _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
 
 
+def read_host() -> float:
+    """Return the time in seconds by the clock that all times of steps and exchanges are of."""
+    return time.perf_counter()
+
+
 class _Queued(float):
     """When the CPU was at a place in a device's queue, with the event that marks the place."""
 
@@ -52,8 +57,8 @@ class Clock:
     def now(self) -> float:
         """Return the time, and mark the place in the device's queue with it."""
         if self.is_on_cpu:
-            return time.perf_counter() - self._waited_s()
-        moment = _Queued(time.perf_counter())
+            return read_host() - self._waited_s()
+        moment = _Queued(read_host())
         moment.event = torch.Event(self._device, enable_timing=True)
         moment.event.record()
         return moment
@@ -69,13 +74,13 @@ class Clock:
         """Wait until the device has done all of its queued work; return the CPU's time."""
         if not self.is_on_cpu:
             torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
+        return read_host()
 
     def finish_stream(self) -> float:
         """As `finish`, for the current stream: others, which may communicate, can be busy."""
         if not self.is_on_cpu:
             torch.accelerator.current_stream(self._device).synchronize()
-        return time.perf_counter()
+        return read_host()
 
 
 def device_of(ddp: DistributedDataParallel) -> torch.device:

@@ -60,11 +60,12 @@ class GraphRunner:
     _compiled: Compiled
     _ordered: Compiled
     _arguments: Mapping[int, int]  # by the indices of the parameters that they bring in
-    _settled_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+    # The module whose buckets need not be looked at again until they change.
+    _compared_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
         ddp = _torch.active_ddp()
-        if ddp is None or ddp is self._settled_ddp():
+        if ddp is None or ddp is self._compared_ddp():
             return self._compiled(*args)
         known = state.get(ddp)
         if known.nodes.get(self._plan.graph) is not self._nodes:
@@ -72,8 +73,8 @@ class GraphRunner:
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
-            self._settled_ddp = weakref.ref(ddp)
-            known.settle(self)
+            self._compared_ddp = weakref.ref(ddp)
+            known.notify_when_buckets_change(self)
         return self._compiled(*args)
 
     def _plan_for(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> SplitPlan:
@@ -90,9 +91,9 @@ class GraphRunner:
         buckets = predict_buckets([*own.values()], state.get(ddp).rules)
         return plan.with_parameters(own).with_buckets(buckets)
 
-    def unsettle(self) -> None:
-        """Look at the next DDP module again: its buckets have changed."""
-        self._settled_ddp = lambda: None
+    def read_again(self) -> None:
+        """Compare buckets again at the next call."""
+        self._compared_ddp = lambda: None
 
 
 def _may_be_seen(ddp: DistributedDataParallel) -> bool:

@@ -23,11 +23,11 @@ Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
 
 
-class Settled(Protocol):
-    """An object that has stopped looking at a DDP module, because its buckets are known."""
+class BucketReader(Protocol):
+    """An object that keeps what it has read of a DDP module's buckets."""
 
-    def unsettle(self) -> None:
-        """Look again."""
+    def read_again(self) -> None:
+        """Read them at the next opportunity: they have changed."""
 
 
 class DDPState:
@@ -60,7 +60,7 @@ class DDPState:
         self._is_planned = False
         self._num_questions = 0
         self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
-        self._settled: weakref.WeakSet[Settled] = weakref.WeakSet()
+        self._readers: weakref.WeakSet[BucketReader] = weakref.WeakSet()
         # While better buckets are searched graphs are cut finely; `is_provisional` says that they
         # will be cut again. `expected_buckets` are those of a plan that is about to be applied.
         self.is_searching = False
@@ -110,27 +110,28 @@ class DDPState:
             for other in frames
             if number[other] > number[frame] and any(p.index in parameters for p in by_frame[other])
         )
-        first = frame if frame in by_frame else next(replaced, None)
-        own = frames.index(first) if first is not None else len(frames)
-        later = [p for other in reversed(frames[own:]) if other != frame for p in by_frame[other]]
-        earlier = [p for other in reversed(frames[:own]) for p in by_frame[other]]
+        place_of = frame if frame in by_frame else next(replaced, None)
+        place = frames.index(place_of) if place_of is not None else len(frames)
+        later = [p for other in reversed(frames[place:]) if other != frame for p in by_frame[other]]
+        earlier = [p for other in reversed(frames[:place]) for p in by_frame[other]]
         return tuple(later), tuple(earlier)
 
     @property
     def rules(self) -> ReducerRules:
-        ddp, known = self._module(), self._rules
+        """How the Reducer forms buckets now: the same object until that changes."""
+        ddp, rules, is_provisional = self._module(), self._rules, self.is_provisional
         is_rebuilt = _torch.follows_arrival_order(ddp)
-        now = (is_rebuilt, self.is_provisional)
-        if known is None or (known.is_rebuilt, known.is_provisional) != now:
-            caps = _torch.reducer_caps(ddp) if known is None else known.caps_bytes
-            known = ReducerRules(
-                caps_bytes=caps,
+        if rules is None or (rules.is_rebuilt, rules.is_provisional) != (
+            is_rebuilt,
+            is_provisional,
+        ):
+            rules = self._rules = ReducerRules(
+                caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
                 is_rebuilt=is_rebuilt,
-                is_provisional=self.is_provisional,
+                is_provisional=is_provisional,
                 arrives_last=_torch.awaiting_delayed(ddp),
             )
-            self._rules = known
-        return known
+        return rules
 
     def take_new_limits(self) -> None:
         """Cut graphs by the Reducer's new limits, and compile them anew."""
@@ -168,13 +169,13 @@ class DDPState:
         self.reported_buckets, self._num_questions = None, 0
         for plan in self.plans:
             self.keep(plan, self.nodes[plan.graph])
-        for runner in self._settled:
-            runner.unsettle()
-        self._settled.clear()
+        for reader in self._readers:
+            reader.read_again()
+        self._readers.clear()
 
-    def settle(self, runner: Settled) -> None:
-        """Tell `runner` when buckets change; until then it need not look."""
-        self._settled.add(runner)
+    def notify_when_buckets_change(self, reader: BucketReader) -> None:
+        """Have `reader` read again when they next change; until then it need not."""
+        self._readers.add(reader)
 
     @property
     def has_forward_sections(self) -> bool:
@@ -271,6 +272,7 @@ def forget_all() -> None:
     has_drifted = False
 
 
+# Modes in which a module keeps its buckets, DDP's allreduce, and itself from a check's copies.
 KEEPING_BUCKETS = (
     DDPMode.MIXED_PRECISION,
     DDPMode.OPTIMIZER_IN_BACKWARD,
