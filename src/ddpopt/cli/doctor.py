@@ -313,8 +313,6 @@ def choices_table(taken_s: float | None) -> Table:
 
 
 def choices_data(taken_s: float | None) -> list[dict[str, Any]]:
-    rows = []
-    for choice in CHOICES:
-        least_ms = None if taken_s is None else choice.least * taken_s * 1e3
-        rows.append({"computation_at_least_ms": least_ms, "write": choice.write})
-    return rows
+    least_ms = (None if taken_s is None else choice.least * taken_s * 1e3 for choice in CHOICES)
+    pairs = zip(least_ms, CHOICES, strict=True)
+    return [{"computation_at_least_ms": ms, "write": choice.write} for ms, choice in pairs]
