@@ -6,16 +6,19 @@ import functools
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
 from ddpopt.errors import Reason
-from ddpopt.split import driver
+from ddpopt.split import driver, state
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
@@ -48,6 +51,37 @@ def test_the_backend_is_found_without_an_import() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["2.0", "True"]
+
+
+def _train_without_ddp(_rank: int, kind: str) -> list[str]:
+    """Return the warnings of two models that are trained without DDP, if `kind` does not wrap."""
+    warned: list[str] = []
+    ddpopt.backend._warn_of_ranks.cache_clear()
+    keep = lambda text, *args: warned.append(text % args)  # noqa: E731
+    with mock.patch.object(ddpopt.backend._logs, "warning", keep):
+        for _ in range(2):
+            torch._dynamo.reset()
+            model: torch.nn.Module = MLP()
+            num_before = len(warned)
+            if kind == "fully_shard":
+                fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            if kind == "DDP":
+                model = DistributedDataParallel(model)
+            with mock.patch.object(state, "has_modules", return_value=kind == "DDP"):
+                run = torch.compile(model, backend="ddpopt", options={"inner": "eager"})
+                with torch.no_grad():
+                    run(_x())
+                assert len(warned) == num_before
+                run(_x()).sum().backward()
+    return warned
+
+
+@pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
+def test_ranks_that_train_without_ddp_are_warned_once(ranks: Ranks, kind: str) -> None:
+    """Nothing would tell them that their gradients stay apart; an evaluation has none."""
+    for warned in ranks.run(_train_without_ddp, kind):
+        assert len(warned) == (0 if kind == "DDP" else 1)
+        assert all("Wrap the model in DistributedDataParallel" in text for text in warned)
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

@@ -43,6 +43,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Import `DataParallel` on first use: to keep its forward from Dynamo, it imports Dynamo."""
     if name == "__version__":

@@ -8,10 +8,12 @@ DDPOptimizer.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +70,8 @@ def backend(
         compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
         version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
     else:
+        if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
+            _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
         compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
         agree.publish(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
@@ -79,6 +83,25 @@ def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
         decision.watch(ddp)
     else:
         tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
+
+
+def _trains_without_ddp(example_inputs: Sequence[Any]) -> bool:
+    """Whether the graph's parameters are trained, while no DDP module is known."""
+    return not state.has_modules() and any(
+        isinstance(value, torch.nn.Parameter) and value.requires_grad for value in example_inputs
+    )
+
+
+@functools.cache
+def _warn_of_ranks(num_ranks: int) -> None:
+    """Warn, once, that nothing is split here, if there are several ranks."""
+    if num_ranks > 1:
+        _logs.warning(
+            "%d ranks run this model outside DistributedDataParallel: there ddpopt splits nothing, "
+            "and reduces no gradients. Wrap the model in DistributedDataParallel; with "
+            "fully_shard, which reduces them itself, use backend='inductor'",
+            num_ranks,
+        )
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
     assert planned[0] != planned[1] == planned[2] == planned[3]
 
 
+def test_after_an_evaluation_explain_still_says_what_completes_buckets(one_rank: None) -> None:
+    """Its graph has no gradients, and is no recompile; nor are DDP's own times kept back."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+    compiled = _compile(ddp)
+    assert "measured: nothing yet" in str(ddpopt.explain(ddp).hints)
+    for _ in range(4):
+        compiled(torch.randn(2, 64)).sum().backward()
+    before = ddpopt.explain(ddp)
+    with torch.no_grad():
+        compiled(torch.randn(2, 64))
+    after = ddpopt.explain(ddp)
+    assert len(after.plans) == 2
+    assert after.buckets == before.buckets
+    assert all("section" in bucket.completed_by for bucket in after.buckets)
+    assert ddpopt.metrics(ddp)["ddpopt.recompiles"] == 0
+    assert re.search(r"measured by DDP: in step 3, backward [\d.]+ ms, of it", str(after))
+
+
 # ---- as JSON and as files ----------------------------------------------------------------------
 
 
@@ -169,7 +188,9 @@ def test_buckets_have_predicted_and_measured_times(
 
     A forward that is not cut has no sections to measure.
     """
-    document = _explain(is_recorded=True, **options).to_dict()
+    explanation = _explain(is_recorded=True, **options)
+    assert "slower ones, which is measured, not predicted" in str(explanation)
+    document = explanation.to_dict()
     assert len(document["buckets"]) == 3
     for bucket in document["buckets"]:
         predicted, measured = bucket["predicted"], bucket["measured"]

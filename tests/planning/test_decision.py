@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import _events
 from ddpopt._torch import LoggedStep
-from ddpopt.planning import decision
+from ddpopt.planning import AllreduceCost, decision
+from ddpopt.planning.timer import Measured
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -99,3 +100,30 @@ def test_what_could_be_won_is_what_the_cost_model_says(ranks: Ranks) -> None:
     late, _ = ranks.run(_estimate, WAITING._replace(overlap_s=0.0), [12])
     assert 0.25 < late < 0.35
     assert ranks.run(_estimate, HIDDEN, [2] * 6)[0] < 0.02
+
+
+def _decide(_rank: int, left_s: float, allreduce_s: float) -> decision.Decision:
+    """Decide for one bucket, whose allreduce follows 40 ms of backward, and `left_s` more."""
+    ddp = DistributedDataParallel(MLP())
+    num_bytes = sum(p.numel() * p.element_size() for p in ddp.parameters())
+    measured = Measured(
+        buckets=(tuple(reversed(range(12))),),
+        ready_s=tuple(k * 0.04 / 12 for k in range(1, 13)),
+        forward_s=0.06,
+        backward_s=0.04 + allreduce_s + left_s,
+    )
+    cost = AllreduceCost(startup_s=0.0, s_per_byte=allreduce_s / num_bytes)
+    return decision.decide(ddp, [measured] * 2, cost)
+
+
+def test_a_small_gain_has_to_exceed_the_predictions_error(ranks: Ranks) -> None:
+    """A gain of some 5 % does not, if as much of the iteration is unexplained; 20 % is large."""
+    sure, _ = ranks.run(_decide, 0.0, 0.007)
+    unsure, _ = ranks.run(_decide, 0.008, 0.007)
+    large, _ = ranks.run(_decide, 0.03, 0.05)
+    assert sure.is_better
+    assert 0.03 < sure.gain < 0.1
+    assert not unsure.is_better
+    assert 0.03 < unsure.gain < 0.1
+    assert "7.0%, since the prediction leaves 7.0% of one unexplained" in unsure.text
+    assert large.is_better

@@ -142,6 +142,7 @@ class _Trainee:
         """Return medians over the turns; a throughput above 1 means faster than that peer."""
         result: dict[str, Any] = {"peer": self.name, "cap_mb": self.cap_mb}
         result["step_s"] = statistics.median(self.turns_s)
+        result["fastest_s"], result["slowest_s"] = min(self.turns_s), max(self.turns_s)
         for name in _BASELINES:
             other = known.get((name, self.cap_mb))
             pairs = zip(other.turns_s, self.turns_s, strict=True) if other else ()
@@ -208,14 +209,17 @@ def _parts(data: Mapping[str, Any]) -> list[str | Table]:
     rows = []
     for result in data["results"]:
         ratios = [result[f"throughput_of_{name}"] for name in _BASELINES]
-        shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        shown = ["-" if ratio is None else f"{1 / ratio:.2f}" for ratio in ratios]
+        times = map(format_ms, (result["step_s"], result["fastest_s"], result["slowest_s"]))
         peer, description = result["peer"], PEERS[result["peer"]].description
-        rows.append((_cap(result), peer, format_ms(result["step_s"]), *shown, description))
-    header = ("cap MiB", "peer", "step ms", *(f"of {name}" for name in _BASELINES), "")
+        rows.append((_cap(result), peer, *times, *shown, description))
+    times_of = (f"/ {name}'s" for name in _BASELINES)
+    header = ("cap MiB", "peer", "step ms", "from", "to", *times_of, "")
     parts: list[str | Table] = [
         f"{count(data['world_size'], 'rank')} ({data['backend']}), inner compiler {data['inner']}, "
-        f"{count(data['rounds'], 'round')} of {count(data['steps'], 'step')}; throughput as a "
-        "multiple\n",
+        f"{count(data['rounds'], 'round')} of {count(data['steps'], 'step')}\n"
+        "a step's time: the median round's, the fastest's and the slowest's (differences within "
+        "these are noise), and as a multiple of a peer's, below 1 if faster\n",
         Table(header=header, rows=rows),
     ]
     notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in data["results"] if r["tuning"]]

@@ -169,7 +169,7 @@ def run_calibrate(args: argparse.Namespace, _screen: Screen) -> Report | None:
         f"  meanwhile computation loses {cost.interference:.0%} of its speed, and beside "
         f"computation bytes take {cost.contention:.2f} times as long; each launch keeps it up by "
         f"{cost.launch_s * 1e3:.3f} ms\n"
-        f"  for ddpopt.plan: network=ddpopt.{cost!r}, world_size={world_size}"
+        f"  for ddpopt.plan: network=ddpopt.planning.{cost!r}, world_size={world_size}"
     ]
     if args.output is not None:
         with explained(f"{args.output} cannot be written"):

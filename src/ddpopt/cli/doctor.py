@@ -54,7 +54,7 @@ class Check(NamedTuple):
 
 
 def run(args: argparse.Namespace, screen: Screen) -> Report | None:
-    """Check; the status is 1 if a small model could not be split as requested.
+    """Check; the status is 1 if no model could be trained, or a small one not split as requested.
 
     With `model_mb`, the network between torchrun's processes is measured, and rank 0 reports.
     """
@@ -69,8 +69,11 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
         found = find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
     trials = [_try(split) for split in screen.track(SPLITS[1:], "checking")]
-    checks = [*_installed(), *_environment(), _names(found), *trials]
-    can_split = all(trial.is_ok for trial in trials)
+    compiler = _compiler()
+    checks = [*_installed(), compiler, *_environment(), _names(found), *trials]
+    needed = trials if torch.accelerator.is_available() else [compiler, *trials]
+    missing = [check.name for check in needed if not check.is_ok]
+    can_split = not missing
     rows = [
         (check.name, "ok" if check.is_ok else "problem", "; ".join(filter(None, check[1:])))
         for check in checks
@@ -82,7 +85,8 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
             for row, is_found in found.items()
         ]
         parts += ["", Table(header=("", "private name of torch", "for"), rows=shown)]
-    parts.append(f"\ntraining can {'' if can_split else 'not '}be split here\n")
+    lacking = f"not be split here; see {', '.join(missing)} above" if missing else "be split here"
+    parts.append(f"\ntraining can {lacking}\n")
     if taken_s is None:
         parts.append("allreduces, in an iteration: --model-mb measures them, under torchrun\n")
     else:
@@ -117,19 +121,22 @@ def _installed() -> Iterator[Check]:
     yield _look('backend="ddpopt"', found, "torch.compile does not know it", _INSTALL)
     found = ", ".join(filter(dist.is_backend_available, _BACKENDS))
     yield _look("process groups", found, "none", "install a build of torch that has gloo or nccl")
-    # The compiler that Inductor uses for C++, as in its `config.cpp.cxx`.
-    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    yield _look(
-        "C++ compiler",
-        shutil.which(name),
-        f"there is no {name}, which Inductor needs on CPUs",
-        "install it (Debian: apt-get install g++), set CXX, or use inner='aot_eager'",
-    )
     try:
         _torch.graph_logger()
         yield Check("TORCH_LOGS names", "dynamo, distributed, ddp, +ddpopt; ddp_graphs")
     except ValueError as error:
         yield Check("TORCH_LOGS names", str(error), _INSTALL_TORCH)
+
+
+def _compiler() -> Check:
+    """Look for what Inductor compiles C++ with, as in its `config.cpp.cxx`."""
+    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return _look(
+        "C++ compiler",
+        shutil.which(name),
+        f"there is no {name}, which Inductor needs on CPUs",
+        "install it (Debian: apt-get install g++), set CXX, or use inner='aot_eager'",
+    )
 
 
 def _look(name: str, found: str | None, problem: str, remedy: str) -> Check:
@@ -306,8 +313,6 @@ def choices_table(taken_s: float | None) -> Table:
 
 
 def choices_data(taken_s: float | None) -> list[dict[str, Any]]:
-    rows = []
-    for choice in CHOICES:
-        least_ms = None if taken_s is None else choice.least * taken_s * 1e3
-        rows.append({"computation_at_least_ms": least_ms, "write": choice.write})
-    return rows
+    least_ms = (None if taken_s is None else choice.least * taken_s * 1e3 for choice in CHOICES)
+    pairs = zip(least_ms, CHOICES, strict=True)
+    return [{"computation_at_least_ms": ms, "write": choice.write} for ms, choice in pairs]

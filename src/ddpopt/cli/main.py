@@ -112,12 +112,8 @@ def _explain(command: _Parser) -> None:
     command.set_defaults(command="commands:run_explain")
     _add_factory(command)
     add = command.add_argument
-    add(
-        "--split",
-        default="auto",
-        metavar="auto|backward|forward",
-        help="which graph to split (default: %(default)s)",
-    )
+    graph = "which graph to split (default: %(default)s)"
+    add("--split", default="auto", metavar="auto|backward|forward", help=graph)
     add("--inner", default="aot_eager", help="what compiles each section (default %(default)s)")
     cap = "size of DDP's buckets (default: DDP's own, 25)"
     add("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap)

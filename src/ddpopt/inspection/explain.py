@@ -28,13 +28,13 @@ from ddpopt._text import (
     table,
     write_text,
 )
-from ddpopt.errors import OptionError
+from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedExchange, RecordedStep
 from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.costs import ALLREDUCE, SHARDED
-from ddpopt.planning.decision import communication_of, hint_of
+from ddpopt.planning.decision import communication_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
@@ -44,7 +44,7 @@ from ddpopt.split.plan import NodeText, SplitPlan
 if TYPE_CHECKING:
     import networkx
 
-_NOTHING_MEASURED = "measured: nothing yet; run some steps in `with ddpopt.record(ddp):`"
+_RECORD = "run some steps in `with ddpopt.record(ddp):`"
 _NOTHING_PREDICTED = "predicted: nothing; give explain a plan of ddpopt.plan"
 _OR_TUNE = ", or find buckets by buckets='auto'"
 # The times of a bucket, by the attribute that has them, and what a table calls them.
@@ -230,6 +230,8 @@ class Explanation:
                 f"communication; no buckets can make it shorter than {format_ms(t.bound_s)}",
                 f"  ({self.basis})",
             ]
+        if self.measured and self.predicted:
+            lines.append("  (ranks also wait for slower ones, which is measured, not predicted)")
         return "\n".join(lines)
 
     def _gathers(self) -> str:
@@ -334,11 +336,11 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     buckets = _find_buckets(ddp, known.plans)
     communication = communication_of(ddp)
     predicted = _predict(buckets, costs, communication) if costs and buckets else None
-    hints = [] if measured else [_NOTHING_MEASURED]
+    hints = [] if measured else [_measured_by_ddp(ddp)]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
-    if search is None and hint_of(ddp):
-        hints.append(hint_of(ddp))
+    if search is None and known.hint:
+        hints.append(known.hint)
     return Explanation(
         model=type(ddp.module).__name__,
         plans=known.plans,
@@ -355,6 +357,20 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     )
 
 
+def _measured_by_ddp(ddp: DistributedDataParallel) -> str:
+    """Say what is known without a recording: times that DDP takes, as `metrics` has them."""
+    try:
+        step = _torch.last_logged_step(ddp)
+    except TorchDriftError:
+        step = None
+    if step is None or not step.number:
+        return f"measured: nothing yet; {_RECORD}"
+    text = f"in step {step.number}, backward {format_ms(step.backward_s + step.exposed_s)} ms"
+    if state.get(ddp).metrics_source() is None:  # of an algorithm's communication DDP knows nothing
+        text += f", of it {format_ms(step.exposed_s)} waiting for communication"
+    return f"measured by DDP: {text}; for each bucket's times, {_RECORD}"
+
+
 def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[BucketReport]:
     """Pair DDP's buckets with the latest plan of the whole model, which knows the most graphs."""
     whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
@@ -362,7 +378,8 @@ def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> l
     reported = state.get(ddp).reported_buckets or ()
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if reported else {}
     actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
-    newest = {plan.frame: plan for plan in plans}.values()  # of a frame's compiles
+    # The newest of a frame's compiles that have gradients: not those of an evaluation.
+    newest = {plan.frame: plan for plan in plans if plan.arrival}.values()
     reports = []
     for index, (ours, theirs) in enumerate(itertools.zip_longest(planned, actual, fillvalue=())):
         names = {parameter.name for parameter in ours or theirs}

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._events import Priority, StepClock, observe, watch_forwards
+from ddpopt.errors import Reason
 from ddpopt.planning import rebucket
 from ddpopt.split import state
 
@@ -25,7 +26,8 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     allreduces, communication from the first launch to the last end, and the part of it that was
     exposed, that is, for which backward waited. The bus bandwidth is what each rank's link carries
     if allreduces are rings: 2 (n - 1) / n times the bytes, on n ranks (as NCCL's tests define it).
-    `ddpopt.recompiles` counts all compiles of a frame but the first.
+    `ddpopt.recompiles` counts all compiles of a frame but the first with gradients, and the
+    first without, as in evaluation.
 
     An attached algorithm adds what its `Handle.metrics` returns; DDP knows nothing of what it
     communicates, and those numbers are left out, as is what is not known yet.
@@ -44,14 +46,14 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         clock = known.step_clock = StepClock()
         watch_forwards()
         observe(ddp, Priority.METRICS, clock)
-    known = state.get(ddp)
     plans = known.plans
+    first_compiles = {(plan.frame, plan.fallback is Reason.NO_GRAD) for plan in plans}
     found: dict[str, float] = {
         "ddpopt.graphs": len(plans),
         "ddpopt.graphs_compiled_whole": sum(plan.fallback is not None for plan in plans),
         "ddpopt.sections": sum(len(plan.sections) for plan in plans),
-        "ddpopt.recompiles": len(plans) - len({plan.frame for plan in plans}),
-        "ddpopt.has_planned_buckets": float(rebucket.plan_of(ddp) is not None),
+        "ddpopt.recompiles": len(plans) - len(first_compiles),
+        "ddpopt.has_bucket_plan": float(rebucket.plan_of(ddp) is not None),
     }
     if clock.step_s is not None:
         found["ddpopt.step.ms"] = clock.step_s * 1e3

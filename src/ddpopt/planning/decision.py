@@ -24,7 +24,9 @@ from ddpopt.planning.timeline import Timeline, predict, undisturbed
 from ddpopt.planning.timer import Measured
 from ddpopt.split import state
 
-_LEAST_GAIN = 0.03  # of an iteration, as predicted
+# Parts of an iteration, as predicted; a gain in between has to exceed the prediction's own error.
+_LEAST_GAIN = 0.03
+_LARGE_GAIN = 0.1
 _LEAST_MEASURED_GAIN = 0.01
 STAY = "buckets stay as they are"
 
@@ -35,10 +37,7 @@ class Decision(NamedTuple):
     text: str
     plan: str = ""
     gain: float = 0.0
-
-    @property
-    def is_better(self) -> bool:
-        return self.gain >= _LEAST_GAIN
+    is_better: bool = False
 
 
 def communication_of(ddp: DistributedDataParallel) -> str:
@@ -57,7 +56,9 @@ def decide(
             return Decision(f"{STAY}: rank {rank} has others than rank 0")
     compared = _compare(ddp, gathered, cost)
     gain, num_own, num_best = compared.gain, len(gathered[0].buckets), len(compared.plan.buckets)
-    if gain >= _LEAST_GAIN:
+    needed = min(max(_LEAST_GAIN, compared.error), _LARGE_GAIN)
+    is_better = gain >= needed
+    if is_better:
         text = (
             f"buckets change, {num_own} to {num_best}: iterations are predicted to get {gain:.0%} "
             "shorter"
@@ -65,23 +66,34 @@ def decide(
     else:
         text = (
             f"{STAY}, {num_own}: with the best, {num_best}, iterations are predicted to get "
-            f"{max(gain, 0.0):.0%} shorter, and a change has to save {_LEAST_GAIN:.0%}"
+            f"{max(gain, 0.0):.1%} shorter, and a change has to save {needed:.1%}"
         )
+        if needed > _LEAST_GAIN:
+            text += f", since the prediction leaves {compared.error:.1%} of one unexplained"
     lines = [text, "", *_describe_times(compared), "", *_describe_cost(cost)]
-    return Decision("\n".join(lines), compared.plan.to_json(), gain)
+    return Decision("\n".join(lines), compared.plan.to_json(), gain, is_better)
 
 
 class _Compared(NamedTuple):
-    """The best plan, and the iterations predicted with DDP's own buckets and with it."""
+    """The best plan, and the iterations predicted with DDP's own buckets and with it.
+
+    `left_s` is the part of the measured backward that the prediction does not explain.
+    """
 
     plan: BucketPlan
     own: Timeline
     best: Timeline
+    left_s: float
 
     @property
     def gain(self) -> float:
         """The part of an iteration that the best plan saves."""
         return 1 - self.best.iteration_s / self.own.iteration_s
+
+    @property
+    def error(self) -> float:
+        """The prediction's error with DDP's own buckets, as a part of an iteration."""
+        return abs(self.left_s) / self.own.iteration_s
 
 
 def _compare(
@@ -89,15 +101,15 @@ def _compare(
 ) -> _Compared:
     communication = communication_of(ddp)
     sizes = [len(bucket) for bucket in gathered[0].buckets]
-    profile = _profile(ddp, gathered, sizes, cost)
+    profile, left_s = _profile(ddp, gathered, sizes, cost)
     world_size = dist.get_world_size(ddp.process_group)
     plan = plan_buckets(profile, cost, world_size, communication)
-    return _Compared(plan, predict(profile, sizes, cost, communication), plan.timeline())
+    return _Compared(plan, predict(profile, sizes, cost, communication), plan.timeline(), left_s)
 
 
 def _describe_times(compared: _Compared) -> list[str]:
     after_s = compared.plan.profile.after_s
-    _, own, best = compared
+    own, best = compared.own, compared.best
     times = {
         "iteration": (own.iteration_s, best.iteration_s),
         "of it waiting for communication": (own.exposed_s, best.exposed_s),
@@ -130,13 +142,14 @@ def _profile(
     gathered: Sequence[Measured],
     sizes: Sequence[int],
     cost: AllreduceCost,
-) -> Profile:
-    """Return the computation of the slowest rank without communication.
+) -> tuple[Profile, float]:
+    """Return the computation of the slowest rank without communication, and what is left over.
 
-    The part of the measured backward that the model does not explain is assumed to follow all
-    allreduces. A Reducer that looks for unused parameters does not have its buckets in the order of
-    arrival, in which they are planned; it is assumed to have as many gradients in each of them.
-    With sharded updates measured times contain no waiting, and sums take half of an allreduce.
+    That is the part of the measured backward that the model does not explain; it is assumed to
+    follow all allreduces. A Reducer that looks for unused parameters does not have its buckets in
+    the order of arrival, in which they are planned; it is assumed to have as many gradients in each
+    of them. With sharded updates measured times contain no waiting, and sums take half of an
+    allreduce.
     """
     is_sharded = communication_of(ddp) == SHARDED
     each = cost.half if is_sharded else cost
@@ -166,7 +179,7 @@ def _profile(
     explained = predict(profile, sizes, each)
     explained_s = explained.computed_s if is_sharded else explained.backward_s
     left_s = max(m.backward_s for m in gathered) - explained_s
-    return dataclasses.replace(profile, after_s=max(0.0, left_s))
+    return dataclasses.replace(profile, after_s=max(0.0, left_s)), left_s
 
 
 class Verdict(NamedTuple):
@@ -195,13 +208,7 @@ def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain:
 # ---- A hint, where DDP keeps its buckets --------------------------------------------------------
 
 _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
-_LEAST_HINTED_GAIN = 0.1  # of an iteration
 _STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
-
-
-def hint_of(ddp: DistributedDataParallel) -> str:
-    """Return what better buckets are estimated to save, "" if that is little or not known."""
-    return state.get(ddp).hint or ""
 
 
 def watch(ddp: DistributedDataParallel) -> None:
@@ -249,10 +256,10 @@ class _Watch(StepClock):
         steps, iterations_s = zip(*self._steps.values(), strict=True)
         step = _torch.LoggedStep(*map(statistics.median, zip(*steps, strict=True)))
         iteration_s = statistics.median(iterations_s)
-        if step.exposed_s < _LEAST_HINTED_GAIN * iteration_s or find_lasting_obstacle(ddp):
+        if step.exposed_s < _LARGE_GAIN * iteration_s or find_lasting_obstacle(ddp):
             return ""
         gain = estimate_gain(ddp, buckets, step, iteration_s)
-        if gain < _LEAST_HINTED_GAIN:
+        if gain < _LARGE_GAIN:
             return ""
         return (
             f"of an iteration of {format_ms(iteration_s)} ms {format_ms(step.exposed_s)} are spent "

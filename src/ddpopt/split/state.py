@@ -231,6 +231,11 @@ def get(ddp: DistributedDataParallel) -> DDPState:
     return state
 
 
+def has_modules() -> bool:
+    """Whether anything is known about any DDP module."""
+    return bool(_states)
+
+
 def is_copy(ddp: DistributedDataParallel) -> bool:
     """Whether a check made this module."""
     known = _states.get(ddp)
