@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from benchmarks.harness.simplefsdp import Replicated, compile_scheduled
 from ddpopt.algorithms import Algorithm, ShardedUpdate
 
 Compiled = Callable[..., Any]
@@ -95,18 +97,30 @@ def compile_split(split: str, **more: Any) -> Compile:
     return compile_
 
 
-def _fully_shard(module: nn.Module, **_of_ddp: object) -> nn.Module:
-    """Have FSDP2 shard a model by the members of its lists of layers, as its documentation does."""
-    device = next(module.parameters()).device
-    options: dict[str, Any] = {
-        "mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-        "reshard_after_forward": False,
-    }
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the members of a model's lists of layers, inner ones first."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    for layer in (layer for part in reversed(lists) for layer in part):
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, **options)
-    return fully_shard(module, **options)
+    layers = [layer for part in reversed(lists) for layer in part]
+    return [layer for layer in layers if any(True for _ in layer.parameters())]
+
+
+def _by_layer(distribute: Callable[..., Any], **options: Any) -> Wrap:
+    """Have FSDP2 take a model layer by layer, as its documentation does."""
+
+    def wrap(module: nn.Module, **_of_ddp: object) -> nn.Module:
+        device = next(module.parameters()).device
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for part in (*_layers(module), module):
+            distribute(part, mesh=mesh, **options)
+        return module
+
+    return wrap
+
+
+def _compile_layers(module: nn.Module, inner: str, options: dict[str, Any]) -> Compiled:
+    for layer in _layers(module):
+        layer.compile(backend=inner, options=options or None)
+    return module
 
 
 def _compiled_autograd(inner: str) -> contextlib.AbstractContextManager[object]:
@@ -122,6 +136,8 @@ def _compiler(inner: str) -> Any:
 
 _cut, _tuned = compile_split("backward"), compile_split("backward", buckets="auto")
 _zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, fused=True)
+_sharded = _by_layer(fully_shard, reshard_after_forward=False)
+_replicated = _by_layer(replicate)
 _behind_forward = functools.partial(ShardedUpdate, overlap_forward=True)
 _ALL = (
     Peer("eager", "DDP, not compiled", lambda ddp, _inner, _options: ddp),
@@ -139,7 +155,9 @@ _ALL = (
     Peer("backward", "ddpopt, cut in backward", _cut),
     Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True),
     Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
-    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fully_shard, has_buckets=False),
+    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _sharded, has_buckets=False),
+    Peer("replicate", "FSDP2's replicate", _compile_layers, _replicated, has_buckets=False),
+    Peer("simplefsdp", "SimpleFSDP, replicated", compile_scheduled, Replicated, has_buckets=False),
     Peer("sharded", "ddpopt, sharded update", _tuned, is_tuned=True, algorithm=ShardedUpdate),
     Peer(
         "overlapped",

@@ -134,13 +134,13 @@ class Session:
     def end(self, losses: Mapping[str, Mapping[str, float]], tolerance: float = 1e-3) -> int:
         """Say where everything is; return 1 if something failed or computed something else.
 
-        `losses` are first losses by what has to have the same one, and by peer.
+        `losses` are losses by what has to have the same one, and by peer.
         """
         differences = []
         for what, by_peer in losses.items():
             base = next(iter(by_peer), "")
             differences += [
-                f"{what}: {name}'s first loss is {loss}, {base}'s {by_peer[base]}"
+                f"{what}: {name}'s loss is {loss}, {base}'s {by_peer[base]}"
                 for name, loss in by_peer.items()
                 if not abs(loss - by_peer[base]) <= tolerance * abs(by_peer[base])
             ]

@@ -69,10 +69,14 @@ class StepTimes(NamedTuple):
 
 
 class FirstSteps(NamedTuple):
-    """What the first steps cost: `compile_s` is how much longer the first took than later ones."""
+    """What the first steps cost: `compile_s` is how much longer the first took than later ones.
+
+    `loss` is the first step's, `later_loss` that of the fourth, after three updates.
+    """
 
     compile_s: float
     loss: float
+    later_loss: float
 
 
 class Facts(NamedTuple):

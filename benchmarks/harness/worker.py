@@ -110,7 +110,7 @@ class Worker:
         first_s, loss = time.perf_counter() - start_s, float(self._loss)
         later_s = statistics.median(step.iteration_s for step in self.steps(0, 3))
         (first_s,) = self._slowest([first_s])
-        return FirstSteps(compile_s=max(0.0, first_s - later_s), loss=loss)
+        return FirstSteps(max(0.0, first_s - later_s), loss, later_loss=float(self._loss))
 
     def steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         moments: list[Moments] = []

@@ -97,10 +97,15 @@ class _Run:
         self.session.write(found, list(lines))
 
     def losses(self) -> dict[str, dict[str, float]]:
-        """Return first losses, which are equal for all peers of a model and cap."""
+        """Return losses, which are equal for all peers of a model and cap.
+
+        Those of the fourth step tell whether gradients were reduced.
+        """
         found: dict[str, dict[str, float]] = {}
         for own in self.compilations:
-            found.setdefault(f"{own.model}, cap {own.cap}", {})[own.peer] = own.loss
+            where = f"{own.model}, cap {own.cap}"
+            found.setdefault(f"{where}, first step", {})[own.peer] = own.loss
+            found.setdefault(f"{where}, fourth step", {})[own.peer] = own.later_loss
         return found
 
 
@@ -117,7 +122,8 @@ def _start_cold_then_warm(
             team.wait_until_ready()
             first, facts = team.ask("first_steps"), team.ask("facts")
             num_buckets = len(team.ask("bucket_bytes"))
-            found[peer] = Compilation(first.loss, num_buckets, first.compile_s, facts=facts)
+            losses = first.loss, first.later_loss
+            found[peer] = Compilation(*losses, num_buckets, first.compile_s, facts=facts)
             session.say(f"{session.where}, {peer}: compiled in {first.compile_s:.1f} s")
     for peer in found:
         session.teams[peer] = stack.enter_context(open_(peer))
@@ -142,7 +148,7 @@ def _start_at_once(
     def first_steps(team: Team) -> Compilation:
         team.wait_until_ready()
         first, buckets = team.ask("first_steps"), team.ask("bucket_bytes")
-        return Compilation(first.loss, len(buckets), first.compile_s)
+        return Compilation(first.loss, first.later_loss, len(buckets), first.compile_s)
 
     found = {}
     with ThreadPoolExecutor(len(session.teams)) as pool:

@@ -22,6 +22,7 @@ class Compilation(NamedTuple):
     """
 
     loss: float
+    later_loss: float
     num_buckets: int
     cold_s: float
     warm_s: float | None = None

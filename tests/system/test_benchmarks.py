@@ -10,14 +10,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import cluster  # noqa: E402
+from benchmarks.harness.models import Chain, Model  # noqa: E402
 from benchmarks.harness.peers import find_peer  # noqa: E402
+from benchmarks.harness.teams import Setting, Task  # noqa: E402
+from benchmarks.harness.worker import Worker  # noqa: E402
+from tests.support.ranks import Ranks  # noqa: E402
 
 NOT_EMULATED = cluster.why_not_emulated()
 needs_network = pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED)
@@ -102,6 +110,58 @@ def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -
     is_drawn = importlib.util.find_spec("matplotlib") is not None
     assert bool(list(tmp_path.glob("timeline-*.png"))) == is_drawn
     assert _namespaces(run.pid) == []
+
+
+def _layers() -> Chain:
+    return Chain(*(nn.Linear(64, 64) for _ in range(4)))
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(16, 64), "targets": torch.randint(64, (16,))}
+
+
+LAYERS = Model("layers", "four layers of 64 x 64", _layers, _batch)
+NUM_PARAMETERS = 8
+
+
+def _train_as(rank: int, peer: str, inner: str) -> tuple[tuple[float, float], int]:
+    """Return the losses of the first and the fourth step, and the allreduces in a later graph."""
+    setting = Setting(inner=inner, num_threads=None, folder=Path())
+    task = Task(
+        setting=setting, peer=peer, model=f"{__name__}:LAYERS", cap_mb=None,
+        rank=rank, num_ranks=2, store="", meeting="",
+    )  # fmt: skip
+    with mock.patch("benchmarks.harness.worker.join"):  # these ranks have a process group
+        worker = Worker(task)
+    first = worker.first_steps()
+    worker.lone_steps(0, 2)
+    with profile() as profiler:
+        worker.steps(0, 1)
+    names = [event.name for event in profiler.events()]
+    counted = sum(name.startswith("_c10d_functional::all_reduce") for name in names)
+    return (first.loss, first.later_loss), counted
+
+
+def test_peers_without_ddp_compute_what_ddp_does(ranks: Ranks) -> None:
+    """Also after updates; the allreduces of one are in its compiled backward."""
+    alike = ("replicate", "simplefsdp")
+    (base, _), (other, _) = ranks.run(_train_as, "eager", "aot_eager")
+    assert base != other  # each has a batch of its own
+    for peer, num_in_graph in zip(alike, (0, NUM_PARAMETERS), strict=True):
+        found = ranks.run(_train_as, peer, "aot_eager")
+        assert [counted for _, counted in found] == [num_in_graph] * 2
+        for (losses, _), expected in zip(found, (base, other), strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_inductor_schedules_allreduces_for_the_rate_that_it_is_told(ranks: Ranks) -> None:
+    """On a CPU, whose rates have to be told as well: fewer allreduces, and the same losses."""
+    plain = ranks.run(_train_as, "simplefsdp", "aot_eager")
+    told = ranks.run(_train_as, "simplefsdp:gbit=1", "inductor")
+    for (losses, counted), (expected, _) in zip(told, plain, strict=True):
+        assert 1 <= counted < NUM_PARAMETERS
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 CONNECTED = """

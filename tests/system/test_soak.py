@@ -21,13 +21,14 @@ from benchmarks.soak.census import (
     growth_of,
     take_census,
 )
-from benchmarks.soak.worker import LIVES, Life, LongTraining, Refs, Trial
+from benchmarks.soak.worker import LongTraining
 from ddpopt import config
 from ddpopt.errors import DisagreementError
 from ddpopt.ranks import agree
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
+from tests.system.lives import LIVES, Life, Refs, Trial
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03

@@ -1,0 +1,101 @@
+"""SimpleFSDP's replicate mode (arXiv 2411.00284): data parallel training that a compiler sees.
+
+Parameters are DTensors, equal on all ranks. A module that uses one gets its local tensor, whose
+gradient is this rank's part of a mean; so the compiled backward has an allreduce for each use.
+Inductor leaves them there, or, told how fast all is, fills buckets with them and moves those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+
+from benchmarks.harness.network import Rate
+
+
+class Replicated(nn.Module):
+    """What trains a module as DDP does, whose arguments it takes and has no use for."""
+
+    def __init__(self, module: nn.Module, **_of_ddp: object) -> None:
+        super().__init__()
+        self.module = module
+        self._is_averaging = True
+        device = next(module.parameters()).device
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        made: dict[nn.Parameter, nn.Parameter] = {}  # what two modules share stays shared
+        for part in list(module.modules()):
+            own = {name: value for name, value in part._parameters.items() if value is not None}
+            for name, value in own.items():
+                if value not in made:
+                    tensor = distribute_tensor(value.detach(), mesh, [Replicate()])
+                    made[value] = nn.Parameter(tensor, value.requires_grad)
+                part._parameters[name] = made[value]
+            if own:
+                uses = {name: property(functools.partial(self._use, name)) for name in own}
+                part.__class__ = type(type(part).__name__, (type(part),), uses)
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.module(**batch)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DDP's: keep gradients to this rank in this block, which Dynamo compiles anew."""
+        self._is_averaging = False
+        try:
+            yield
+        finally:
+            self._is_averaging = True
+
+    def _use(self, name: str, part: nn.Module) -> Tensor:
+        gradient = Partial("avg") if self._is_averaging else Replicate()
+        whole: Any = part._parameters[name]
+        whole = whole.redistribute(placements=[Replicate()])  # the allreduce is in its backward
+        local: Tensor = whole.to_local(grad_placements=[gradient])
+        return local
+
+
+def compile_scheduled(module: nn.Module, inner: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile as one graph; given `gbit`, the network's rate, Inductor schedules the allreduces.
+
+    `gflops` and `gbytes` are one core's rates in a second, for which a CPU has no data sheet. They
+    are given, not measured, so that all ranks schedule alike.
+    """
+    options = dict(options)
+    if "gbit" in options:
+        gflops, gbytes = options.pop("gflops", 50.0), options.pop("gbytes", 10.0)
+        rates = importlib.import_module("torch.utils._runtime_estimation")
+        # There two operations are one, and a kernel reaches three quarters of the data sheet.
+        vars(rates)["get_device_tflops"] = lambda _dtype: gflops / 1e3 / 1.5
+        vars(rates)["get_gpu_dram_gbps"] = lambda: gbytes
+        scheduling = {
+            "enable_overlap_scheduling": True,
+            "collective_bucketing": True,
+            "insert_overlap_deps": True,
+            # torch 2.13: some of those make a cycle (the model tiny), and its error names this.
+            "overlap_scheduling_autofix_cycles": True,
+            "compute_estimator": "analytical",  # the other one times kernels on a GPU
+            "custom_runtime_estimation": functools.partial(_estimate_ms, options.pop("gbit")),
+        }
+        where = "aten_distributed_optimizations"
+        options |= {f"{where}.{name}": value for name, value in scheduling.items()}
+    compiled: Callable[..., Any] = torch.compile(module, backend=inner, options=options or None)
+    return compiled
+
+
+def _estimate_ms(gbit: float, node: fx.Node, num_bytes: int | None = None) -> float:
+    """Return how long a node takes; an allreduce may be asked for as if of another size."""
+    inductor: Any = torch._inductor
+    if node.target is not torch.ops._c10d_functional.all_reduce.default:
+        ms: float = inductor.fx_passes.overlap_scheduling.estimate_roofline_runtime_ms(node)
+        return ms
+    if num_bytes is None:
+        num_bytes = inductor.comm_analysis.estimate_fx_collective_memory_footprint(node)
+    return 1e3 * Rate(gbit=gbit, num_ranks=dist.get_world_size()).cost.seconds(num_bytes)
