@@ -38,7 +38,8 @@ class DDPState:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
+        self._ddp: Callable[[], DistributedDataParallel | None]
+        self._ddp = weakref.ref(ddp, self._let_go)
         self.is_copy = False  # made by a check, which has it run the original's code
         self.waits_in_forward = False  # see [Note: waits]
         self.is_warned = False  # that Dynamo compiles nothing of it, or need not be
@@ -212,6 +213,12 @@ class DDPState:
         """Note that the module is a copy, which runs the original's code."""
         self.is_copy = True
         self.is_provisional = original.is_provisional
+
+    def _let_go(self, _dead: object) -> None:
+        """Drop what holds tensors of a module that is gone: compiled code may hold this longer."""
+        self.tuner = self.tuner_in_use = self.recording = self.step_clock = None
+        self.guards = ()
+        self._ddp = lambda: None
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
