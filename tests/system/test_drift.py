@@ -37,7 +37,7 @@ FORWARD = {"inner": "aot_eager", "split": "forward"}
 BACKWARD = {"inner": "aot_eager", "split": "backward"}
 INDUCTOR = {"inner": "inductor", "split": "backward"}
 COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
-SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
+SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=1.6e-7)
 SHAPE = (4, WIDTH)
 
 
