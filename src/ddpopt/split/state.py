@@ -215,10 +215,10 @@ class DDPState:
         self.is_provisional = original.is_provisional
 
     def _let_go(self, _dead: object) -> None:
-        """Drop what holds tensors of a module that is gone: compiled code may hold this longer."""
-        self.tuner = self.tuner_in_use = self.recording = self.step_clock = None
-        self.guards = ()
-        self._ddp = lambda: None
+        """Drop what is known of a module that is gone: compiled code may hold this longer."""
+        self.forget()
+        self.tuner, self.guards = None, ()
+        self._ddp = lambda: None  # the reference to the module holds this by its callback
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
