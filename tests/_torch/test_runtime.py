@@ -29,12 +29,12 @@ class _Backward(torch.autograd.Function):
 
 def test_each_backward_that_is_watched_ends_once() -> None:
     """The inner before the outer, which was watched before the inner began and after it ended."""
-    told: list[str] = []
-    ends = _torch.BackwardEnds(lambda: told.append("end"))
+    seen: list[str] = []
+    ends = _torch.BackwardEnds(lambda: seen.append("end"))
     x = torch.ones(1, requires_grad=True)
 
     def note(name: str) -> None:
-        told.append(name)
+        seen.append(name)
         ends.watch()
 
     def nest() -> None:
@@ -47,13 +47,13 @@ def test_each_backward_that_is_watched_ends_once() -> None:
 
     for _ in range(2):
         _Backward.apply(x, nest).backward()
-    assert told == ["outer", "inner", "end", "inner", "end", "outer", "end"] * 2
+    assert seen == ["outer", "inner", "end", "inner", "end", "outer", "end"] * 2
 
 
 def test_of_nested_backwards_only_those_that_are_watched_have_an_end() -> None:
     """An outer one without gradients of its own is not known; nor is one that raises."""
-    told: list[str] = []
-    ends = _torch.BackwardEnds(lambda: told.append("end"))
+    seen: list[str] = []
+    ends = _torch.BackwardEnds(lambda: seen.append("end"))
     x = torch.ones(1, requires_grad=True)
 
     def fail() -> None:
@@ -62,10 +62,10 @@ def test_of_nested_backwards_only_those_that_are_watched_have_an_end() -> None:
 
     with pytest.raises(ArithmeticError):
         _Backward.apply(x, fail).backward()
-    assert told == []
+    assert seen == []
     inner = _Backward.apply(x, ends.watch)
     _Backward.apply(x, inner.backward).backward()
-    assert told == ["end"]
+    assert seen == ["end"]
 
 
 def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
@@ -82,16 +82,16 @@ def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
         reduced.set_result(bucket.buffer().fill_(7))
         return reduced
 
-    ddp, told = DistributedDataParallel(Checkpointed(3)), list[float]()
+    ddp, seen = DistributedDataParallel(Checkpointed(3)), list[float]()
     ddp.register_comm_hook(None, reduce)
     first = ddp.module.layers[0].weight
     ends = _torch.BackwardEnds(
-        lambda: told.append(0.0 if first.grad is None else first.grad.mean().item())
+        lambda: seen.append(0.0 if first.grad is None else first.grad.mean().item())
     )
     for parameter in ddp.parameters():
         parameter.register_hook(lambda _: ends.watch())
     ddp(torch.ones(2, WIDTH)).sum().backward()
-    assert told == [0, 7]
+    assert seen == [0, 7]
 
 
 def test_autocast_is_off_where_it_was_switched_off() -> None:

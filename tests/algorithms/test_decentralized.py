@@ -408,7 +408,7 @@ def _simulate_ring(num_ranks: int, num_steps: int, options: dict[str, Any]) -> A
     inputs = [batches(rank, [(8, WIDTH)] * num_steps) for rank in range(num_ranks)]
     node = options.get("local_world_size", 1)
     num_nodes = num_ranks // node
-    told = [_layers(first) for _ in range(num_nodes)]
+    replicas = [_layers(first) for _ in range(num_nodes)]
     weights: list[list[torch.Tensor]] = [[] for _ in models]
     widths = []
     for step in range(num_steps):
@@ -420,10 +420,10 @@ def _simulate_ring(num_ranks: int, num_steps: int, options: dict[str, Any]) -> A
                 [sum(layers) / node for layers in zip(*map(_layers, members), strict=True)]
                 for members in nodes
             ]
-            told, width = _mix_ring(means, told)
+            replicas, width = _mix_ring(means, replicas)
             widths.append(width)
             for rank, model in enumerate(models):
-                _assign(model, told[rank // node])
+                _assign(model, replicas[rank // node])
         for rank, model in enumerate(models):
             weights[rank].append(_flat_ring(model))
     return weights, widths
@@ -444,13 +444,13 @@ def _assign(model: nn.Module, layers: list[torch.Tensor]) -> None:
 
 
 def _mix_ring(
-    means: list[list[torch.Tensor]], told: list[list[torch.Tensor]]
+    means: list[list[torch.Tensor]], replicas: list[list[torch.Tensor]]
 ) -> tuple[list[list[torch.Tensor]], float]:
     new, width = [], 0.0
     for index, mean in enumerate(means):
-        left, right = told[index - 1], told[(index + 1) % len(told)]
+        left, right = replicas[index - 1], replicas[(index + 1) % len(replicas)]
         mixed = []
-        for x, own, at_left, at_right in zip(mean, told[index], left, right, strict=True):
+        for x, own, at_left, at_right in zip(mean, replicas[index], left, right, strict=True):
             z = x + at_left * (1 / 3) + at_right * (1 / 3) - own * (5 / 3)
             width = max(width, float(z.max() - z.min()))
             mixed.append(own + decompress(compress(z.view(1, -1))).view(-1))
@@ -544,8 +544,8 @@ def _drift(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     for x in batches(rank, [(8, WIDTH)] * 12):
         old = [values.clone() for values in handle.replicas.own]
         _step(ddp, handle.training.optimizers[0], x)
-        told = [new - was for new, was in zip(handle.replicas.own, old, strict=True)]
-        width = max(float(values.max() - values.min()) for values in told)
+        changes = [new - was for new, was in zip(handle.replicas.own, old, strict=True)]
+        width = max(float(values.max() - values.min()) for values in changes)
         lost += (1.01 * width + EPSILON) / 510 + 1e-6
     widest = torch.tensor(lost)
     dist.all_reduce(widest, dist.ReduceOp.MAX)

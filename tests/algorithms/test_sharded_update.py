@@ -654,10 +654,10 @@ def test_so_does_one_that_fails_when_a_bucket_was_sent(
 ) -> None:
     """Others are told at once, or all in the next forward; and it cannot be tried again."""
     (said, _, weights), (other, repeated, others_weights) = ranks.run(_fail_on_the_way, algorithm)
-    told = 3 if algorithm.overlap_forward else 2
+    index = 3 if algorithm.overlap_forward else 2
     assert other[2] == "ArithmeticError: in the update"
     assert "PeerError: the optimizer's update raised on this rank in step 3" in repeated
-    assert said[told].startswith("PeerError: the optimizer's update raised on rank 1 in step 3")
+    assert said[index].startswith("PeerError: the optimizer's update raised on rank 1 in step 3")
     assert other[3] == said[3]
     assert said[4] == other[4] == "nothing"
     assert torch.equal(weights, others_weights)

@@ -55,8 +55,8 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.passed:
         return
-    told = dict(report.user_properties)
-    why = str(told.get("said", ""))
+    properties = dict(report.user_properties)
+    why = str(properties.get("said", ""))
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         why = getattr(crash, "message", "") or str(report.longrepr) or "error"
@@ -67,7 +67,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome=report.outcome,
         why=shorten(why),
         seconds=report.duration,
-        page=str(told.get("page", "")),
+        page=str(properties.get("page", "")),
     )
 
 

@@ -99,9 +99,9 @@ def _plan(rank: int, device: str, _inner: str, _folder: Path) -> str:
     model = MLP(bias=False).to(device)
     (x,) = batches(rank, [(8, _WIDTH)])
     network = ddpopt.planning.AllreduceCost(startup_s=1e-5, s_per_byte=1e-8)
-    told = [ddpopt.plan(model, x, network=network, world_size=8, backend=None).to_json()]
-    dist.broadcast_object_list(told)  # each rank has measured its own times
-    plan = ddpopt.BucketPlan.from_json(told[0])
+    shared = [ddpopt.plan(model, x, network=network, world_size=8, backend=None).to_json()]
+    dist.broadcast_object_list(shared)  # each rank has measured its own times
+    plan = ddpopt.BucketPlan.from_json(shared[0])
     ddp = DistributedDataParallel(model, **plan.ddp_kwargs())
     for _ in range(3):
         ddp(x).pow(2).mean().backward()

@@ -70,13 +70,13 @@ def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
     """Graphs are cut for them before DDP has them."""
     path = _save_plan(tmp_path / "plan.json", MLP())
     plan = BucketPlan.load(path)
-    for told in ranks.run(_train, path, split, ddp_options):
-        assert told["buckets"] == [set(bucket.parameters) for bucket in plan.buckets]
-        assert told["graphs"] == 1
-        assert told["as_planned"] == [True] * len(SIZES)
-        assert told["sections"] == len(SIZES)
-        assert told["tuning"] == f"buckets are those of {path}"
-        assert told["hash"] == plan.hash
+    for result in ranks.run(_train, path, split, ddp_options):
+        assert result["buckets"] == [set(bucket.parameters) for bucket in plan.buckets]
+        assert result["graphs"] == 1
+        assert result["as_planned"] == [True] * len(SIZES)
+        assert result["sections"] == len(SIZES)
+        assert result["tuning"] == f"buckets are those of {path}"
+        assert result["hash"] == plan.hash
 
 
 def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
@@ -84,9 +84,9 @@ def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
 ) -> None:
     path = _save_plan(tmp_path / "plan.json", MLP(), (12,))
     for split in ("auto", "forward"):
-        for told in ranks.run(_train, path, split, {}):
-            assert told["as_planned"] == [True]
-            assert told["fallback"] is Reason.ONE_PLANNED_BUCKET
+        for result in ranks.run(_train, path, split, {}):
+            assert result["as_planned"] == [True]
+            assert result["fallback"] is Reason.ONE_PLANNED_BUCKET
 
 
 def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
 
 def test_a_warmup_compiles_for_them(ranks: Ranks, tmp_path: Path) -> None:
     path = _save_plan(tmp_path / "plan.json", MLP())
-    for told in ranks.run(_train_after_warmup, path):
-        assert told == {"num_buckets": len(SIZES), "graphs": 0}
+    for result in ranks.run(_train_after_warmup, path):
+        assert result == {"num_buckets": len(SIZES), "graphs": 0}
 
 
 def _train_with_own_file(rank: int, folder: str) -> str:

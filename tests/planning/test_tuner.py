@@ -134,17 +134,17 @@ def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
     ids=str,
 )
 def test_options_of_ddp_stay(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
-    for told in ranks.run(_train, "backward", SLOW, {}, ddp_options):
-        assert told["outcome"].startswith("buckets change")
-        assert all(told["as_planned"])
+    for result in ranks.run(_train, "backward", SLOW, {}, ddp_options):
+        assert result["outcome"].startswith("buckets change")
+        assert all(result["as_planned"])
 
 
 def test_a_comm_hook_that_keeps_a_state_keeps_its_buckets(ranks: Ranks) -> None:
     """A hook without one goes on with the new buckets."""
-    for told in ranks.run(_train, "backward", SLOW, {}, {}, (None, default_hooks.allreduce_hook)):
-        assert told["outcome"].startswith("buckets change")
-    for told in ranks.run(_train, "backward", SLOW, {}, {}, ([], _reduce_and_count)):
-        assert "its comm hook keeps a state" in told["outcome"]
+    for result in ranks.run(_train, "backward", SLOW, {}, {}, (None, default_hooks.allreduce_hook)):
+        assert result["outcome"].startswith("buckets change")
+    for result in ranks.run(_train, "backward", SLOW, {}, {}, ([], _reduce_and_count)):
+        assert "its comm hook keeps a state" in result["outcome"]
 
 
 def _reduce_and_count(state, bucket):
@@ -153,18 +153,18 @@ def _reduce_and_count(state, bucket):
 
 
 def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
-    for told in ranks.run(_train, "backward", FREE, {}):
-        assert told["outcome"].startswith("buckets stay as they are, 1: with the best, ")
-        assert told["hash"] is None
-        assert told["buckets"][2] == told["buckets"][-1]
+    for result in ranks.run(_train, "backward", FREE, {}):
+        assert result["outcome"].startswith("buckets stay as they are, 1: with the best, ")
+        assert result["hash"] is None
+        assert result["buckets"][2] == result["buckets"][-1]
 
 
 def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Ranks) -> None:
     """DDP's one bucket needs no cut; the graph that was cut is compiled again as a whole."""
-    told, _ = ranks.run(_train, "forward", FREE, {})
-    assert told["graphs"] == 2
-    assert told["sections"][0] > 1
-    assert told["sections"][-1] == 0
+    result, _ = ranks.run(_train, "forward", FREE, {})
+    assert result["graphs"] == 2
+    assert result["sections"][0] > 1
+    assert result["sections"][-1] == 0
 
 
 def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
@@ -176,11 +176,11 @@ def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
 def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, split: str) -> None:
     """On all ranks in one step, and the same steps follow as before."""
     first, second = ranks.run(_train_until_judged, split, 1.0)
-    for told in (first, second):
-        assert "buckets are those of before again: iterations, predicted to get " in told["outcome"]
-        assert told["hash"] is None
-        assert told["graphs"] == (1 if split == "auto" else 3)
-        assert told["as_planned"] == [True]
+    for one in (first, second):
+        assert "buckets are those of before again: iterations, predicted to get " in one["outcome"]
+        assert one["hash"] is None
+        assert one["graphs"] == (1 if split == "auto" else 3)
+        assert one["as_planned"] == [True]
     assert first["outcome"] == second["outcome"]
     assert first["buckets"] == second["buckets"]
     before, after = first["buckets"][2], first["buckets"][TAKEN_BACK - 1 :]
@@ -196,11 +196,11 @@ def _train_while_disturbed(rank: int) -> dict[str, Any]:
 
 
 def test_a_change_is_looked_at_twice_before_it_is_taken_back(ranks: Ranks) -> None:
-    for told in ranks.run(_train_while_disturbed):
-        assert told["outcome"].endswith("\nshorter")
-        assert "disturbed" not in told["outcome"]
-        assert told["hash"]
-        assert len(told["buckets"][-1]) > 1
+    for result in ranks.run(_train_while_disturbed):
+        assert result["outcome"].endswith("\nshorter")
+        assert "disturbed" not in result["outcome"]
+        assert result["hash"]
+        assert len(result["buckets"][-1]) > 1
 
 
 def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
@@ -224,19 +224,19 @@ def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
 
 
 def test_what_a_change_has_brought_is_told_beside_what_was_predicted(ranks: Ranks) -> None:
-    for told in ranks.run(_train_until_judged, "auto", 0.75):
-        assert "measured: iterations got 25% shorter (" in told["outcome"]
-        assert told["hash"]
-        assert len(told["buckets"][-1]) > 1
+    for result in ranks.run(_train_until_judged, "auto", 0.75):
+        assert "measured: iterations got 25% shorter (" in result["outcome"]
+        assert result["hash"]
+        assert len(result["buckets"][-1]) > 1
 
 
 def test_where_unused_parameters_are_looked_for_buckets_change_too(ranks: Ranks) -> None:
     """The Reducer keeps those that it is made with, and tells them."""
     for split in ("auto", "forward"):
-        for told in ranks.run(_train, split, SLOW, {}, {"find_unused_parameters": True}):
-            assert told["outcome"].startswith("buckets change, 1 to ")
-            assert told["as_planned"] == [True] * len(told["buckets"][-1])
-            assert len(told["buckets"][-1]) > 1
+        for result in ranks.run(_train, split, SLOW, {}, {"find_unused_parameters": True}):
+            assert result["outcome"].startswith("buckets change, 1 to ")
+            assert result["as_planned"] == [True] * len(result["buckets"][-1])
+            assert len(result["buckets"][-1]) > 1
 
 
 def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
@@ -250,11 +250,11 @@ def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
     ranks: Ranks, cost: AllreduceCost
 ) -> None:
     """Where "auto" was to cut the backward: for the buckets that were found, or DDP's own."""
-    for told in ranks.run(_train_forward_instead, cost):
-        assert told["outcome"].startswith("buckets change" if cost is SLOW else "buckets stay")
-        assert told["graphs"] == 2
-        assert told["sections"][0] > told["sections"][-1]
-        assert told["as_planned"] == [True] * len(told["buckets"][-1])
+    for result in ranks.run(_train_forward_instead, cost):
+        assert result["outcome"].startswith("buckets change" if cost is SLOW else "buckets stay")
+        assert result["graphs"] == 2
+        assert result["sections"][0] > result["sections"][-1]
+        assert result["as_planned"] == [True] * len(result["buckets"][-1])
 
 
 def _train_unevenly(rank: int) -> dict[str, Any]:
@@ -276,10 +276,10 @@ def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
 @pytest.mark.parametrize("where", ["find_obstacle", "find_misfit"])
 def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
     first, second = ranks.run(_train_with_an_obstacle, where)
-    for told in (first, second):
-        assert "on rank 1: the test says so" in told["outcome"]
-        assert told["hash"] is None
-        assert told["buckets"][2] == told["buckets"][-1]
+    for result in (first, second):
+        assert "on rank 1: the test says so" in result["outcome"]
+        assert result["hash"] is None
+        assert result["buckets"][2] == result["buckets"][-1]
 
 
 def _train_apart(rank: int, absent: int) -> dict[str, Any]:
@@ -292,13 +292,13 @@ def _train_apart(rank: int, absent: int) -> dict[str, Any]:
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, absent: int) -> None:
     """Nor does it keep ranks from finding each other for the next module, an equal one."""
-    told = ranks.run(_train_apart, absent)
-    present = told[1 - absent]
+    result = ranks.run(_train_apart, absent)
+    present = result[1 - absent]
     assert present["outcome"].startswith(
         f"buckets stay as they are: rank {absent} did not begin it"
     )
     assert present["hash"] is None
-    assert told[0]["buckets"] == told[1]["buckets"]
+    assert result[0]["buckets"] == result[1]["buckets"]
     for outcome in ranks.run(_outcome, {}):
         assert outcome.startswith("buckets change")
 
@@ -396,9 +396,9 @@ def _fail_to_plan(rank: int) -> dict[str, Any]:
 
 
 def test_a_failure_to_plan_reaches_all_ranks(ranks: Ranks) -> None:
-    for told in ranks.run(_fail_to_plan):
-        assert "planning raised ArithmeticError('the test says so')" in told["outcome"]
-        assert told["hash"] is None
+    for result in ranks.run(_fail_to_plan):
+        assert "planning raised ArithmeticError('the test says so')" in result["outcome"]
+        assert result["hash"] is None
 
 
 def _train_oddly(rank: int, kind: str) -> str:
@@ -453,9 +453,9 @@ def _train_with_evaluation(rank: int) -> dict[str, Any]:
 
 def test_a_forward_of_an_evaluation_is_no_part_of_a_step(ranks: Ranks) -> None:
     """The pause before it lies between steps; gradients are ready before, not after it."""
-    for told in ranks.run(_train_with_evaluation):
-        assert told["between"] >= 0.05
-        assert told["ready"] < told["between"]
+    for result in ranks.run(_train_with_evaluation):
+        assert result["between"] >= 0.05
+        assert result["ready"] < result["between"]
 
 
 def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:

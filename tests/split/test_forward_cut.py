@@ -330,8 +330,8 @@ def test_a_long_compile_tells_which_section_it_is_at(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
 ) -> None:
     """And a short one tells nothing."""
-    told: list[str] = []
-    monkeypatch.setattr(forward_cut._logs, "progress", lambda text, *args: told.append(text % args))
+    said: list[str] = []
+    monkeypatch.setattr(forward_cut._logs, "progress", lambda text, *args: said.append(text % args))
     options = {"inner": "aot_eager", "split": split}
     for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
         monkeypatch.setattr(forward_cut, "_QUIET_S", quiet_s)
@@ -339,6 +339,6 @@ def test_a_long_compile_tells_which_section_it_is_at(
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
         compiled = torch.compile(ddp, backend="ddpopt", options=options)
         compiled(torch.randn(2, 64)).sum().backward()
-        assert [line.partition(": ")[2].partition(",")[0] for line in told] == [
+        assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
             f"compiling section {k} of 3" for k in expected
         ]

@@ -55,11 +55,11 @@ def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None)
     for _ in range(4):
         compiled(torch.ones(2, 64)).sum().backward()
     known = state.get(ddp)
-    told = known.reported_buckets
-    assert told is not None
-    assert len(told) == len(ddpopt.explain(ddp).plans[0].buckets) > 1
-    assert known.buckets == told
-    everything = [[index for bucket in told for index in bucket]]
+    reported = known.reported_buckets
+    assert reported is not None
+    assert len(reported) == len(ddpopt.explain(ddp).plans[0].buckets) > 1
+    assert known.buckets == reported
+    everything = [[index for bucket in reported for index in bucket]]
     known.give_buckets(everything)
     assert (known.reported_buckets, known.buckets) == (None, everything)
     assert len(known.plans[0].buckets) == 1

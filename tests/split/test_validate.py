@@ -170,8 +170,8 @@ def _move_collective(backward: Backward) -> Backward:
         taken = gm.graph.find_nodes(op="placeholder")
         moved = list(taken)[third.takes.index(slot)]
         with gm.graph.inserting_before(call_nodes(gm.graph)[0]):
-            told = gm.graph.call_function(_TELL, (moved,))
-        moved.replace_all_uses_with(told, delete_user_cb=lambda user: user is not told)
+            announced = gm.graph.call_function(_TELL, (moved,))
+        moved.replace_all_uses_with(announced, delete_user_cb=lambda user: user is not announced)
 
     return _edited(_edited(backward, 1, leave), 2, arrive)
 

@@ -158,8 +158,8 @@ def test_peers_without_ddp_compute_what_ddp_does(ranks: Ranks) -> None:
 def test_inductor_schedules_allreduces_for_the_rate_that_it_is_told(ranks: Ranks) -> None:
     """On a CPU, whose rates have to be told as well: fewer allreduces, and the same losses."""
     plain = ranks.run(_train_as, "simplefsdp", "aot_eager")
-    told = ranks.run(_train_as, "simplefsdp:gbit=1", "inductor")
-    for (losses, counted), (expected, _) in zip(told, plain, strict=True):
+    trained = ranks.run(_train_as, "simplefsdp:gbit=1", "inductor")
+    for (losses, counted), (expected, _) in zip(trained, plain, strict=True):
         assert 1 <= counted < NUM_PARAMETERS
         assert losses == pytest.approx(expected, rel=1e-4)
 

@@ -131,9 +131,9 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    told = capsys.readouterr()
-    assert not told.out
-    return told.err
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err
 
 
 # ---- explain ----------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def test_explain_replaces_a_page_but_no_folder(
 ) -> None:
     """It says so before the model is made."""
     (folder / "page.html").mkdir()
-    told = _refused(capsys, "explain", "models_of_mine.py:broken", "--html", "page.html")
-    assert "page.html cannot be written: it is a folder, a pipe or a device" in told
+    error = _refused(capsys, "explain", "models_of_mine.py:broken", "--html", "page.html")
+    assert "page.html cannot be written: it is a folder, a pipe or a device" in error
     (folder / "page.html").rmdir()
     (folder / "page.html").write_text("an earlier one")
     assert main(("explain", SMALL, *CAP, "--html", "page.html")) == 0
@@ -286,10 +286,10 @@ def test_simulate_refuses_what_is_no_plan(
     """With exit status 2, and nothing in it for a terminal to obey."""
     path = tmp_path / "plan.json"
     path.write_text(content)
-    told = _refused(capsys, "simulate", str(path), "--world-size", "4")
-    assert f"{path} is no plan that ddpopt saved" in told
-    assert message in told
-    assert told.replace("\n", "").isprintable()
+    error = _refused(capsys, "simulate", str(path), "--world-size", "4")
+    assert f"{path} is no plan that ddpopt saved" in error
+    assert message in error
+    assert error.replace("\n", "").isprintable()
 
 
 def test_a_plan_without_end_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,9 +317,9 @@ def test_without_torchrun_it_says_how_to_start(
 ) -> None:
     """Naming the variables that are missing."""
     monkeypatch.delenv("RANK", raising=False)
-    told = _refused(capsys, *command)
-    assert "RANK" in told
-    assert f"torchrun --nproc-per-node 2 -m ddpopt {' '.join(command)}" in told
+    error = _refused(capsys, *command)
+    assert "RANK" in error
+    assert f"torchrun --nproc-per-node 2 -m ddpopt {' '.join(command)}" in error
 
 
 def test_calibrate_prints_the_cost_once(folder: Path) -> None:
@@ -401,8 +401,8 @@ def test_bench_refuses_a_model_that_is_compiled_already() -> None:
 
 def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Naming those that there are."""
-    told = _refused(capsys, "bench", SMALL, "--peers", "eager,fast")
-    assert "there is no peer 'fast'; there are eager, intree" in told
+    error = _refused(capsys, "bench", SMALL, "--peers", "eager,fast")
+    assert "there is no peer 'fast'; there are eager, intree" in error
 
 
 # ---- trace merge ------------------------------------------------------------------------------
@@ -439,9 +439,9 @@ def test_trace_merge_writes_one_trace_and_tells_the_clocks(
     assert re.search(r"^ +1  5000\.000$", capsys.readouterr().out, re.MULTILINE)
     assert {event["pid"] for event in json.loads(output.read_text())["traceEvents"]} == {0, 1}
     assert main(("trace", "merge", str(tmp_path), "-o", str(output), "--json")) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["clock_offsets_s"]["1"] == pytest.approx(5.0)
-    assert told["output"] == str(output)
+    report = json.loads(capsys.readouterr().out)
+    assert report["clock_offsets_s"]["1"] == pytest.approx(5.0)
+    assert report["output"] == str(output)
 
 
 def test_trace_merge_refuses_what_is_no_trace(
@@ -464,8 +464,8 @@ def test_trace_merge_does_not_write_over_what_it_reads(
     _record(path, 0, 0.0)
     before = path.read_text()
     for output_path in (path, tmp_path / ".." / tmp_path.name / "rank0.json"):
-        told = _refused(capsys, "trace", "merge", str(tmp_path), "-o", str(output_path))
-        assert "which is one of the traces; name another" in told
+        error = _refused(capsys, "trace", "merge", str(tmp_path), "-o", str(output_path))
+        assert "which is one of the traces; name another" in error
     assert path.read_text() == before
 
 
@@ -580,8 +580,8 @@ def test_doctor_says_which_options_by_the_measured_network(
 
 def test_doctor_measures_under_torchrun_only(capsys: pytest.CaptureFixture[str]) -> None:
     """And says how to start it."""
-    told = "torchrun --nproc-per-node 2 -m ddpopt doctor --model-mb 26"
-    assert told in _refused(capsys, "doctor", "--model-mb", "26")
+    command = "torchrun --nproc-per-node 2 -m ddpopt doctor --model-mb 26"
+    assert command in _refused(capsys, "doctor", "--model-mb", "26")
 
 
 def test_the_rows_of_options_are_those_of_the_landing_page() -> None:

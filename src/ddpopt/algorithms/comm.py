@@ -176,12 +176,12 @@ class Groups:
             self.node.broadcast(values)
 
     def reduce(
-        self, values: torch.Tensor, by_leaders: Callable[[Communicator, torch.Tensor], None]
+        self, values: torch.Tensor, average_leaders: Callable[[Communicator, torch.Tensor], None]
     ) -> None:
-        """Average within each node, then among leaders by `by_leaders`, in place. Collective."""
+        """Average within each node, then among leaders, in place. Collective."""
         self.average_node(values)
         if self.leaders is not None:
-            by_leaders(self.leaders, values)
+            average_leaders(self.leaders, values)
         self.broadcast_to_node(values)
 
     @property

@@ -71,7 +71,7 @@ def best_buckets(
         if is_sharded:
             candidates += _balanced(profile, slowed)
         else:
-            candidates += _settled(profile, cost, slowed, candidates)
+            candidates += _fixed_points(profile, cost, slowed, candidates)
 
     def seconds(sizes: Sequence[int]) -> float:
         timeline = predict(profile, sizes, cost, communication)
@@ -87,7 +87,7 @@ def best_buckets(
     return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))
 
 
-def _settled(
+def _fixed_points(
     profile: Profile, cost: AllreduceCost, slowed: AllreduceCost, known: Collection[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """Return plans, each of them the best for the ready times under the previous one."""

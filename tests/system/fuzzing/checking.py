@@ -136,8 +136,8 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
     if case.inner == "inductor" and not ours.raised_anywhere:
         warm = compiled()
         if warm.raised_anywhere or anywhere(not _are_same(warm, ours) or warm.plans != ours.plans):
-            told = warm.error or _difference(case, warm, ours) or "another plan, or other bits"
-            return Finding(outcome=RAISES if warm.error else DIFFERS, detail=f"warm start: {told}")
+            why = warm.error or _difference(case, warm, ours) or "another plan, or other bits"
+            return Finding(outcome=RAISES if warm.error else DIFFERS, detail=f"warm start: {why}")
     if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
     with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole
