@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt.errors import Reason
+from ddpopt.options import NO_COMPILER
 from ddpopt.split import driver, state
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
@@ -51,6 +53,24 @@ def test_the_backend_is_found_without_an_import() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["2.0", "True"]
+
+
+@pytest.mark.parametrize("cap_mb", [CAP, 25])
+def test_without_a_compiler_the_last_line_says_what_to_do(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, cap_mb: float
+) -> None:
+    """Of a graph that is cut, and of one that is not. Python 3.10 has no notes, and is warned."""
+    warned: list[str] = []
+    monkeypatch.setattr(ddpopt.backend._logs, "warning", lambda text, *_: warned.append(text))
+
+    def fail(*_: object) -> Any:
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap_mb)
+    with pytest.raises(InductorError) as caught:
+        _compile(ddp, inner=fail)(_x())
+    *_, last = getattr(caught.value, "__notes__", warned)
+    assert last == f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
 
 
 def _train_without_ddp(_rank: int, kind: str) -> list[str]:

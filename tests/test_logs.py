@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,11 @@ for _ in range(3):
     compiled(torch.randn(2, 64)).sum().backward()
 """
 
+
+QUIET_S = """
+from ddpopt.split import forward_cut
+forward_cut._QUIET_S = {}
+"""
 
 REFUSE_TO_FORMAT = """
 import sys, torch.fx
@@ -104,7 +110,15 @@ def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
 
 def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
     """Neither a plan nor a graph is turned into text."""
-    assert "ddpopt" not in _run(REFUSE_TO_FORMAT)
+    assert "ddpopt" not in _run(REFUSE_TO_FORMAT + QUIET_S.format(1e9))
+
+
+@pytest.mark.parametrize(("rank", "count"), [("0", 3), ("1", 0)])
+def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count: int) -> None:
+    """A line for each section, since here none is too soon after the one before."""
+    text = _run(QUIET_S.format(-1), RANK=rank)
+    lines = re.findall(r"^ddpopt: graph \S+: compiling section (\d) of 3, ", text, re.MULTILINE)
+    assert lines == [str(k + 1) for k in range(count)]
 
 
 def _said(rank: int, is_warmed_up: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """Computes how a GPT-2-large-sized model scales to 1,024 ranks, for docs/planning.md.
 
-Run `python docs/figures/gpt2_large.py` in the repository: it prints the table and writes
+Run `python docs/figures/gpt2_large.py` in the repository: it writes
 docs/images/scaling-gpt2-large.png, which needs matplotlib. Nothing here is measured; the constants
 are the assumptions.
 """
@@ -90,25 +90,18 @@ class Curve(NamedTuple):
     """Efficiencies over WORLD_SIZES at one speed of a node's link."""
 
     gbit_per_s: int
-    algorithm: str
     planned: tuple[float, ...]
-    num_buckets: tuple[int, ...]
     default: tuple[float, ...]
     at_end: tuple[float, ...]
 
 
-def curves() -> list[Curve]:
-    """Return all that the documentation shows; the picture leaves the last one out."""
-    return [*(curve(speed, "hierarchical") for speed in GBIT_PER_S), curve(GBIT_PER_S[1], "tree")]
-
-
-def curve(gbit_per_s: int, algorithm: str) -> Curve:
+def curve(gbit_per_s: int) -> Curve:
     """Return how the model scales with a plan for each point, DDP's buckets, and one bucket."""
     computation = profile()
     network = Network(
         latency_s=LATENCY_S,
         bytes_per_s=gbit_per_s * 1e9 / 8,
-        algorithm=algorithm,
+        algorithm="hierarchical",
         ranks_per_node=RANKS_PER_NODE,
         node_latency_s=NODE_LATENCY_S,
         node_bytes_per_s=NODE_BYTES_PER_S,
@@ -124,29 +117,10 @@ def curve(gbit_per_s: int, algorithm: str) -> Curve:
 
     return Curve(
         gbit_per_s=gbit_per_s,
-        algorithm=algorithm,
         planned=tuple(efficiency(plan, plan.sizes) for plan in plans),
-        num_buckets=tuple(len(plan.buckets) for plan in plans),
         default=tuple(efficiency(plan, default) for plan in plans),
         at_end=tuple(efficiency(plan, (len(computation.gradients),)) for plan in plans),
     )
-
-
-def markdown(shown: list[Curve]) -> list[str]:
-    """Return the table of the documentation."""
-    lines = [
-        "| Gbit/s | algorithm | ranks | planned | its buckets | DDP's default | one at the end |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for each in shown:
-        for i, world_size in enumerate(WORLD_SIZES):
-            if world_size == 1024:
-                lines.append(
-                    f"| {each.gbit_per_s} | {each.algorithm} | {world_size} "
-                    f"| {each.planned[i]:.1%} | {each.num_buckets[i]} "
-                    f"| {each.default[i]:.1%} | {each.at_end[i]:.1%} |"
-                )
-    return lines
 
 
 COLOURS = ("#1a7f37", "#0969da", "#bc4c00")
@@ -186,10 +160,8 @@ def draw(shown: list[Curve], path: Path) -> None:
 
 
 def main() -> None:
-    """Print the table and write the picture."""
-    computed = curves()
-    print("\n".join(markdown(computed)))
-    draw(computed[:-1], IMAGE)
+    """Write the picture."""
+    draw([curve(speed) for speed in GBIT_PER_S], IMAGE)
 
 
 if __name__ == "__main__":

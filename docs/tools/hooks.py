@@ -1,8 +1,9 @@
 """What mkdocs does besides rendering the pages in docs/.
 
 It takes files from elsewhere in the repository into the site, under the paths that they have there,
-corrects the links between those and the pages, and puts the tables that are made from the code
-into the pages that ask for them (`<!-- generated: NAME -->`).
+and corrects the links between those and the pages. A line that is a link to code, which a reader of
+the repository can follow, becomes that code: a part of a program of examples/recipes, the reference
+of a name, or a table (`<!-- generated: NAME -->`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ GENERATED = {
     "warnings": error_tables.render_warnings,
 }
 
-_MARKER = re.compile(r"<!-- generated: (\w+) -->")
+_MARKER = re.compile(r"^\[.*\]\(.*\) <!-- generated: (\w+) -->$", re.MULTILINE)
+_RECIPE = re.compile(r"^\[(examples/recipes/\w+\.py)\]\(.*\)$", re.MULTILINE)
+_NAME = re.compile(r"^- \[(ddpopt\.[\w.]+)\]\(.*\)$", re.MULTILINE)
 _INDENTED_COMMAND = re.compile(r"^    python (?:.*\n)(?:    .*\n)*", re.MULTILINE)
 
 
@@ -47,9 +50,17 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Correct the links, and fill in what is generated."""
+    """Correct the links, and fill in the code."""
+    markdown = _RECIPE.sub(r'```python title="\1"\n--8<-- "\1:recipe"\n```', markdown)
+    markdown = _NAME.sub(_refer, markdown)
     markdown = relink(markdown, page.file.src_uri)
     return _MARKER.sub(lambda found: GENERATED[found[1]](), markdown)
+
+
+def _refer(found: re.Match[str]) -> str:
+    """Return mkdocstrings' directive for a name; of settings, what is one."""
+    options = '\n    options: {filters: ["!^_", "!^check_", "!^[A-Z]+$"]}'
+    return f"::: {found[1]}{options if found[1] == 'ddpopt.config' else ''}\n"
 
 
 def relink(markdown: str, uri: str) -> str:

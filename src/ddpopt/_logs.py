@@ -36,8 +36,8 @@ def warning(message: str, *args: object) -> None:
 
 
 def progress(message: str, *args: object) -> None:
-    """Log at INFO; if that is off, show it on rank 0's terminal, if it has one."""
-    if not info(message, *args) and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+    """Log at INFO; if that is off, print it to rank 0's stderr, a terminal or not."""
+    if not info(message, *args) and os.environ.get("RANK", "0") == "0":
         print(f"ddpopt: {message % args}", file=sys.stderr)
 
 

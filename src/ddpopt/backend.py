@@ -21,14 +21,8 @@ from ddpopt import _events, _logs, _torch, config
 from ddpopt._events import Observer, Priority, ask_at_first, ignore
 from ddpopt.checks import verify, warmup
 from ddpopt.checks.copies import is_compiled_by_us
-from ddpopt.errors import (
-    DDPOptError,
-    NotCutError,
-    Reason,
-    TorchDriftError,
-    UnsupportedModeError,
-)
-from ddpopt.options import Options, resolve_options
+from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
+from ddpopt.options import NO_COMPILER, Options, resolve_options
 from ddpopt.planning import decision, tuner
 from ddpopt.ranks import agree
 from ddpopt.split import driver, recomputation, state
@@ -66,13 +60,19 @@ def backend(
         if isinstance(error, DDPOptError) and not isinstance(error, TorchDriftError):
             raise
         refusal = NotCutError.because_of(error)
-    if ddp is not None and version is not None:
-        compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
-        version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
-    else:
-        if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
-            _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
-        compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
+    try:
+        if ddp is not None and version is not None:
+            compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
+            version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
+        else:
+            if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
+                _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
+            compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
+    except Exception as error:
+        if "InvalidCxxCompiler" in str(error):  # Python 3.10 has no notes
+            remedy = f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
+            getattr(error, "add_note", _logs.warning)(remedy)
+        raise
     if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
         agree.publish(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
     return compiled

@@ -19,6 +19,7 @@ from ddpopt.errors import OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
 SPLITS = ("auto", "backward", "forward")
+NO_COMPILER = "install it (Debian: apt-get install g++), set CXX, or use inner='aot_eager'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

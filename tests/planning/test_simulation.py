@@ -503,11 +503,16 @@ def test_the_model_of_the_figure_is_gpt2_large(monkeypatch: pytest.MonkeyPatch) 
     assert flops / tokens == pytest.approx(6 * 774e6 + 36 * 12 * 1024 * 1280, rel=0.01)
 
 
-def test_the_documented_curve_is_what_the_script_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its table is in docs/planning.md; tests of the site find the picture."""
+def test_no_curve_of_the_figure_is_above_the_planned_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least where the link is slowest; at 800 Gbit/s, 97 % on 1,024 ranks, and 69 % with DDP's."""
     figure = _figure(monkeypatch)
-    curves = figure.curves()
-    assert "\n".join(figure.markdown(curves)) in (DOCS / "planning.md").read_text()
+    curves = [figure.curve(speed) for speed in figure.GBIT_PER_S]
+    for each in curves:
+        for planned, *others in zip(each.planned, each.default, each.at_end, strict=True):
+            assert planned >= max(others) - 1e-12
+    fast, *_, slow = curves
+    assert (round(fast.planned[-1], 2), round(fast.default[-1], 2)) == (0.97, 0.69)
+    assert slow.planned[-1] < fast.planned[-1]
 
 
 def _figure(monkeypatch: pytest.MonkeyPatch) -> Any:

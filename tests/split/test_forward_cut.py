@@ -342,3 +342,17 @@ def test_a_long_compile_tells_which_section_it_is_at(
         assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
             f"compiling section {k} of 3" for k in expected
         ]
+
+
+def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred sections of half a second each: from the third second on, every sixth."""
+    told: list[int] = []
+    monkeypatch.setattr(forward_cut._logs, "progress", lambda *args: told.append(args[2]))
+    seconds = iter(range(1000))
+    monkeypatch.setattr(forward_cut.time, "monotonic", lambda: next(seconds) / 2)
+    compiler = forward_cut.SectionCompiler("0/0", 100, _began_s=0.0)
+    for index in range(100):
+        compiler.compile(index, "", lambda: None)
+    assert told == list(range(7, 101, 6))

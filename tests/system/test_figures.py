@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ from tests.system.documents import DOCS, ROOT
 @pytest.fixture
 def figure(monkeypatch: pytest.MonkeyPatch) -> Any:
     """docs/figures/step.py as a module."""
-    spec = importlib.util.spec_from_file_location("step_figure", DOCS / "figures" / "step.py")
+    return _load("step", monkeypatch)
+
+
+def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    path = DOCS / "figures" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_figure", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
@@ -93,3 +99,25 @@ def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) 
     assert label_of_rate("1gbit") == "1 Gbit/s"
     assert label_of_rate("free") == "no limit"
     assert figures.label_of_cap("default") == "DDP's default buckets"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in (1, 2))],
+    ids=["ResNet-50", "GPT-2 medium", "GPT-2 large"],
+)
+def test_the_table_of_clusters_is_what_its_script_computes(
+    column: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a hundredth: releases of torch differ in what they trace."""
+    clusters = _load("clusters", monkeypatch)
+    computation = clusters.profile(list(clusters.MODELS)[column])
+    assert computation.num_bytes // 2 == (25_557_032, 354_823_168, 774_030_080)[column]
+    page = (DOCS / "index.md").read_text()
+    for cluster in clusters.CLUSTERS:
+        (row,) = re.findall(rf"^\| {cluster.name} (\|.*)\|$", page, re.MULTILINE)
+        shown = [float(n) for n in re.findall(r"\d+", row.split("|")[column + 1])]
+        cell = clusters.cell(computation, cluster)
+        computed = [float(n) for n in re.findall(r"\d+", str(cell))]
+        assert computed == pytest.approx(shown, rel=0.01, abs=1)
+        assert cell.bound_s <= cell.best_s <= min(cell.default_s, *cell.rules_s)

@@ -1,7 +1,7 @@
 """Long runs and many models: nothing is left behind, and what is left is found.
 
 Counts are compared, of objects, descriptors and threads, never bytes of memory: those are for
-`python -m benchmarks.soak`, whose parts are used here. Also eight ranks on one machine.
+`python -m benchmarks.soak`, whose parts are used here. Also eight and sixteen ranks on one machine.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import ddpopt
 from benchmarks.soak.census import (
     MEASURES,
     Census,
@@ -23,15 +25,19 @@ from benchmarks.soak.census import (
 )
 from benchmarks.soak.worker import LongTraining
 from ddpopt import config
+from ddpopt.algorithms import ShardedUpdate, attach
 from ddpopt.errors import DisagreementError
+from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.ranks import agree
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.ranks import Ranks
+from tests.support.ranks import OwnRanks, Ranks
 from tests.system.lives import LIVES, Life, Refs, Trial
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
+SLOW_START = AllreduceCost(startup_s=0.1, s_per_byte=0.0)
+NUM_STEPS = 12  # buckets change in the ninth
 
 # ---- the verdict ------------------------------------------------------------------------------
 
@@ -235,3 +241,45 @@ def test_one_of_eight_ranks_with_other_buckets_is_named_on_all(eight_ranks: Rank
     said = eight_ranks.run(_disagree)
     assert len(set(said)) == 1
     assert "rank 5 differs from rank 0: bucket limits in bytes" in said[0]
+
+
+# ---- sixteen ranks ----------------------------------------------------------------------------
+
+
+def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
+    """Compare each step's gradients and parameters; return the sections and what tuning decided."""
+    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
+    options = {"inner": "aot_eager", "buckets": "auto" if mode == "tuned" else "ddp"}
+    model = torch.compile(ddp, backend="ddpopt", options=options)
+    ours, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (ddp, expected))
+    handle = attach(ddp, ours, ShardedUpdate()) if mode == "sharded" else None
+    inputs = batches(rank, [(8, 64)] * NUM_STEPS)
+    ddpopt.warmup(model, inputs[0])
+    assert ddpopt.verify(model, inputs[0]).passed
+    with mock.patch.object(tuner, "calibrate", return_value=SLOW_START):
+        for x in inputs:
+            for forward, optimizer in ((model, ours), (expected, eager)):
+                optimizer.zero_grad()
+                forward(x).pow(2).mean().backward()
+            found, wanted = (
+                {name: p.grad for name, p in each.module.named_parameters()}
+                for each in (ddp, expected)
+            )
+            assert_equal_states(handle.full_gradients() if handle else found, wanted)
+            ours.step()
+            eager.step()
+            assert_equal_states(ddp.state_dict(), expected.state_dict())
+    search = tuner.of(ddp)
+    return len(state.get(ddp).plans[0].sections), search.outcome if search else ""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["plain", "tuned", "sharded"])
+def test_sixteen_ranks_train_as_eager_after_warmup_and_verify(
+    own_ranks: OwnRanks, mode: str
+) -> None:
+    """With a network given on which one bucket is better than three: all change to it."""
+    (result,) = set(own_ranks(16).run(_train_on_sixteen, mode))
+    num_sections, outcome = result
+    assert num_sections > 1
+    assert outcome.startswith("buckets change") == (mode == "tuned")

@@ -25,7 +25,7 @@ from ddpopt._torch.names import PrivateName
 from ddpopt.cli.inputs import one_rank_group, torchrun_group
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.inspection.explain import explain
-from ddpopt.options import SPLITS
+from ddpopt.options import NO_COMPILER, SPLITS
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.costs import AllreduceCost
 from ddpopt.split.plan import SplitPlan
@@ -135,7 +135,7 @@ def _compiler() -> Check:
         "C++ compiler",
         shutil.which(name),
         f"there is no {name}, which Inductor needs on CPUs",
-        "install it (Debian: apt-get install g++), set CXX, or use inner='aot_eager'",
+        NO_COMPILER,
     )
 
 

@@ -19,11 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch
 from ddpopt._events import Label, notifying
 from ddpopt._text import source_digest
-from ddpopt.errors import (
-    NotCutError,
-    Reason,
-    TorchDriftError,
-)
+from ddpopt.errors import NotCutError, Reason, TorchDriftError
 from ddpopt.options import Options
 from ddpopt.reducer import (
     Bucket,
