@@ -14,7 +14,7 @@ DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py \
-		--overlap build/overlap.html
+		--steps 80 --network 1gbit --overlap build/overlap.html
 
 # The quick set, five minutes on two cores. CONTRIBUTING.md says which tests are in it.
 test: .venv/installed

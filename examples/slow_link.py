@@ -105,8 +105,8 @@ def emulate(gbit: float) -> None:
             done = link.send(
                 tensor, rate.cost.seconds(tensor.nbytes), lambda: all_reduce(tensor, op, group)
             )
-            work = _Work(span._call_end_callbacks_on_future(done))
-        return work if async_op else work.wait()
+            span._call_end_callbacks_on_future(done)
+        return _Work(done) if async_op else done.wait()
 
     dist.all_reduce = pass_link
 
@@ -124,7 +124,7 @@ def connect(ddp: DDP) -> None:
 class _Work(NamedTuple):
     """What `dist.all_reduce` returns."""
 
-    done: Any
+    done: Future
 
     def wait(self) -> None:
         self.done.wait()
@@ -132,5 +132,5 @@ class _Work(NamedTuple):
     def is_completed(self) -> bool:
         return self.done.done()
 
-    def get_future(self) -> Any:
+    def get_future(self) -> Future:
         return self.done

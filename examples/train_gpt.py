@@ -242,7 +242,7 @@ def report_overlap(
     report(f"\n{ddpopt.explain(way.ddp).tuning}")
 
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(9):
+    for _ in range(7):
         for name, way in ways.items():
             times[name].append(way.step(*batch) * 1e3)
     network = f"a link of {args.network}, EMULATED" if args.network else "no network emulated"
