@@ -245,14 +245,16 @@ def report_overlap(
     for _ in range(7):
         for name, way in ways.items():
             times[name].append(way.step(*batch) * 1e3)
-    network = f"a link of {args.network}, EMULATED" if args.network else "no network emulated"
-    report(f"\n{'forward and backward, ms: ' + network:55}  total  exposed communication")
+    exposed_ms = {}
     for name, way in ways.items():
         with ddpopt.record(way.ddp) as recording:
             for _ in range(5):
                 way.step(*batch)
-        exposed_ms = (recording.median_step().exposed_s or 0.0) * 1e3
-        report(f"{name:55}{statistics.median(times[name]):7.0f}{exposed_ms:23.0f}")
+        exposed_ms[name] = (recording.median_step().exposed_s or 0.0) * 1e3
+    network = f"a link of {args.network}, EMULATED" if args.network else "no network emulated"
+    report(f"\n{'forward and backward, ms; ' + network:55}  total  exposed communication")
+    for name in ways:
+        report(f"{name:55}{statistics.median(times[name]):7.0f}{exposed_ms[name]:23.0f}")
     if dist.get_rank() == 0:
         args.overlap.parent.mkdir(parents=True, exist_ok=True)
         ddpopt.explain(way.ddp).save(args.overlap)
