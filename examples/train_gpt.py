@@ -216,12 +216,8 @@ class Way:
         return stop_s - start_s
 
 
-def report_overlap(
-    model: GPT, text: Tensor, args: argparse.Namespace, report: Callable[[str], None]
-) -> None:
-    """Compare four ways to compile the model, on copies; they take turns."""
-    import ddpopt
-
+def compile_ways(model: GPT, args: argparse.Namespace) -> dict[str, Way]:
+    """Return what is compared, tuned buckets last."""
     # Dynamo runs what it has compiled for another module if the backends are equal; these are not.
     inner = torch._dynamo.lookup_backend(args.inner)
     ours, tuned = ddpopt_options(args), {**ddpopt_options(args), "buckets": "auto"}
@@ -231,6 +227,18 @@ def report_overlap(
         "ddpopt": Way(model, args, True, backend="ddpopt", options=ours),
         'ddpopt, buckets="auto"': Way(model, args, True, backend="ddpopt", options=tuned),
     }
+    if args.bucket_cap_mb is not None and args.bucket_cap_mb < 1:
+        del ways["PyTorch's DDPOptimizer"]  # which raises for buckets smaller than DDP's first
+    return ways
+
+
+def report_overlap(
+    model: GPT, text: Tensor, args: argparse.Namespace, report: Callable[[str], None]
+) -> None:
+    """Compare four ways to compile the model, on copies; they take turns."""
+    import ddpopt
+
+    ways = compile_ways(model, args)
     windows = text[: args.batch * (args.context + 1)].unflatten(0, (args.batch, -1))
     windows = windows.to(model.head.weight.device, torch.long)
     batch = windows[:, :-1], windows[:, 1:]

@@ -42,12 +42,12 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
 def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
     """Plan table, falling loss, equal ranks, sample, overlap, and a loss difference of rounding.
 
-    On an emulated link, on which 0.34 MB take 14 ms; the time of each bucket is known nevertheless.
+    On an emulated link, on which 2.2 MB take 18 ms; the time of each bucket is known nevertheless.
     """
     text = run_command(
-        f"{_TORCHRUN} examples/train_gpt.py --steps 20 --layers 1 --width 64 --heads 2 "
-        "--context 64 --bucket-cap-mb 0.05 --inner aot_eager --compare eager --sample 20 "
-        f"--network 200mbit --overlap {tmp_path}/pages/overlap.html"
+        f"{_TORCHRUN} examples/train_gpt.py --steps 20 --layers 1 --width 192 --heads 2 "
+        "--context 32 --bucket-cap-mb 1 --inner aot_eager --compare eager --sample 20 "
+        f"--network 1gbit --overlap {tmp_path}/pages/overlap.html"
     )
     assert re.search(r"\d+ backward sections for \d+ DDP buckets", text)
     assert "loss fell" in text
@@ -62,7 +62,7 @@ def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
         "ddpopt",
     ]
     (_, total, exposed), *_ = table
-    assert min(int(total), int(exposed)) >= 13  # not split: all of it
+    assert min(int(total), int(exposed)) >= 17  # not split: all of it
     assert re.search(r"^buckets (stay|change)", text, re.MULTILINE)
     page = (tmp_path / "pages" / "overlap.html").read_text()
     assert "<html" in page
