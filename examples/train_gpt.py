@@ -5,7 +5,9 @@ at the end that all ranks hold the same parameters. Gloo on CPU, NCCL where ever
 several nodes by torchrun's own flags. `--compare eager` trains an uncompiled twin as well, and
 `--algorithm async` (or another) communicates in another way than DDP's allreduce. With
 `torchrun --max-restarts 3` and `--checkpoint run.pt` it survives the loss of a rank. `--overlap
-page.html` ends with the communication that was exposed, beside that of the model compiled uncut.
+page.html` ends with a table of four ways to compile the model: how long a step takes, and how long
+it waits for communication. On one machine that is next to nothing, unless `--network 1gbit`
+emulates a link (slow_link.py).
 """
 # test: skip, it trains for minutes; tests/system/test_examples.py trains a smaller model
 
@@ -14,11 +16,13 @@ import copy
 import functools
 import gc
 import os
+import statistics
 import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -141,6 +145,8 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
     """Return the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
     device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
     ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
+    if args.network:
+        slow_link().connect(ddp)
     options = ddpopt_options(args) if backend == "ddpopt" else None
     compiled = ddp if backend == EAGER else torch.compile(ddp, backend=backend, options=options)
     optimizer, handle = start_algorithm(ddp, args)
@@ -189,42 +195,92 @@ def ddpopt_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"inner": args.inner, **({"split": args.split} if args.split else {})}
 
 
-def record_steps(
-    model: GPT, options: dict[str, Any], text: Tensor, args: argparse.Namespace, page: Path | None
-) -> str:
-    """Record eight steps of backward; return what of it waited for communication."""
-    import ddpopt
+class Way:
+    """A copy of the model, compiled in one of the ways that are compared."""
 
-    ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    windows = text[: args.batch * (args.context + 1)].unflatten(0, (args.batch, -1))
-    windows = windows.to(model.head.weight.device, torch.long)
+    def __init__(self, model: GPT, args: argparse.Namespace, optimize_ddp: bool, **how: Any):
+        self.ddp = DDP(copy.deepcopy(model), bucket_cap_mb=args.bucket_cap_mb)
+        if args.network:
+            slow_link().connect(self.ddp)
+        self.compiled = torch.compile(self.ddp, **how)
+        self.optimize_ddp = optimize_ddp
 
-    def steps(number: int) -> None:
-        for _ in range(number):
-            dist.barrier()
-            compiled(windows[:, :-1], windows[:, 1:]).backward()
-            ddp.zero_grad()
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """Run forward and backward; return how many seconds they took."""
+        dist.barrier()
+        start_s = time.perf_counter()
+        with torch._dynamo.config.patch(optimize_ddp=self.optimize_ddp):
+            self.compiled(inputs, targets).backward()
+        stop_s = time.perf_counter()
+        self.ddp.zero_grad()
+        return stop_s - start_s
 
-    steps(5)  # the first one compiles, and DDP tells its buckets in the fourth
-    with ddpopt.record(ddp) as recording:
-        steps(8)
-    if page is not None and dist.get_rank() == 0:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        ddpopt.explain(ddp).save(page)
-    return recording.median_step().summary()
+
+def compile_ways(model: GPT, args: argparse.Namespace) -> dict[str, Way]:
+    """Return what is compared, tuned buckets last."""
+    # Dynamo runs what it has compiled for another module if the backends are equal; these are not.
+    inner = torch._dynamo.lookup_backend(args.inner)
+    ours, tuned = ddpopt_options(args), {**ddpopt_options(args), "buckets": "auto"}
+    ways = {
+        "torch.compile, not split": Way(model, args, False, backend=functools.partial(inner)),
+        "PyTorch's DDPOptimizer": Way(model, args, True, backend=functools.partial(inner)),
+        "ddpopt": Way(model, args, True, backend="ddpopt", options=ours),
+        'ddpopt, buckets="auto"': Way(model, args, True, backend="ddpopt", options=tuned),
+    }
+    if args.bucket_cap_mb is not None and args.bucket_cap_mb < 1:
+        del ways["PyTorch's DDPOptimizer"]  # which raises for buckets smaller than DDP's first
+    return ways
 
 
 def report_overlap(
     model: GPT, text: Tensor, args: argparse.Namespace, report: Callable[[str], None]
 ) -> None:
-    """Compare steps as ddpopt cuts them with the same model compiled uncut, on copies."""
-    uncut = {"inner": args.inner, "enabled": False}
-    without = record_steps(copy.deepcopy(model), uncut, text, args, None)
-    with_cuts = record_steps(copy.deepcopy(model), ddpopt_options(args), text, args, args.overlap)
-    report(f"compiled without cuts: {without}")
-    report(f"compiled with ddpopt:  {with_cuts}")
-    report(f"the timeline of such a step: open {args.overlap} in a browser")
+    """Compare four ways to compile the model, on copies; they take turns."""
+    import ddpopt
+
+    ways = compile_ways(model, args)
+    windows = text[: args.batch * (args.context + 1)].unflatten(0, (args.batch, -1))
+    windows = windows.to(model.head.weight.device, torch.long)
+    batch = windows[:, :-1], windows[:, 1:]
+    for name, way in ways.items():
+        report(f"compiling: {name}")
+        for _ in range(5):  # the first step compiles, and DDP tells its buckets in the fourth
+            way.step(*batch)
+    for _ in range(25):  # in which better buckets are found, and compared with those before
+        way.step(*batch)
+    report(f"\n{ddpopt.explain(way.ddp).tuning}")
+
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(7):
+        for name, way in ways.items():
+            times[name].append(way.step(*batch) * 1e3)
+    exposed_ms = {}
+    for name, way in ways.items():
+        with ddpopt.record(way.ddp) as recording:
+            for _ in range(5):
+                way.step(*batch)
+        exposed_ms[name] = (recording.median_step().exposed_s or 0.0) * 1e3
+    network = f"an EMULATED {args.network:g} Gbit/s link" if args.network else "loopback"
+    report(f"\n{'forward and backward, ms; ' + network:55}  total  exposed communication")
+    for name in ways:
+        report(f"{name:55}{statistics.median(times[name]):7.0f}{exposed_ms[name]:23.0f}")
+    if dist.get_rank() == 0:
+        args.overlap.parent.mkdir(parents=True, exist_ok=True)
+        ddpopt.explain(way.ddp).save(args.overlap)
+    report(f"the timeline of a step of the last one: open {args.overlap} in a browser")
+
+
+def link_rate(text: str) -> float:
+    """Return a rate in Gbit/s."""
+    gbit: float = slow_link().parse_gbit(text)
+    return gbit
+
+
+def slow_link() -> ModuleType:
+    """Import what emulates a network; it needs ddpopt, which not everything here does."""
+    import slow_link
+
+    return slow_link
 
 
 def average_over_ranks(losses: list[Tensor]) -> Tensor:
@@ -269,17 +325,24 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint-every", type=int, default=50, help="steps between two saves")
     add("--seed", type=int, default=0)
     add("--compare", choices=["eager"], help="train an uncompiled twin too, compare the losses")
-    add("--overlap", type=Path, help="record some steps at the end, and write them to this page")
+    add(
+        "--network",
+        type=link_rate,
+        help="emulate a link of this rate between ranks, such as 1gbit, on CPUs",
+    )
+    add("--overlap", type=Path, help="compare steps of four compilers, and write a page of them")
     add("--sample", type=int, default=200, help="bytes of text to generate at the end")
     args = parser.parse_args()
     if args.checkpoint and args.algorithm != ALLREDUCE:
         parser.error("--checkpoint saves rank 0's weights, which only allreduce keeps equal")
+    if args.network and args.algorithm != ALLREDUCE:
+        parser.error("--network emulates a link for DDP's allreduce only")
     return args
 
 
-def open_process_group() -> torch.device:
+def open_process_group(*, is_on_cpu: bool) -> torch.device:
     """NCCL if each rank of this machine finds a GPU of its own, else gloo on CPU."""
-    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    if is_on_cpu or torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -290,13 +353,16 @@ def open_process_group() -> torch.device:
 
 def main() -> None:
     args = parse_arguments()
-    device = open_process_group()
+    device = open_process_group(is_on_cpu=bool(args.network))
     report = functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
     torch.manual_seed(args.seed)
     model, text = GPT(args.layers, args.width, args.heads, args.context), read_standard_library()
     twin = copy.deepcopy(model.to(device))
     num_parameters = sum(p.numel() for p in model.parameters())
     report(f"{num_parameters / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {device}")
+    if args.network:
+        slow_link().emulate(args.network)
+        report(f"the network is EMULATED: a thread sleeps as long as {args.network:g} Gbit/s take")
 
     losses, tokens_per_s = train(model, args.backend, text, args)
     first, last = losses[:10].mean().item(), losses[-10:].mean().item()

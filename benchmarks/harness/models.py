@@ -10,17 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-_EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class MissingPackageError(ImportError):
@@ -110,8 +106,6 @@ class FusedLayer(nn.Module):
 
 def load_example() -> Any:
     """Return examples/train_gpt.py as a module."""
-    if str(_EXAMPLES) not in sys.path:  # Dynamo imports by name what it has inlined
-        sys.path.append(str(_EXAMPLES))
     return importlib.import_module("train_gpt")
 
 

@@ -1,54 +1,28 @@
 """A network of any rate and any number of ranks, for one rank: a comm hook that waits.
 
 [Note: the emulated network]
-The hook stands for DDP's ring allreduce: a bucket of n bytes takes `startup_s`, and as long as
-2 (ranks - 1) / ranks n bytes take at the rate. Buckets pass one after the other, beside whatever is
-computed. On a GPU a kernel of one thread spins on a stream of its own, as NCCL's kernels would run
-there; it takes one multiprocessor of many and no memory bandwidth, of which NCCL takes more. It
-counts cycles, so buckets take longer where the clock falls under load: a profile has their times.
-On the CPU a thread sleeps. Gradients stay as they are: there is no other rank. So every peer is
-measured with the same network, whatever the machine has.
+The hook stands for DDP's ring allreduce, with the times of [Note: the emulated link]. On a GPU a
+kernel of one thread spins on a stream of its own, as NCCL's kernels would run there; it takes one
+multiprocessor of many and no memory bandwidth, of which NCCL takes more. It counts cycles, so
+buckets take longer where the clock falls under load: a profile has their times. On the CPU a thread
+sleeps. Gradients stay as they are: there is no other rank. So every peer is measured with the same
+network, whatever the machine has.
 """
 
 from __future__ import annotations
 
-import queue
 import statistics
-import threading
-import time
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from slow_link import Interval, Link, Rate
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms.comm import Exchange
-from ddpopt.planning import AllreduceCost
 
 _PROBE_CYCLES = 20_000_000
 _NUM_PROBES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """A link's rate in each direction, in Gbit/s; `startup_s` is what each allreduce has on top."""
-
-    gbit: float
-    num_ranks: int
-    startup_s: float = 50e-6
-
-    @property
-    def cost(self) -> AllreduceCost:
-        sent = 2 * (self.num_ranks - 1) / self.num_ranks  # of each byte, by a rank of a ring
-        return AllreduceCost(startup_s=self.startup_s, s_per_byte=8 * sent / (self.gbit * 1e9))
-
-
-class Interval(NamedTuple):
-    """When a bucket was on the network, by the system's clock (CPU only)."""
-
-    start_ns: int
-    stop_ns: int
 
 
 class Network:
@@ -95,24 +69,15 @@ class _Sleeping(Network):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._pass_on, name="network", daemon=True).start()
+        self._link = Link()
+        self.intervals = self._link.intervals
 
     def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
+        if self.rate is not None:
+            return self._link.send(buffer, share * self.rate.cost.seconds(buffer.nbytes))
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        if self.rate is None:
-            done.set_result(buffer)
-        else:
-            self._sent.put((share * self.rate.cost.seconds(buffer.nbytes), buffer, done))
+        done.set_result(buffer)
         return done
-
-    def _pass_on(self) -> None:
-        while True:
-            seconds, buffer, done = self._sent.get()
-            start_ns = time.time_ns()
-            time.sleep(seconds)
-            self.intervals.append(Interval(start_ns, time.time_ns()))
-            done.set_result(buffer)
 
 
 class _Spinning(Network):

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import os
 import platform
-import re
 import shlex
 import sys
 import tempfile
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from slow_link import parse_gbit
 
 from benchmarks.harness.cluster import FREE, Cluster, open_cluster, why_not_emulated
 from benchmarks.harness.report import write_run
 from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 
 _T = TypeVar("_T")
-_GBIT = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 
 
 def names(text: str) -> list[str]:
@@ -96,7 +95,7 @@ class Session:
     def set_rate(self, rate: str) -> str:
         """Give all links a rate; return it as tables show it."""
         if self.setting.emulated_ranks:
-            gbit = gbit_of(rate)
+            gbit = None if rate == FREE else parse_gbit(rate)
             for name, team in list(self.teams.items()):
                 with self.failing(name):
                     team.ask("use_rate", gbit)
@@ -199,16 +198,6 @@ def open_session(
             session.say(f"no network is emulated: {why_not_emulated()}")
         cluster.set_rate(FREE)
         yield session
-
-
-def gbit_of(rate: str) -> float | None:
-    """Return a rate in Gbit/s, None where there is no limit."""
-    if rate == FREE:
-        return None
-    found = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
-    if found is None:
-        raise ValueError(f"the rate {rate!r} is none of tc's, as 100mbit, 10gbit or {FREE}")
-    return float(found[1]) * _GBIT[found[2]]
 
 
 def today() -> str:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from slow_link import Rate
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
-
-from benchmarks.harness.network import Rate
 
 
 class Replicated(nn.Module):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness.network import Interval
+from slow_link import Interval
 
 _COMMUNICATION = re.compile(r"spin_kernel|nccl|Memcpy (HtoD|DtoH)", re.IGNORECASE)
 # Matrix products and convolutions, as operators and as the kernels of CUDA's libraries and Triton.
