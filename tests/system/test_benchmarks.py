@@ -62,6 +62,7 @@ def test_the_table_of_models_needs_no_further_package() -> None:
     assert all(f"\n| {name} |" in text for name in names)
 
 
+@pytest.mark.nightly
 def test_what_cutting_costs_is_measured() -> None:
     """Of both splits beside the unsplit compile."""
     sizes = ("--inner", "aot_eager", "--parameters", "12", "--sections", "3", "--rounds", "2")
@@ -142,6 +143,7 @@ def _train_as(rank: int, peer: str, inner: str) -> tuple[tuple[float, float], in
     return (first.loss, first.later_loss), counted
 
 
+@pytest.mark.nightly
 def test_peers_without_ddp_compute_what_ddp_does(ranks: Ranks) -> None:
     """Also after updates; the allreduces of one are in its compiled backward."""
     alike = ("replicate", "simplefsdp")
