@@ -226,10 +226,10 @@ class CompiledSection:
 
     def run(self, run: Run) -> Sequence[Any]:
         """Run this section of a backward; return its gradients."""
-        listener = _events.listening()
-        if listener is None:
+        section = _events.listening()
+        if section is None:
             return self._run(run)
-        with listener.section(self.label, "backward"):
+        with section(self.label, "backward"):
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:
