@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,13 +21,6 @@ from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
 Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
-
-
-class BucketReader(Protocol):
-    """An object that keeps what it has read of a DDP module's buckets."""
-
-    def read_again(self) -> None:
-        """Read them at the next opportunity: they have changed."""
 
 
 class DDPState:
@@ -61,7 +54,8 @@ class DDPState:
         self._is_planned = False
         self._num_questions = 0
         self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
-        self._readers: weakref.WeakSet[BucketReader] = weakref.WeakSet()
+        # The graphs whose plans need not be compared with the buckets until these change.
+        self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # While better buckets are searched graphs are cut finely; `is_provisional` says that they
         # will be cut again. `expected_buckets` are those of a plan that is about to be applied.
         self.is_searching = False
@@ -170,13 +164,7 @@ class DDPState:
         self.reported_buckets, self._num_questions = None, 0
         for plan in self.plans:
             self.keep(plan, self.nodes[plan.graph])
-        for reader in self._readers:
-            reader.read_again()
-        self._readers.clear()
-
-    def notify_when_buckets_change(self, reader: BucketReader) -> None:
-        """Have `reader` read again when they next change; until then it need not."""
-        self._readers.add(reader)
+        self.compared.clear()
 
     @property
     def has_forward_sections(self) -> bool:
