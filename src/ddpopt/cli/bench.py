@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.options import resolve_options
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import call_model, find_loss
+from ddpopt.planning.timer import Clock
 
 _BASELINES = ("eager", "intree")
 _WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those
@@ -120,6 +120,7 @@ class _Trainee:
         # A step costs the same at any rate, and at 0 a sum as loss does not diverge.
         self._optimizer = torch.optim.SGD(trained, lr=0.0)
         self._device = trained[0].device
+        self._clock = Clock(self._device)
 
     def warm_up(self) -> None:
         """Train until nothing more is compiled and no bucket changes any more."""
@@ -154,22 +155,16 @@ class _Trainee:
     def _step_s(self) -> float:
         with self._settings():
             dist.barrier()
-            self._synchronize()
-            start_s = time.perf_counter()
+            start_s = self._clock.finish()
             torch.autograd.backward(find_loss(call_model(self._call, self._inputs)))
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self._synchronize()
-            return time.perf_counter() - start_s
+            return self._clock.finish() - start_s
 
     def _settings(self) -> Any:
         return _torch.dynamo_settings(
             optimize_ddp=PEERS[self.name].optimize_ddp, recompile_limit=_RECOMPILE_LIMIT
         )
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
 
 def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[..., Any]:

@@ -127,12 +127,6 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         recording.save(path)
 
 
-def recording_of(ddp: DistributedDataParallel) -> Recording | None:
-    """Return the last recording of a module, None if there is none."""
-    recording: Recording | None = state.get(ddp).recording
-    return recording
-
-
 @dataclass(slots=True)
 class _Parts:
     """What is noted about a step beside the times of its `timer.Step`; sums are by bucket."""

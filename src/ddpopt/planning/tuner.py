@@ -205,11 +205,7 @@ class _Tuner(Observer):
         ):
             try:
                 self._joint_decision = JointDecision(
-                    ddp.process_group,
-                    self._stage.title,
-                    stopwatch.key,
-                    self._limit_s,
-                    absence="did not begin it in the same step",
+                    ddp.process_group, self._stage.title, stopwatch.key, self._limit_s
                 )
             except PeerError as error:
                 stopwatch.stop()
