@@ -89,8 +89,8 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     known = state.get(ddp)
     known.wait_in_forward(True)
     known.begin_search(is_provisional=True)
-    known.give_buckets([list(range(len(list(ddp.parameters()))))])
-    known.bucket_plan = known.tuner = known.tuner_in_use = "something"
+    known.give_buckets([list(range(len(list(ddp.parameters()))))], "a plan")
+    known.tuner = known.tuner_in_use = "something"
     state.forget_all()
     assert state.get(ddp) is known
     assert (known.waits_in_forward, known.tuner) == (True, "something")

@@ -7,6 +7,7 @@ until the end, since Dynamo can only forget all of them at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -174,14 +175,9 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
         options: dict[str, Any] = {"inner": inner, **peer.options}
         compiled: Callable[..., Any] = torch.compile(ddp, backend="ddpopt", options=options)
         return compiled
-    backend = _torch.lookup_backend(inner)
-
-    def compile_anew(graph: Any, inputs: Any) -> Any:
-        # A function of this model's own: otherwise Dynamo would give it code that an equal backend
-        # compiled for another model, whose graph was split differently.
-        return backend(graph, inputs)
-
-    return torch.compile(ddp, backend=compile_anew)
+    # An object of this model's own: otherwise Dynamo would give it code that an equal backend
+    # compiled for another model, whose graph was split differently.
+    return torch.compile(ddp, backend=functools.partial(_torch.lookup_backend(inner)))
 
 
 def _admit(

@@ -51,7 +51,6 @@ class DDPState:
         # The Reducer's final buckets as it reported them, empty if it could not.
         self.reported_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
-        self._is_planned = False
         self._num_questions = 0
         self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
         # The graphs whose plans need not be compared with the buckets until these change.
@@ -61,7 +60,7 @@ class DDPState:
         self.is_searching = False
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
-        self.bucket_plan: Any = None  # of `planning.rebucket`: the one that is applied
+        self.bucket_plan: Any = None  # the one that is applied, if any
         self.tuner_in_use: Any = None  # that of `tuner` for which code has been compiled since
         self.recording: Any = None  # the last one of `inspection.recorder`
         self.step_clock: Any = None  # of `inspection.metrics`
@@ -145,7 +144,7 @@ class DDPState:
     @property
     def has_planned_buckets(self) -> bool:
         """Whether a plan's buckets are in force or about to be."""
-        return self._is_planned or self.expected_buckets is not None
+        return self.bucket_plan is not None or self.expected_buckets is not None
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
@@ -158,12 +157,15 @@ class DDPState:
         self.reported_buckets = _torch.final_buckets(self._module())
         return self._num_questions
 
-    def give_buckets(self, buckets: Buckets, *, is_planned: bool = True) -> None:
-        """Note that the Reducer was given these buckets, and will form them again."""
-        self._given_buckets, self._is_planned = buckets, is_planned
+    def give_buckets(self, buckets: Buckets, plan: Any = None) -> None:
+        """Note that the Reducer was given these buckets, a plan's if any, and will form them again.
+
+        The plan is for `planning.rebucket` to read.
+        """
+        self._given_buckets, self.bucket_plan = buckets, plan
         self.reported_buckets, self._num_questions = None, 0
-        for plan in self.plans:
-            self.keep(plan, self.nodes[plan.graph])
+        for kept in self.plans:
+            self.keep(kept, self.nodes[kept.graph])
         self.compared.clear()
 
     @property
