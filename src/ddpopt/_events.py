@@ -139,17 +139,10 @@ class Label(NamedTuple):
 
 
 class Listener(Protocol):
-    """Is notified of sections."""
+    """Is notified of sections and exchanges."""
 
     def section(self, label: Label, kind: str) -> Context:
         """Return a context in which a section's `kind`, "forward" or "backward", runs."""
-
-    def watch(self, label: Label, outputs: Any) -> None:
-        """Find the autograd node that made a section's outputs, which will run its backward."""
-
-
-class Recording(Listener, Protocol):
-    """Is notified of exchanges too."""
 
     def follow(
         self,
@@ -159,60 +152,46 @@ class Recording(Listener, Protocol):
         num_bytes: int,
         works: list[Any],
     ) -> list[Any]:
-        """Return works to wait for in place of those of an exchange that is beginning."""
+        """Return works to wait for in place of those of an exchange that is beginning.
+
+        `what` is "sum" or "gather", the halves of an allreduce.
+        """
 
 
-class _Ranges:
-    """Shows sections to torch's profiler: the listener while nobody records."""
-
-    @contextlib.contextmanager
-    def section(self, label: Label, kind: str) -> Iterator[None]:
-        with record_function(range_name(label, kind)):
-            yield
-
-    def watch(self, label: Label, outputs: Any) -> None:
-        watch_backward(outputs, lambda: self.section(label, "backward"))
+current: Listener | None = None
 
 
-current: Recording | None = None
-_ranges = _Ranges()
+@contextlib.contextmanager
+def show_range(label: Label, kind: str) -> Iterator[None]:
+    """Show torch's profiler a section, as in `ddpopt: 4/0 section 2 backward`."""
+    with record_function(f"ddpopt: {label.graph} section {label.section} {kind}"):
+        yield
 
 
-def listening() -> Listener | None:
-    """Return the listener to notify of a section that begins, None if there is none."""
+def listening() -> Callable[[Label, str], Context] | None:
+    """Return what makes the context in which a section runs, None if nobody wants to know."""
     if current is not None:
-        return current
-    return _ranges if _torch.shows_ranges() else None
+        return current.section
+    return show_range if _torch.shows_ranges() else None
 
 
 def notifying(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
-    """Return `compiled`, notifying the listener of its forward and its outputs."""
+    """Return `compiled`, notifying the listener of its forward and of its outputs' backward."""
 
     def run(*args: Any) -> Any:
-        listener = listening()
-        if listener is None:
+        section = listening()
+        if section is None:
             return compiled(*args)
-        with listener.section(label, "forward"):
+        with section(label, "forward"):
             outputs = compiled(*args)
-        listener.watch(label, outputs)
+        watch_backward(outputs, lambda: section(label, "backward"))
         return outputs
 
     return run
 
 
-def follow(
-    ddp: DistributedDataParallel | None, what: str, bucket: int, num_bytes: int, works: list[Any]
-) -> list[Any]:
-    """Report an exchange that is beginning; return works to wait for in place of its own.
-
-    `what` is "sum" or "gather", the halves of an allreduce.
-    """
-    listener = current
-    return works if listener is None else listener.follow(ddp, what, bucket, num_bytes, works)
-
-
 @contextlib.contextmanager
-def listen(listener: Recording) -> Iterator[None]:
+def listen(listener: Listener) -> Iterator[None]:
     """Notify `listener` in this block; RuntimeError if there is a listener already."""
     global current  # noqa: PLW0603  # a section can afford one look at a global
     if current is not None:
@@ -225,11 +204,6 @@ def listen(listener: Recording) -> Iterator[None]:
         yield
     finally:
         current = None
-
-
-def range_name(label: Label, kind: str) -> str:
-    """Return what a section is called in a profile, as in `ddpopt: 4/0 section 2 backward`."""
-    return f"ddpopt: {label.graph} section {label.section} {kind}"
 
 
 def watch_backward(outputs: Any, running: Callable[[], Context]) -> None:

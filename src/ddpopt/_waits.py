@@ -65,9 +65,10 @@ def hides_behind_forward(ddp: DistributedDataParallel) -> bool:
     return is_sharded(ddp) and _sharded[ddp].is_behind_forward
 
 
-def waited_s(ddp: DistributedDataParallel) -> float:
+def waited_s(ddp: DistributedDataParallel | None) -> float:
     """Return how long a module's sharded updates have waited for other ranks, 0 without any."""
-    waiting = _sharded[ddp].find_waiting() if ddp in _sharded else None
+    sharded = None if ddp is None else _sharded.get(ddp)
+    waiting = None if sharded is None else sharded.find_waiting()
     return 0.0 if waiting is None else waiting.waited_s
 
 

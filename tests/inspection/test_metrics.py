@@ -68,7 +68,7 @@ def test_an_uncompiled_model_has_times_too(ranks: Ranks) -> None:
 def _train_with_source(rank: int) -> list[dict[str, float]]:
     """Return the metrics while a source is there, and once it has gone."""
     ddp = DistributedDataParallel(MLP())
-    metrics.add_source(ddp, lambda: source)
+    metrics.set_source(ddp, lambda: source)
     source: Any = lambda: {"ddpopt.algorithm.steps": 4.0}  # noqa: E731  # an algorithm's handle
     train(ddp, batches(rank, [(4, WIDTH)] * 4))
     found = [ddpopt.metrics(ddp)]

@@ -224,7 +224,7 @@ def test_a_store_that_does_not_answer_ends_a_monitored_block() -> None:
 
 def _decisions(size: int, limit_s: float, num_here: int | None = None) -> list[JointDecision]:
     groups: list[Any] = [_Group(rank, size) for rank in range(num_here or size)]
-    return [JointDecision(g, "looking", "key", limit_s, absence="did not look") for g in groups]
+    return [JointDecision(g, "looking", "key", limit_s) for g in groups]
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
@@ -240,7 +240,11 @@ def test_a_rank_that_is_not_announced_is_not_waited_for() -> None:
     """All get the same answer."""
     first, second = _decisions(4, LIMIT_S, num_here=2)
     with mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")):
-        assert first.decide(None) == second.decide(None) == "ranks 2, 3 did not look"
+        assert (
+            first.decide(None)
+            == second.decide(None)
+            == "ranks 2, 3 did not begin it in the same step"
+        )
 
 
 @pytest.mark.usefixtures("threads_as_ranks")

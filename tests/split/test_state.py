@@ -23,29 +23,21 @@ from tests.support.models import MLP
 OPTIONS = {"inner": "aot_eager", "split": "backward"}
 
 
-class _Reader:
-    """Counts how often it has to read again."""
-
-    def __init__(self) -> None:
-        self.num_reads = 0
-
-    def read_again(self) -> None:
-        self.num_reads += 1
-
-
 def _ddp() -> DistributedDataParallel:
     return DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
 
 
-def test_readers_of_buckets_read_again_once_they_change(one_rank: None) -> None:
-    """And only the module's own."""
-    one, other = state.get(_ddp()), state.get(ddp := _ddp())
-    mine, theirs = _Reader(), _Reader()
-    one.notify_when_buckets_change(mine)
-    other.notify_when_buckets_change(theirs)
-    other.give_buckets([[0, 1], list(range(2, len(list(ddp.parameters()))))])
-    other.give_buckets([list(range(len(list(ddp.parameters()))))])
-    assert (mine.num_reads, theirs.num_reads) == (0, 1)
+def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None) -> None:
+    """And only with the module's own."""
+    ddp, others = _ddp(), _ddp()
+    compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
+    for _ in range(4):
+        compiled(torch.ones(2, 64)).sum().backward()
+    num_parameters = len(list(ddp.parameters()))
+    state.get(others).give_buckets([list(range(num_parameters))])
+    assert len(state.get(ddp).compared) == 1
+    state.get(ddp).give_buckets([list(range(num_parameters))])
+    assert not state.get(ddp).compared
 
 
 def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None) -> None:
@@ -97,8 +89,8 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     known = state.get(ddp)
     known.wait_in_forward(True)
     known.begin_search(is_provisional=True)
-    known.give_buckets([list(range(len(list(ddp.parameters()))))])
-    known.bucket_plan = known.tuner = known.tuner_in_use = "something"
+    known.give_buckets([list(range(len(list(ddp.parameters()))))], "a plan")
+    known.tuner = known.tuner_in_use = "something"
     state.forget_all()
     assert state.get(ddp) is known
     assert (known.waits_in_forward, known.tuner) == (True, "something")

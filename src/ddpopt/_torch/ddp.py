@@ -30,6 +30,7 @@ from ddpopt._torch.dynamo import (
     context_of,
     frames,
     innermost_backend,
+    uncompiled,
     unwrap_compiled,
 )
 from ddpopt._torch.runtime import queue_callback
@@ -373,13 +374,12 @@ def watch_ddp_forward(
     original = names.INSIDE_DDP_FORWARD.get(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
         return
-    disable: Any = torch.compiler.disable  # it has no types
     current_callback, skip_code = names.FRAME_CALLBACK.get(), names.SKIP_CODE.get()
 
     def report(ddp: DistributedDataParallel, callback: Any) -> None:
         after(ddp, innermost_backend(callback) if callable(callback) else None)
 
-    begin, end = disable(before), disable(report)
+    begin, end = uncompiled(before), uncompiled(report)
 
     class Watched:
         """The context of one forward."""

@@ -125,14 +125,6 @@ def skip_frames(function: Callable[..., Any]) -> None:
     names.SKIP_CODE.get()(function.__code__)
 
 
-def while_compiling(function: Callable[[], None]) -> Callable[[], None]:
-    """As `torch.compiler.assume_constant_result`, which marks the function itself.
-
-    Dynamo calls the function when it compiles a call of it.
-    """
-    return torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-
-
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
     return names.TRACE_RULES_CHECK.get()(function)
@@ -449,11 +441,6 @@ def to_fake(value: Any, fake_mode: Any) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, names.FAKE_TENSOR.get()):
         return value
     return names.TO_FAKE_TENSOR.get()(value, fake_mode)
-
-
-def own_memory(fake: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor like the given one, strides included, that shares no memory with it."""
-    return fake.clone()
 
 
 def free_symbols(value: object) -> frozenset[Any]:

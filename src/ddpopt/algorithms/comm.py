@@ -234,7 +234,8 @@ class Exchange:
 
     def follow(self, what: str, bucket: int, num_bytes: int, works: Works) -> Works:
         """Return works to wait for in place of those of an exchange that is beginning."""
-        return _events.follow(self._find_ddp(), what, bucket, num_bytes, works)
+        listener, ddp = _events.current, self._find_ddp()
+        return works if listener is None else listener.follow(ddp, what, bucket, num_bytes, works)
 
     def wait(self, works: Works) -> None:
         began_s = time.perf_counter()

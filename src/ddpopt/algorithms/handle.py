@@ -242,7 +242,7 @@ class Handle:
         self._frozen = {name: p for name, p in named if p not in known and name not in ignored}
         self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
-        metrics.add_source(training.ddp, weakref.WeakMethod(self.metrics))
+        metrics.set_source(training.ddp, weakref.WeakMethod(self.metrics))
         hook = ModuleHook(_torch.uncompiled(self._before_forward))  # the model keeps this alive
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
         before = _torch.uncompiled(weakly(self._before_update))
@@ -363,7 +363,7 @@ class Handle:
             for removable in self._removable:
                 removable.remove()
             self._reduction.find = lambda: None
-            metrics.remove_source(self.training.ddp)
+            metrics.set_source(self.training.ddp, lambda: None)
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):

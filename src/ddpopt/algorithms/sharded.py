@@ -548,7 +548,8 @@ class ShardedUpdateHandle(Handle):
             yield from self._guards()
 
     def _guards(self) -> Iterator[Any]:
-        _torch.while_compiling(_waits.wait_for_all)  # not at import, which would import Dynamo
+        # Dynamo calls it when it compiles a call. Not at import, which would import Dynamo.
+        torch.compiler.assume_constant_result(_waits.wait_for_all)  # type: ignore[no-untyped-call]
         whole = ModuleHook(_torch.uncompiled(weakly(self.on_state)))
         for module in self.training.ddp.modules():
             own = [p for p in module.parameters(recurse=False) if p in self._index]

@@ -216,7 +216,7 @@ class Shard:
                 self.own_part(values)[member.own].copy_(whole[name])
             self._gather(values)
             for member, whole in pairs:
-                whole[name] = _copy(member.view(values))
+                whole[name] = member.view(values).clone()
         return wholes
 
     def gather_gradients(self) -> list[torch.Tensor]:
@@ -224,7 +224,7 @@ class Shard:
         values = torch.zeros_like(self.buffer)
         self.own_part(values).copy_(self.gradient)
         self._gather(values)
-        return [_copy(member.view(values)) for member in self.members]
+        return [member.view(values).clone() for member in self.members]
 
     def _gather(self, values: torch.Tensor) -> None:
         """Complete the bucket's values, of which each rank has its part. Collective."""
@@ -313,10 +313,6 @@ class Shards:
         _waits.withdraw(self._addresses)
         for shard in self.all:
             shard.release()
-
-
-def _copy(view: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(view).copy_(view)
 
 
 def is_of_elements(name: str, value: object, shape: torch.Size) -> bool:

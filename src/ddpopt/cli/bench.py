@@ -7,8 +7,8 @@ until the end, since Dynamo can only forget all of them at once.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.options import resolve_options
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import call_model, find_loss
+from ddpopt.planning.timer import Clock
 
 _BASELINES = ("eager", "intree")
 _WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those
@@ -120,6 +121,7 @@ class _Trainee:
         # A step costs the same at any rate, and at 0 a sum as loss does not diverge.
         self._optimizer = torch.optim.SGD(trained, lr=0.0)
         self._device = trained[0].device
+        self._clock = Clock(self._device)
 
     def warm_up(self) -> None:
         """Train until nothing more is compiled and no bucket changes any more."""
@@ -154,22 +156,16 @@ class _Trainee:
     def _step_s(self) -> float:
         with self._settings():
             dist.barrier()
-            self._synchronize()
-            start_s = time.perf_counter()
+            start_s = self._clock.finish()
             torch.autograd.backward(find_loss(call_model(self._call, self._inputs)))
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self._synchronize()
-            return time.perf_counter() - start_s
+            return self._clock.finish() - start_s
 
     def _settings(self) -> Any:
         return _torch.dynamo_settings(
             optimize_ddp=PEERS[self.name].optimize_ddp, recompile_limit=_RECOMPILE_LIMIT
         )
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
 
 def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[..., Any]:
@@ -179,14 +175,9 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
         options: dict[str, Any] = {"inner": inner, **peer.options}
         compiled: Callable[..., Any] = torch.compile(ddp, backend="ddpopt", options=options)
         return compiled
-    backend = _torch.lookup_backend(inner)
-
-    def compile_anew(graph: Any, inputs: Any) -> Any:
-        # A function of this model's own: otherwise Dynamo would give it code that an equal backend
-        # compiled for another model, whose graph was split differently.
-        return backend(graph, inputs)
-
-    return torch.compile(ddp, backend=compile_anew)
+    # An object of this model's own: otherwise Dynamo would give it code that an equal backend
+    # compiled for another model, whose graph was split differently.
+    return torch.compile(ddp, backend=functools.partial(_torch.lookup_backend(inner)))
 
 
 def _admit(

@@ -29,9 +29,8 @@ from ddpopt._text import (
     write_text,
 )
 from ddpopt.errors import OptionError, TorchDriftError
-from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedExchange, RecordedStep
+from ddpopt.inspection.recording import RecordedExchange, RecordedStep, Recording
 from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.costs import ALLREDUCE, SHARDED
 from ddpopt.planning.decision import communication_of
@@ -329,7 +328,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    known, recording, search = state.get(ddp), recorder.recording_of(ddp), tuner.of(ddp)
+    known, search = state.get(ddp), tuner.of(ddp)
+    recording: Recording | None = known.recording
     measured = recording.median_step() if recording else None
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)

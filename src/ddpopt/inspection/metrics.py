@@ -70,13 +70,9 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     return found if source is None else found | source()
 
 
-def add_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
+def set_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
     """Add to a module's metrics those of the source that `find` returns, while it returns one."""
     state.get(ddp).metrics_source = find
-
-
-def remove_source(ddp: DistributedDataParallel) -> None:
-    state.get(ddp).metrics_source = lambda: None
 
 
 def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:

@@ -42,8 +42,7 @@ from ddpopt._events import (
     ignore,
     listen,
     observe,
-    range_name,
-    watch_backward,
+    show_range,
     watch_forwards,
     will_communicate,
 )
@@ -128,12 +127,6 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         recording.save(path)
 
 
-def recording_of(ddp: DistributedDataParallel) -> Recording | None:
-    """Return the last recording of a module, None if there is none."""
-    recording: Recording | None = state.get(ddp).recording
-    return recording
-
-
 @dataclass(slots=True)
 class _Parts:
     """What is noted about a step beside the times of its `timer.Step`; sums are by bucket."""
@@ -198,15 +191,10 @@ class _Recorder(Observer):
             yield
             return
         sections = self.parts[-1].sections
-        with record_function(range_name(label, kind)):
+        with show_range(label, kind):
             start_s = self._clock.now()
             yield
             sections.append(RecordedSection(*label, kind, start_s, self._clock.now()))
-
-    def watch(self, label: Label, outputs: Any) -> None:
-        """Note the backward that AOTAutograd's node for these outputs will run."""
-        if self.timer.step is not None:
-            watch_backward(outputs, lambda: self.section(label, "backward"))
 
     def follow(
         self,

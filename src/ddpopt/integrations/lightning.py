@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import _torch
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.metrics import metrics
@@ -78,9 +79,8 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
         else:
             log_nothing_to_split(f"{strategy} trains on one rank", "give Trainer(strategy='ddp')")
         if not is_compiled_by_us(pl_module):
-            disable: Any = torch.compiler.disable
             for name in _EAGER:
-                self._replace(pl_module, name, disable(getattr(pl_module, name)))
+                self._replace(pl_module, name, _torch.uncompiled(getattr(pl_module, name)))
             step = torch.compile(pl_module.training_step, backend="ddpopt", **self._compile_args)
             self._replace(pl_module, "training_step", step)
 

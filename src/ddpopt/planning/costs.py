@@ -260,8 +260,7 @@ class Device:
         for name, rate in {**rates, "bytes_per_s": self.bytes_per_s}.items():
             if not 0 < rate < math.inf:
                 raise PlanError(f"Device.{name} is {rate!r}; it must be above 0 and finite")
-        if not 0 <= self.launch_s < math.inf:
-            raise PlanError(f"Device.launch_s is {self.launch_s!r}; it must be 0 or more, finite")
+        _check(self, "launch_s")
 
     def seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | None = None) -> float:
         """Return how long a call takes without its launch: the longer of arithmetic and memory.

@@ -113,8 +113,7 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """Give `ddp` the buckets of a plan that fits."""
     buckets = indices_of(ddp, plan)
     _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
-    state.get(ddp).give_buckets(buckets)
-    state.get(ddp).bucket_plan = plan
+    state.get(ddp).give_buckets(buckets, plan)
 
 
 def take_back(
@@ -122,8 +121,7 @@ def take_back(
 ) -> None:
     """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
     _torch.replace_reducer(ddp, buckets, caps_bytes)
-    state.get(ddp).give_buckets(buckets, is_planned=False)
-    state.get(ddp).bucket_plan = None
+    state.get(ddp).give_buckets(buckets)
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:

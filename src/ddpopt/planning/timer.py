@@ -245,7 +245,8 @@ class Stopwatch(StepTimer):
     def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
         self.key = ""
         self._num_untimed = num_untimed
-        clock = Clock(device_of(ddp), functools.partial(_waited_s, weakref.ref(ddp)))
+        find = weakref.ref(ddp)
+        clock = Clock(device_of(ddp), lambda: _waits.waited_s(find()))
         super().__init__(ddp, clock, on_end=self._name)
 
     def _name(self) -> None:
@@ -294,8 +295,3 @@ class Stopwatch(StepTimer):
             between_s=statistics.median(seconds(s.backward_ended, t.began) for s, t in complete),
             waited_s=statistics.median(t.waited_s - s.waited_s for s, t in complete),
         )
-
-
-def _waited_s(ddp: weakref.ref[DistributedDataParallel]) -> float:
-    module = ddp()
-    return 0.0 if module is None else _waits.waited_s(module)

@@ -147,7 +147,9 @@ class _Tuner(Observer):
         self._stopwatch: Stopwatch | None = None
         self._joint_decision: JointDecision | None = None
         self._limit_s = _MEETING_S
-        self._own = _Own((), ())
+        # With the buckets before a change: what all ranks measured, and the buckets' limits.
+        self._before: Sequence[Measured] = ()
+        self._caps_before: Sequence[int] = ()
         self._gain = 0.0
         if self._stage is _GIVEN:
             self.best = _load(ddp, source)
@@ -205,11 +207,7 @@ class _Tuner(Observer):
         ):
             try:
                 self._joint_decision = JointDecision(
-                    ddp.process_group,
-                    self._stage.title,
-                    stopwatch.key,
-                    self._limit_s,
-                    absence="did not begin it in the same step",
+                    ddp.process_group, self._stage.title, stopwatch.key, self._limit_s
                 )
             except PeerError as error:
                 stopwatch.stop()
@@ -276,7 +274,7 @@ class _Tuner(Observer):
             self._refuse(ddp, str(error))
             return
         self._report(ddp, decided.text)
-        self._own = _Own(gathered[0].buckets, tuple(gathered), _torch.reducer_caps(ddp))
+        self._before, self._caps_before = gathered, _torch.reducer_caps(ddp)
         self._gain = decided.gain
         rebucket.apply(ddp, self.best)
         _begin_with_new_reducer(ddp)
@@ -284,16 +282,13 @@ class _Tuner(Observer):
 
     def _judge(self, ddp: DistributedDataParallel, stage: _Stage, measured: Measured) -> None:
         """Undo the change if, twice, iterations did not get shorter."""
-        verdict = judge(
-            self._own.measured, all_gather_object(ddp, measured, stage.title), self._gain
-        )
+        verdict = judge(self._before, all_gather_object(ddp, measured, stage.title), self._gain)
         if verdict.is_worse and stage is _COMPARISON:
             self._stage = _SECOND_LOOK
             return
-        own, self._own = self._own, _Own((), ())
         self._report(ddp, verdict.text)
         if verdict.is_worse:
-            rebucket.take_back(ddp, own.buckets, own.caps_bytes)
+            rebucket.take_back(ddp, self._before[0].buckets, self._caps_before)
             _begin_with_new_reducer(ddp)
 
     def _report(self, ddp: DistributedDataParallel, news: str) -> None:
@@ -318,14 +313,6 @@ class _Tuner(Observer):
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
         log("buckets=%r changes nothing: %s", printable(self.source), self._outcome)
-
-
-class _Own(NamedTuple):
-    """DDP's own buckets, what all ranks measured with them, and their limits."""
-
-    buckets: Sequence[Sequence[int]]
-    measured: Sequence[Measured]
-    caps_bytes: Sequence[int] = ()
 
 
 def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:

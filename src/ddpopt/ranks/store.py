@@ -232,16 +232,13 @@ class JointDecision:
     """All ranks go on together, or none does; nobody waits longer than `limit_s`.
 
     Creating it announces this rank, before the last collective that precedes the decision; so
-    nobody waits for a rank that is not announced. `absence` is what is said of such a rank.
+    nobody waits for a rank that is not announced.
 
     Raises:
         PeerError: the store has gone or does not answer.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, title: str, key: str, limit_s: float, *, absence: str
-    ) -> None:
-        self._absence = absence
+    def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
         self._store = GroupStore(group, title, key, limit_s)
         self._store.set_own(_ANNOUNCED)
 
@@ -261,7 +258,7 @@ class JointDecision:
             return f"on rank {store.rank}: {problem}"
         absent = [rank for rank, value in enumerate(store.get_all()) if not value]
         if absent:
-            return f"{name_ranks(absent)} {self._absence}"
+            return f"{name_ranks(absent)} did not begin it in the same step"
         store.set_own(_CAME)
         until_s = time.monotonic() + store.limit_s
         while store.get("answer") == [""]:

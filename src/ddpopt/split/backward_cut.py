@@ -162,7 +162,7 @@ class _Builder:
         copied = self._graph.call_function(torch.ops.aten.clone.default, (value,))
         copied.meta = {**value.meta, IS_COPY: True}
         if isinstance(value.meta.get("val"), torch.Tensor):
-            copied.meta["val"] = _torch.own_memory(value.meta["val"])
+            copied.meta["val"] = value.meta["val"].clone()
         return copied
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:

@@ -36,9 +36,8 @@ Graphs = Mapping[str, fx.GraphModule]  # by name
 
 _LONGEST_NAME = 60  # of a folder
 
-# One per compile, by Dynamo's graph, and one per process, by `dump_dir` and process id.
+# One per compile, by Dynamo's graph.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, Path] = weakref.WeakKeyDictionary()
-_process_folders: dict[tuple[str, int], Path] = {}
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
@@ -88,7 +87,8 @@ def _code(graph: fx.GraphModule) -> str:
 
 def _folder_of(gm: fx.GraphModule) -> Path:
     if gm not in _folders:
-        _folders[gm] = new_folder(_process_folder(), _plain(graph_name(gm)))
+        of_process = _process_folder(config.dump_dir, os.getpid())
+        _folders[gm] = new_folder(of_process, _plain(graph_name(gm)))
     return _folders[gm]
 
 
@@ -97,17 +97,15 @@ def _plain(name: str) -> str:
     return re.sub(r"\W+", "_", name)[:_LONGEST_NAME]
 
 
-def _process_folder() -> Path:
-    """Return the folder of this process, which a fork of it does not share."""
-    key = (config.dump_dir, os.getpid())
-    if key not in _process_folders:
-        parent = Path(config.dump_dir).absolute()
-        parent.mkdir(parents=True, exist_ok=True)
-        rank = re.sub(r"[^0-9]", "", os.environ.get("RANK", ""))[:_LONGEST_NAME] or "0"
-        if dist.is_available() and dist.is_initialized():
-            rank = str(dist.get_rank())
-        _process_folders[key] = new_folder(parent, f"rank{rank}-pid{os.getpid()}")
-    return _process_folders[key]
+@functools.cache
+def _process_folder(dump_dir: str, process_id: int) -> Path:
+    """Make, once, the folder of this process, which a fork of it does not share."""
+    parent = Path(dump_dir).absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    rank = re.sub(r"[^0-9]", "", os.environ.get("RANK", ""))[:_LONGEST_NAME] or "0"
+    if dist.is_available() and dist.is_initialized():
+        rank = str(dist.get_rank())
+    return new_folder(parent, f"rank{rank}-pid{process_id}")
 
 
 def find_crossings(

@@ -1,7 +1,7 @@
 """What runs in a DDP step: the compiled graph, and gates that each release a section's gradients.
 
-It compiles nothing. Its cost per forward is one look at which DDP module is active; in the first
-steps it does a little more.
+It compiles nothing. Its cost per forward is one look at which DDP module is active and at what is
+known about it; in the first steps it does a little more.
 
 [Note: tokens, gates and runs]
 A *gate* is the autograd node of a backward section; only the first section has none, and runs in
@@ -26,7 +26,6 @@ backward drops the handle, which frees the run's values.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,21 +59,20 @@ class GraphRunner:
     _compiled: Compiled
     _ordered: Compiled
     _arguments: Mapping[int, int]  # by the indices of the parameters that they bring in
-    # The module whose buckets need not be looked at again until they change.
-    _compared_ddp: Callable[[], DistributedDataParallel | None] = lambda: None
 
     def __call__(self, *args: Any) -> Any:
         ddp = _torch.active_ddp()
-        if ddp is None or ddp is self._compared_ddp():
+        if ddp is None:
             return self._compiled(*args)
         known = state.get(ddp)
+        if self in known.compared:
+            return self._compiled(*args)
         if known.nodes.get(self._plan.graph) is not self._nodes:
             known.keep(self._plan_for(ddp, args), self._nodes)
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
-            self._compared_ddp = weakref.ref(ddp)
-            known.notify_when_buckets_change(self)
+            known.compared.add(self)
         return self._compiled(*args)
 
     def _plan_for(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> SplitPlan:
@@ -90,10 +88,6 @@ class GraphRunner:
         own = {p.name: reduced[v] for p in plan.arrival if (v := given.get(p.index)) in reduced}
         buckets = predict_buckets([*own.values()], state.get(ddp).rules)
         return plan.with_parameters(own).with_buckets(buckets)
-
-    def read_again(self) -> None:
-        """Compare buckets again at the next call."""
-        self._compared_ddp = lambda: None
 
 
 def _may_be_seen(ddp: DistributedDataParallel) -> bool:
@@ -226,10 +220,10 @@ class CompiledSection:
 
     def run(self, run: Run) -> Sequence[Any]:
         """Run this section of a backward; return its gradients."""
-        listener = _events.listening()
-        if listener is None:
+        section = _events.listening()
+        if section is None:
             return self._run(run)
-        with listener.section(self.label, "backward"):
+        with section(self.label, "backward"):
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,13 +21,6 @@ from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
 Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
-
-
-class BucketReader(Protocol):
-    """An object that keeps what it has read of a DDP module's buckets."""
-
-    def read_again(self) -> None:
-        """Read them at the next opportunity: they have changed."""
 
 
 class DDPState:
@@ -58,16 +51,16 @@ class DDPState:
         # The Reducer's final buckets as it reported them, empty if it could not.
         self.reported_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
-        self._is_planned = False
         self._num_questions = 0
         self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
-        self._readers: weakref.WeakSet[BucketReader] = weakref.WeakSet()
+        # The graphs whose plans need not be compared with the buckets until these change.
+        self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # While better buckets are searched graphs are cut finely; `is_provisional` says that they
         # will be cut again. `expected_buckets` are those of a plan that is about to be applied.
         self.is_searching = False
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
-        self.bucket_plan: Any = None  # of `planning.rebucket`: the one that is applied
+        self.bucket_plan: Any = None  # the one that is applied, if any
         self.tuner_in_use: Any = None  # that of `tuner` for which code has been compiled since
         self.recording: Any = None  # the last one of `inspection.recorder`
         self.step_clock: Any = None  # of `inspection.metrics`
@@ -151,7 +144,7 @@ class DDPState:
     @property
     def has_planned_buckets(self) -> bool:
         """Whether a plan's buckets are in force or about to be."""
-        return self._is_planned or self.expected_buckets is not None
+        return self.bucket_plan is not None or self.expected_buckets is not None
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
@@ -164,19 +157,16 @@ class DDPState:
         self.reported_buckets = _torch.final_buckets(self._module())
         return self._num_questions
 
-    def give_buckets(self, buckets: Buckets, *, is_planned: bool = True) -> None:
-        """Note that the Reducer was given these buckets, and will form them again."""
-        self._given_buckets, self._is_planned = buckets, is_planned
-        self.reported_buckets, self._num_questions = None, 0
-        for plan in self.plans:
-            self.keep(plan, self.nodes[plan.graph])
-        for reader in self._readers:
-            reader.read_again()
-        self._readers.clear()
+    def give_buckets(self, buckets: Buckets, plan: Any = None) -> None:
+        """Note that the Reducer was given these buckets, a plan's if any, and will form them again.
 
-    def notify_when_buckets_change(self, reader: BucketReader) -> None:
-        """Have `reader` read again when they next change; until then it need not."""
-        self._readers.add(reader)
+        The plan is for `planning.rebucket` to read.
+        """
+        self._given_buckets, self.bucket_plan = buckets, plan
+        self.reported_buckets, self._num_questions = None, 0
+        for kept in self.plans:
+            self.keep(kept, self.nodes[kept.graph])
+        self.compared.clear()
 
     @property
     def has_forward_sections(self) -> bool:
@@ -285,12 +275,7 @@ KEEPING_BUCKETS = (
     DDPMode.OPTIMIZER_IN_BACKWARD,
     DDPMode.JOIN,
 )
-KEEPING_ALLREDUCE = (
-    DDPMode.MIXED_PRECISION,
-    DDPMode.OPTIMIZER_IN_BACKWARD,
-    DDPMode.DELAYED_PARAMETERS,
-    DDPMode.JOIN,
-)
+KEEPING_ALLREDUCE = (*KEEPING_BUCKETS, DDPMode.DELAYED_PARAMETERS)
 KEEPING_FROM_REHEARSAL = (DDPMode.FROZEN, *KEEPING_ALLREDUCE)
 
 _IS_IN: dict[DDPMode, Callable[[DistributedDataParallel], bool]] = {
