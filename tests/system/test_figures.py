@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,12 +11,6 @@ from typing import Any
 
 import pytest
 
-from ddpopt.inspection.recording import (
-    RecordedSection,
-    RecordedStep,
-    Recording,
-)
-from ddpopt.planning.timeline import BucketTimes
 from tests.system.documents import DOCS, ROOT
 
 
@@ -34,52 +29,62 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def _step(start_s: float, stretch: float) -> RecordedStep:
-    """Forward of 10 ms, two sections to 30 and 50, two allreduces to 40 and 70, times a factor."""
-    at_30, at_40, at_50, at_70 = (start_s + stretch * t for t in (0.03, 0.04, 0.05, 0.07))
-    begin = start_s + stretch * 0.01
-    return RecordedStep(
-        forward_start_s=start_s,
-        forward_stop_s=begin,
-        backward_stop_s=at_70,
-        sections=(
-            RecordedSection("0/0", 0, "backward", begin, at_30),
-            RecordedSection("0/0", 1, "backward", at_30, at_50),
-        ),
-        buckets=(
-            BucketTimes(0, 1000, at_30, at_30, at_40),
-            BucketTimes(1, 1000, at_50, at_50, at_70),
-        ),
-    )
+def _peer(stretch: float) -> dict[str, Any]:
+    """Forward of 10 ms, gradients at 30 and 50, allreduces to 40 and 70, all times a factor."""
+
+    def at(*times_ms: float) -> list[float]:
+        return [stretch * (time_ms - 10) / 1e3 for time_ms in times_ms]
+
+    keys = ("ready_s", "launched_s", "finished_s")
+    return {
+        "times": {
+            name: {"median": stretch * time_ms / 1e3}
+            for name, time_ms in (("iteration_s", 76), ("exposed_s", 21), ("optimizer_s", 5))
+        },
+        "timeline": {
+            "forward_start_s": at(0)[0],
+            "forward_stop_s": at(10)[0],
+            "backward_stop_s": at(70)[0],
+            "buckets": [
+                dict(zip(keys, at(30, 30, 40), strict=True)),
+                dict(zip(keys, at(35, 35, 70), strict=True)),
+                dict(zip(keys, at(50, 50, 60), strict=True)),
+            ],
+        },
+        "over_bound": 0.0,
+    }
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A trace for each way of compiling, of three steps of which the second is the median."""
-    for way in ("without", "with"):
-        (tmp_path / way).mkdir()
-        recording = Recording(rank=0, world_size=2, host="here", machine="this", origin_unix_ns=0)
-        recording.steps = (_step(0.0, 3.0), _step(1.0, 1.0), _step(2.0, 0.5))
-        recording.save(tmp_path / way / "rank0.json")
-    return tmp_path
+def run(tmp_path: Path) -> Path:
+    """What the benchmark writes, of two peers, the second twice as fast."""
+    path = tmp_path / "overlap.json"
+    peers = {"intree": _peer(2.0), "auto": _peer(1.0)}
+    path.write_text(json.dumps({"cells": [{"peers": peers}]}))
+    return path
 
 
-def test_the_picture_of_a_step_shows_the_median_one(figure: Any, folder: Path) -> None:
-    """In ms from its forward; what runs after the last gradient is exposed."""
-    step = figure.median_step(folder / "with" / "rank0.json")
-    assert step.forward == pytest.approx((0, 10), abs=0.01)
-    assert step.ready == pytest.approx(50, abs=0.01)
-    assert step.end == pytest.approx(70, abs=0.01)
-    assert step.exposed == pytest.approx(20, abs=0.01)
-    assert [round(span.stop) for span in step.sections] == [30, 50]
-    assert [round(span.stop) for span in step.allreduces] == [40, 70]
+def test_the_picture_of_an_iteration_has_the_benchmarks_times(figure: Any, run: Path) -> None:
+    """In ms from its forward; allreduces may overtake each other."""
+    found = figure.read(run)
+    step = found["auto"]
+    assert (step.total, step.exposed) == pytest.approx((76, 21))
+    assert step.forward == pytest.approx((0, 10))
+    assert step.backward == pytest.approx((10, 50))
+    assert step.optimizer == pytest.approx((70, 75))
+    assert step.allreduces == (
+        pytest.approx((30, 40)),
+        pytest.approx((50, 60)),
+        pytest.approx((60, 70)),
+    )
+    assert found["intree"].backward == pytest.approx((20, 100))
 
 
-def test_the_picture_of_a_step_is_drawn_from_traces(figure: Any, folder: Path) -> None:
-    """By the command that its docstring names, without the recording."""
+def test_the_picture_of_an_iteration_is_drawn(figure: Any, run: Path, tmp_path: Path) -> None:
+    """By the command that its docstring names."""
     pytest.importorskip("matplotlib", reason="pip install 'ddpopt[benchmarks]'")
-    image = folder / "step.png"
-    figure.main(["--draw", "--folder", str(folder), "--image", str(image)])
+    image = tmp_path / "step.png"
+    figure.main([str(run), "--image", str(image)])
     assert image.stat().st_size > 1000
 
 
