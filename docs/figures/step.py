@@ -100,8 +100,8 @@ def draw(iterations: dict[str, Iteration], path: Path) -> None:
         "forward": FORWARD,
         "backward": BACKWARD,
         "optimizer": OPTIMIZER,
-        "allreduce behind backward": HIDDEN,
-        "allreduce exposed": EXPOSED,
+        "allreduce beside backward": HIDDEN,
+        "allreduce after backward": EXPOSED,
     }
     patches = [Patch(color=colour, label=label) for label, colour in kinds.items()]
     figure.legend(handles=patches, loc="lower center", ncols=len(patches), frameon=False)
@@ -132,7 +132,7 @@ def _draw_one(panel: Any, title: str, iteration: Iteration) -> None:
     panel.set_yticks([1.5, 0.5], ["computation", "allreduces"])
     panel.set_ylim(0, 2)
     panel.set_title(
-        f"{title}: {iteration.total:.0f} ms, of which {iteration.exposed:.0f} ms exposed",
+        f"{title}: {iteration.total:.0f} ms, {iteration.exposed:.0f} of them for communication",
         fontsize=10,
         loc="left",
     )
