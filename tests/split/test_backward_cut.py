@@ -225,7 +225,7 @@ def _peak_of_step(batch: int, **options: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [8, 512])
+@pytest.mark.parametrize("batch", [8, pytest.param(512, marks=pytest.mark.nightly)])
 def test_the_peak_of_memory_is_the_unsplit_compiles_and_one_bucket(
     one_rank: None, batch: int
 ) -> None:

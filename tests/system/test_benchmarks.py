@@ -156,7 +156,7 @@ def test_peers_without_ddp_compute_what_ddp_does(ranks: Ranks) -> None:
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor_schedules_allreduces_for_the_rate_that_it_is_told(ranks: Ranks) -> None:
     """On a CPU, whose rates have to be told as well: fewer allreduces, and the same losses."""
     plain = ranks.run(_train_as, "simplefsdp", "aot_eager")

@@ -102,7 +102,8 @@ def test_data_parallel_trains_as_one_device() -> None:
     assert float(re.search(r"differ by at most ([\d.e+-]+)", text).group(1)) < 1e-3
 
 
-@pytest.mark.parametrize("algorithm", ["qadam", pytest.param("async", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ["qadam", "async"])
 def test_train_gpt_learns_with_an_algorithm_and_ends_with_equal_ranks(algorithm: str) -> None:
     """Ranks whose weights were different in training have equal ones when it is detached."""
     text = run_command(

@@ -86,6 +86,7 @@ def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -
     assert len(json.loads((tmp_path / "gpu.json").read_text())["lines"]) == len(lines)
 
 
+@pytest.mark.nightly
 def test_lines_run_on_the_cpu(tmp_path: Path) -> None:
     """As people run them; what they measure is on the page."""
     options = ("--device", "cpu", "--jobs", "1", "--output", str(tmp_path))

@@ -195,13 +195,13 @@ class SectionCompiler:
     graph: str
     num_sections: int
     _began_s: float = field(default_factory=time.monotonic)
-    _told_s: float = 0.0
+    _reported_s: float = 0.0
 
     def compile(self, index: int, where: str, compile_it: Callable[[], _T]) -> _T:
         """Compile a section as `naming_section` does; at times report which, if that takes long."""
         taken_s = time.monotonic() - self._began_s
-        if taken_s >= self._told_s + _QUIET_S:
-            self._told_s = taken_s
+        if taken_s >= self._reported_s + _QUIET_S:
+            self._reported_s = taken_s
             text = "graph %s: compiling section %d of %d, after %.0f s"
             _logs.progress(text, self.graph, index + 1, self.num_sections, taken_s)
         return naming_section(where, compile_it)
