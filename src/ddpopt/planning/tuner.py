@@ -286,9 +286,10 @@ class _Tuner(Observer):
         if verdict.is_worse and stage is _COMPARISON:
             self._stage = _SECOND_LOOK
             return
+        before, self._before = self._before, ()  # of all ranks: large
         self._report(ddp, verdict.text)
         if verdict.is_worse:
-            rebucket.take_back(ddp, self._before[0].buckets, self._caps_before)
+            rebucket.take_back(ddp, before[0].buckets, self._caps_before)
             _begin_with_new_reducer(ddp)
 
     def _report(self, ddp: DistributedDataParallel, news: str) -> None:
