@@ -106,7 +106,7 @@ print(*(test for line in all_lines() for test in line.select if "tests/" in test
 """
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
 def test_every_line_names_tests_that_there_are(device: str) -> None:
     """On the CPU, and on a GPU."""
     selected = _python("-c", SELECTED, device=device)

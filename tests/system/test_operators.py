@@ -27,7 +27,13 @@ STRANGEST = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGEST)
+_EACH_NIGHT = ("in place", "complex", "several outputs", "empty")  # beside all operators
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in _EACH_NIGHT)) for kind in STRANGEST],
+)
 def test_strange_operators_train_as_with_eager_ddp(one_rank: None, kind: str) -> None:
     """Or as the unsplit compile, where that differs, which compiles most; most models are cut."""
     if importlib.util.find_spec("expecttest") is None:

@@ -34,7 +34,7 @@ from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import OwnRanks, Ranks
 from tests.system.lives import LIVES, Life, Refs, Trial
 
-SPLITS = ["forward", "backward"]
+SPLITS = ["backward", pytest.param("forward", marks=pytest.mark.nightly)]
 CAP_MB = 0.03
 SLOW_START = AllreduceCost(startup_s=0.1, s_per_byte=0.0)
 NUM_STEPS = 12  # buckets change in the ninth

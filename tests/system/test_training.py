@@ -21,7 +21,12 @@ from tests.system.scenarios.running import Outcome, count_graphs, run_row
 
 SPLITS = ("forward", "auto")
 ALL = [
-    (name, inner, split)
+    pytest.param(
+        name,
+        inner,
+        split,
+        marks=[pytest.mark.nightly] * ((inner, split) == ("inductor", "forward")),
+    )
     for split in SPLITS
     for inner in ("aot_eager", "inductor")
     for name in names_of(inner, split)
