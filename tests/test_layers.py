@@ -21,7 +21,6 @@ LAYERS = (
     "_torch",
     "_logs",
     "_events",
-    "_waits",
     "options",
     "ranks",
     "split",

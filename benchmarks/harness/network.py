@@ -12,14 +12,11 @@ network, whatever the machine has.
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from slow_link import Interval, Link, Rate
 from torch.nn.parallel import DistributedDataParallel
-
-from ddpopt.algorithms.comm import Exchange
 
 _PROBE_CYCLES = 20_000_000
 _NUM_PROBES = 5
@@ -32,7 +29,7 @@ class Network:
         self.rate: Rate | None = None
         self.intervals: list[Interval] = []  # on a GPU a profile has the kernels
 
-    def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
+    def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Return what has the buffer when it has passed, with a share of an allreduce's cost."""
         raise NotImplementedError
 
@@ -51,19 +48,6 @@ def connect(ddp: DistributedDataParallel, network: Network) -> None:
     ddp.register_comm_hook(None, send)
 
 
-def connect_exchange(exchange: Exchange, network: Network) -> None:
-    """Have the two halves of an allreduce that `ShardedUpdate` begins go through the network."""
-    scatter = exchange.mean_scatter
-
-    def mean_scatter(values: torch.Tensor, part: torch.Tensor) -> Any:
-        works, complete = scatter(values, part)
-        return [*works, network.send(values, 0.5)], complete
-
-    vars(exchange).update(
-        mean_scatter=mean_scatter, all_gather=lambda values: [network.send(values, 0.5)]
-    )
-
-
 class _Sleeping(Network):
     """A thread that sleeps as long as buckets take."""
 
@@ -72,9 +56,9 @@ class _Sleeping(Network):
         self._link = Link()
         self.intervals = self._link.intervals
 
-    def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
+    def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         if self.rate is not None:
-            return self._link.send(buffer, share * self.rate.cost.seconds(buffer.nbytes))
+            return self._link.send(buffer, self.rate.cost.seconds(buffer.nbytes))
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -88,12 +72,12 @@ class _Spinning(Network):
         self._stream = torch.cuda.Stream()
         self._cycles_per_s = cycles_per_second()
 
-    def send(self, buffer: torch.Tensor, share: float = 1.0) -> torch.futures.Future[torch.Tensor]:
+    def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if self.rate is not None:
-                seconds = share * self.rate.cost.seconds(buffer.nbytes)
+                seconds = self.rate.cost.seconds(buffer.nbytes)
                 torch.cuda._sleep(int(seconds * self._cycles_per_s))
             # Whoever waits for it, has its stream wait for what is queued here.
             done.set_result(buffer)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from benchmarks.harness.simplefsdp import Replicated, compile_scheduled
-from ddpopt.algorithms import Algorithm, ShardedUpdate
+from ddpopt.algorithms import Algorithm
 
 Compiled = Callable[..., Any]
 Compile = Callable[[Any, str, dict[str, Any]], Compiled]
@@ -136,9 +136,8 @@ def _compiler(inner: str) -> Any:
 
 _cut, _tuned = compile_split("backward"), compile_split("backward", buckets="auto")
 _zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, fused=True)
-_sharded = _by_layer(fully_shard, reshard_after_forward=False)
+_fsdp2 = _by_layer(fully_shard, reshard_after_forward=False)
 _replicated = _by_layer(replicate)
-_behind_forward = functools.partial(ShardedUpdate, overlap_forward=True)
 _ALL = (
     Peer("eager", "DDP, not compiled", lambda ddp, _inner, _options: ddp),
     Peer("nosplit", "torch.compile, one graph", _compile_plainly, optimize_ddp=False),
@@ -155,16 +154,8 @@ _ALL = (
     Peer("backward", "ddpopt, cut in backward", _cut),
     Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True),
     Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
-    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _sharded, has_buckets=False),
+    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fsdp2, has_buckets=False),
     Peer("replicate", "FSDP2's replicate", _compile_layers, _replicated, has_buckets=False),
     Peer("simplefsdp", "SimpleFSDP, replicated", compile_scheduled, Replicated, has_buckets=False),
-    Peer("sharded", "ddpopt, sharded update", _tuned, is_tuned=True, algorithm=ShardedUpdate),
-    Peer(
-        "overlapped",
-        "ddpopt, sharded update behind forward",
-        _tuned,
-        is_tuned=True,
-        algorithm=_behind_forward,
-    ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,14 +36,13 @@ from torch.profiler import ProfilerActivity, profile
 import ddpopt
 from benchmarks.harness import device, trace
 from benchmarks.harness.models import find_model
-from benchmarks.harness.network import Rate, connect, connect_exchange, open_network
+from benchmarks.harness.network import Rate, connect, open_network
 from benchmarks.harness.peers import PEERS, Peer, find_peer
 from benchmarks.harness.teams import Facts, FirstSteps, StepTimes, Task
-from ddpopt.algorithms import ShardedUpdateHandle, attach
+from ddpopt.algorithms import attach
 from ddpopt.inspection.recording import RecordedStep
 from ddpopt.planning import rebucket
 from ddpopt.planning import tuner as tuning
-from ddpopt.planning.costs import ALLREDUCE, SHARDED
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
@@ -272,8 +270,6 @@ class Worker:
         return torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda")
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._handle, ShardedUpdateHandle):
-            return _silent(self._handle)
         if isinstance(self._ddp, FSDPModule):
             return _whole(self._ddp, self._optimizer)
         alone: contextlib.AbstractContextManager[None] = self._ddp.no_sync()
@@ -331,10 +327,7 @@ class _Network:
         self._worker = worker
         self._num_ranks = num_ranks
         self._profile: Any = None
-        if isinstance(worker._handle, ShardedUpdateHandle):
-            connect_exchange(worker._handle.exchange, self.network)
-        else:
-            connect(worker._ddp, self.network)
+        connect(worker._ddp, self.network)
         if peer.is_tuned:  # as its tuner does, where there is more than one rank
             state.get(worker._ddp).begin_search(is_provisional=False)
             with worker._autocast():
@@ -363,22 +356,10 @@ class _Network:
                 statistics.median(step.forward_s for step in alone),
                 statistics.median(step.backward_s for step in alone),
             )
-        communication = ALLREDUCE if worker._handle is None else SHARDED
-        plan = plan_buckets(self._profile, rate.cost, rate.num_ranks, communication)
+        plan = plan_buckets(self._profile, rate.cost, rate.num_ranks)
         rebucket.apply(worker._ddp, plan)
         worker.steps(3, 1)
         return f"planned for the emulated network: {len(plan.buckets)} buckets"
-
-
-@contextlib.contextmanager
-def _silent(handle: ShardedUpdateHandle) -> Iterator[None]:
-    """Have ranks exchange nothing but one flag in this block, and compute as ever."""
-    with mock.patch.multiple(
-        handle.exchange,
-        mean_scatter=lambda values, part: ([], lambda: part.add_(values[0]).div_(2)),
-        all_gather=lambda _values: [],
-    ):
-        yield
 
 
 @contextlib.contextmanager

@@ -55,13 +55,6 @@ class AttachError(DDPOptError, RuntimeError):
     """
 
 
-class AbsentGradientError(DDPOptError, RuntimeError):
-    """The gradient of a whole parameter was used where each rank has only its part of it.
-
-    With `ShardedUpdate`, clip with `handle.clip_grad_norm_` and read `handle.full_gradients()`.
-    """
-
-
 class PeerError(DDPOptError, RuntimeError):
     """Another rank has exited, hangs, or did not take part within the process group's timeout.
 

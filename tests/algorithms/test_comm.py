@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt._torch import making_groups_apart
 from ddpopt.algorithms import (
     AsyncModelAverage,
     ByteGrad,
@@ -25,10 +24,9 @@ from ddpopt.algorithms import (
     LowPrecisionDecentralized,
     QAdam,
     QAdamOptimizer,
-    ShardedUpdate,
     attach,
 )
-from ddpopt.algorithms.comm import Communicator, Exchange, FlatWeights, Groups, Worker, _make_group
+from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, _make_group
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import ROOT
@@ -174,7 +172,6 @@ ROWS = {
     "LowPrecision": (LowPrecisionDecentralized(hierarchical=False), 1 / 4, 0),
     "ByteGrad": (ByteGrad(hierarchical=False), 1 / 4, 0),
     "by nodes": (ByteGrad(local_world_size=2), 0, 0),
-    "ShardedUpdate": (ShardedUpdate(), 9 / 8, 0),  # DDP's first bucket is not divided: allreduced
 }
 
 
@@ -195,41 +192,6 @@ def test_what_was_sent_is_told(ranks: Ranks, row: str) -> None:
         assert last["skipped_updates"] == 1
         assert last["steps"] == STEPS + 1
         assert detached == {}
-
-
-def test_sharded_updates_save_nothing(ranks: Ranks) -> None:
-    """Once buckets are divided, a step sends what a ring allreduce of the gradients sends."""
-    for *steps, _, _ in ranks.run(_train, ShardedUpdate()):
-        saved = [b["saved_bytes"] - a["saved_bytes"] for a, b in itertools.pairwise(steps)]
-        assert saved == pytest.approx([0] * len(saved), abs=0.001 * PLAIN)
-
-
-def _exchange(rank: int, backend: str | None) -> list[float]:
-    """Return the bytes of a reduce-scatter and an all-gather of 7 values in 2 parts of 4."""
-    with making_groups_apart(f"pairs of {backend}"):
-        group = dist.new_group([0, 1], backend=backend, use_local_synchronization=True)
-    communicator = Communicator(group, CPU)
-    exchange, part = Exchange(communicator), torch.zeros(4)
-    sent = []
-    with mock.patch.object(dist, "reduce_scatter_tensor", side_effect=AssertionError):
-        works, complete = exchange.mean_scatter(torch.arange(7.0) + rank, part)
-    exchange.wait(works)
-    complete()
-    sent.append(communicator.sent_bytes)
-    values = torch.zeros(8)
-    values[4 * rank : 4 * rank + 4] = part
-    exchange.wait(exchange.all_gather(values))
-    sent.append(communicator.sent_bytes - sent[0])
-    assert values.tolist()[:7] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
-    communicator.barrier()
-    communicator.end()
-    return sent
-
-
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "undefined"])
-def test_ranks_on_the_cpu_exchange_parts_however_gloo_is_named(ranks: Ranks, backend: str) -> None:
-    """Gloo's own reduce-scatter would send twice as much; a part is padded when it is gathered."""
-    assert ranks.run(_exchange, backend) == [[3 * 4, 16], [4 * 4, 16]]
 
 
 def test_a_warm_up_reduces_whole_gradients(ranks: Ranks) -> None:

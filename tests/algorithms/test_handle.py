@@ -35,7 +35,6 @@ from ddpopt.algorithms import (
     LowPrecisionDecentralized,
     QAdam,
     QAdamOptimizer,
-    ShardedUpdate,
     attach,
 )
 from ddpopt.algorithms.handle import BackgroundHandle
@@ -145,7 +144,6 @@ ALL: dict[str, Any] = {
     "ByteGrad": ByteGrad(hierarchical=False),
     "QAdam": QAdam(hierarchical=False),
     "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1),
-    "ShardedUpdate": ShardedUpdate(),
 }
 
 

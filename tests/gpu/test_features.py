@@ -270,7 +270,6 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
     "LowPrecisionDecentralized": lambda: algorithms.LowPrecisionDecentralized(**_flat),
     "ByteGrad": lambda: algorithms.ByteGrad(**_flat),
     "QAdam": lambda: algorithms.QAdam(**_flat),
-    "ShardedUpdate": algorithms.ShardedUpdate,
     "AsyncModelAverage": lambda: algorithms.AsyncModelAverage(sync_interval_ms=5),
 }
 _TRAINING: dict[str, Callable[[Trial], str]] = {

@@ -24,8 +24,8 @@ _IS_CUDA = DEVICE.type == "cuda"
 MODELS = ("gpt2-small", "gpt2-medium", "bert-base", "resnet50-imagenet") if _IS_CUDA else ("tiny",)
 _CAP = "default" if _IS_CUDA else "1"
 _RATES, _ROUNDS = ("100gbit,400gbit", "5") if _IS_CUDA else ("2gbit", "1")
-_ALL_PEERS = "eager,nosplit,intree,forward,backward,auto,sharded"
-_PEERS = _ALL_PEERS if _IS_CUDA else "nosplit,backward,sharded"
+_ALL_PEERS = "eager,nosplit,intree,forward,backward,auto"
+_PEERS = _ALL_PEERS if _IS_CUDA else "nosplit,backward"
 _NUM_RANKS = 64  # of the emulated network
 _PROFILE_GBIT = 100 if _IS_CUDA else 5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
-from ddpopt.planning.merging import BALANCES, best_buckets, buckets_of_caps, merge
+from ddpopt.planning.merging import best_buckets, buckets_of_caps, merge
 from ddpopt.planning.timeline import predict
 
 
@@ -83,102 +82,6 @@ def test_where_both_slow_each_other_down_no_cap_is_better(
     for exponent in range(8):
         caps = buckets_of_caps(profile, (max(1, profile.num_bytes >> exponent),))
         assert found <= 1.005 * predict(profile, caps, slowed).backward_s + 1e-9
-
-
-def _sharded_s(profile: Profile, sizes: tuple[int, ...], cost: AllreduceCost) -> float:
-    """An iteration by [Note: sharded iterations], one bucket after another."""
-    stops = list(itertools.accumulate(sizes))
-    buckets = [
-        profile.gradients[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)
-    ]
-    halves_s = [cost.seconds(sum(g.num_bytes for g in bucket)) / 2 for bucket in buckets]
-    summed_s = updated_s = gathered_s = late_s = 0.0
-    for k, bucket in enumerate(buckets):
-        ready_s = bucket[-1].ready_s + k * (profile.cut_s + cost.launch_s)
-        summed_s = max(summed_s, ready_s) + halves_s[k]
-    begun_s = profile.between_s + len(buckets) * cost.launch_s
-    for bucket, half_s in reversed([*zip(buckets, halves_s, strict=True)]):
-        share = sum(g.num_bytes for g in bucket) / (profile.num_bytes or 1)
-        updated_s += profile.between_s * share + cost.launch_s
-        gathered_s = max(gathered_s, updated_s) + half_s
-        part = bucket[-1].ready_s / (profile.backward_s or 1.0)
-        late_s = max(late_s, gathered_s - begun_s - profile.forward_s * (1 - part))
-    computed_s = profile.backward_s + (len(sizes) - 1) * (profile.cut_s + cost.launch_s)
-    return max(computed_s, summed_s) + begun_s + profile.forward_s + late_s
-
-
-forwards_s = st.sampled_from([0.0, 0.1, 0.5, 2.0])
-betweens_s = st.sampled_from([0.0, 0.05, 1.0])
-
-
-@settings(max_examples=300, deadline=None)
-@given(_profiles(), costs, forwards_s, betweens_s)
-def test_no_way_to_merge_makes_a_shorter_sharded_iteration(
-    profile: Profile, cost: AllreduceCost, forward_s: float, between_s: float
-) -> None:
-    """Up to half a step of what is searched, and to where in the update the first gather begins.
-
-    A bucket is charged all that it may cost.
-    """
-    profile = dataclasses.replace(profile, forward_s=forward_s, between_s=between_s)
-    sizes = best_buckets(profile, cost, "sharded")
-    found_s = predict(profile, sizes, cost, "sharded").iteration_s
-    assert found_s == pytest.approx(_sharded_s(profile, sizes, cost), abs=1e-9)
-    undisturbed = dataclasses.replace(profile, cut_s=0.0)
-    without = dataclasses.replace(cost, launch_s=0.0)
-    further_s = profile.cut_s + 2 * cost.launch_s
-    best_s = min(
-        _sharded_s(undisturbed, way, without) + further_s * (len(way) - 1)
-        for way in _all_ways(len(profile.gradients))
-    )
-    half_step_s = (abs(profile.backward_s - forward_s) + between_s) / BALANCES / 2
-    assert found_s <= best_s + half_step_s + between_s + cost.launch_s + 1e-7
-
-
-@settings(max_examples=50, deadline=None)
-@given(_profiles(), costs, forwards_s, st.sampled_from([0.2, 0.7]), st.sampled_from([1.0, 2.0]))
-def test_where_both_slow_each_other_down_no_cap_is_better_for_sharded_updates(
-    profile: Profile,
-    cost: AllreduceCost,
-    forward_s: float,
-    interference: float,
-    contention: float,
-) -> None:
-    profile = dataclasses.replace(profile, forward_s=forward_s)
-    slowed = dataclasses.replace(cost, interference=interference, contention=contention)
-    sizes = best_buckets(profile, slowed, "sharded")
-    found_s = predict(profile, sizes, slowed, "sharded").iteration_s
-    for exponent in range(8):
-        caps = buckets_of_caps(profile, (max(1, profile.num_bytes >> exponent),))
-        capped_s = predict(profile, caps, slowed, "sharded").iteration_s
-        assert found_s <= 1.005 * capped_s + 1e-9
-
-
-def test_sharded_updates_want_a_small_last_bucket() -> None:
-    """Its sum is what backward cannot hide, and its gather what forward cannot."""
-    profile = dataclasses.replace(
-        _profile([float(k) for k in range(1, 101)], [10] * 100), forward_s=50.0
-    )
-    cost = AllreduceCost(startup_s=0.0, s_per_byte=0.1)
-    sizes = best_buckets(profile, cost, "sharded")
-    assert sizes[-1] == 1
-    # The first read of forward waits 0.5, the end of backward for as long.
-    assert predict(profile, sizes, cost, "sharded").iteration_s == pytest.approx(151)
-
-
-def test_halves_hide_where_whole_allreduces_cannot() -> None:
-    """Twice as many seconds of communication as backward has; forward takes as many again."""
-    profile = dataclasses.replace(
-        _profile([float(k) for k in range(1, 101)], [10] * 100), forward_s=100.0
-    )
-    cost = AllreduceCost(startup_s=0.0, s_per_byte=0.2)
-    times_s = {
-        communication: predict(
-            profile, best_buckets(profile, cost, communication), cost, communication
-        ).iteration_s
-        for communication in ("allreduce", "sharded")
-    }
-    assert times_s == pytest.approx({"allreduce": 301, "sharded": 202})
 
 
 def test_where_starting_is_free_the_last_bucket_is_as_small_as_it_can_be() -> None:

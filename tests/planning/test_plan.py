@@ -48,19 +48,6 @@ def test_a_plan_survives_being_saved(tmp_path: Path) -> None:
     assert again.to_json() == plan.to_json()
 
 
-def test_a_plan_says_for_which_communication_it_is(tmp_path: Path) -> None:
-    plan = make_plan()
-    sharded = plan_buckets(plan.profile, plan.cost, 2, "sharded")
-    sharded.save(tmp_path / "plan.json")
-    again = BucketPlan.load(tmp_path / "plan.json")
-    assert again == sharded
-    assert again.timeline().gathers
-    assert not plan.timeline().gathers
-    assert "gathers behind the next forward" in str(sharded)
-    with pytest.raises(ddpopt.errors.PlanError, match="communication is 'zero'; valid are"):
-        dataclasses.replace(plan, communication="zero")
-
-
 def test_the_hash_tells_buckets_apart_and_nothing_else() -> None:
     plan = make_plan()
     others = BucketPlan(profile=plan.profile, cost=plan.cost, world_size=2, sizes=(6, 6))

@@ -84,27 +84,6 @@ def test_a_case_worked_by_hand() -> None:
     assert simulation.efficiency == pytest.approx(4.5 / 7)
 
 
-def test_a_sharded_case_worked_by_hand() -> None:
-    """Halves of 0.75 s: sums end at 1.75, 2.75, 3.75; forward waits for all three.
-
-    The third's update ends a third of a second before forward begins. It is read at once and there
-    0.75 s after its update; the others follow it, and are read a third of a second after they were.
-    """
-    simulation = simulate(_plan(), world_size=2, communication="sharded")
-    timeline = simulation.timeline
-    assert [bucket.finished_s for bucket in timeline.buckets] == [1.75, 2.75, 3.75]
-    finished_s = [gather.finished_s + 1 / 3 for gather in timeline.gathers]
-    assert finished_s == pytest.approx([2.25, 1.5, 0.75])
-    assert timeline.iteration_s == pytest.approx(2.25 + 3.75 + 0.5)
-    assert timeline.communication_s == 4.5
-    assert "gathers behind the next forward" in str(simulation)
-    assert json.loads(simulation.to_json())["communication"] == "sharded"
-    planned = dataclasses.replace(_plan(), communication="sharded")
-    assert simulate(planned, world_size=2) == simulation
-    with pytest.raises(PlanError, match="communication is 'both'"):
-        simulate(_plan(), world_size=2, communication="both")
-
-
 def test_the_plans_own_ring_is_extended_to_more_ranks() -> None:
     """2 ranks: 2 steps of 0.25 s, half the bytes each at 10 B/s. 4: 6 steps of a quarter."""
     assert simulate(_plan(), world_size=2).cost == AllreduceCost(startup_s=0.5, s_per_byte=0.1)

@@ -191,9 +191,6 @@ def test_simulate_prints_what_the_simulator_says(
     """With the plan's own ring, and as JSON with given links and stragglers."""
     assert main(["simulate", path, "--world-size", "16"]) == 0
     assert capsys.readouterr().out == f"{simulate(plan, world_size=16)}\n"
-    sharded = simulate(plan, world_size=16, communication="sharded")
-    assert main(["simulate", path, "--world-size", "16", "--communication", "sharded"]) == 0
-    assert capsys.readouterr().out == f"{sharded}\n"
     text = "--bandwidth 200gbit --algorithm hierarchical --ranks-per-node 8 --latency-us 10"
     slow = ("--stragglers", "0.02", "--seed", "7")
     assert main(["simulate", path, "--world-size", "16", *text.split(), *slow, "--json"]) == 0

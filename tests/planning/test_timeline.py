@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpopt.planning.costs import COMMUNICATIONS, AllreduceCost, Gradient, Profile
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.merging import best_buckets
 from ddpopt.planning.timeline import predict, ready_times, undisturbed
 
@@ -82,33 +82,6 @@ def test_gradients_of_two_groups_need_two_allreduces() -> None:
     assert timeline.backward_s == 7
 
 
-def test_sharded_gathers_run_behind_forward_and_their_readers_wait() -> None:
-    """Each half takes 0.5 + n / 2. Sums end at 2.5 + 4 and, ready at 4, at 7.5; backward ends at 4.
-
-    Of the update's 9 seconds the second bucket's is 1, and its gather ends at 2, before forward
-    begins. That of the first begins at 9, with forward, which has run 2 of its 4 seconds when it
-    reads it, and waits for it until 4.5.
-    """
-    profile = _profile([2, 4], [8, 1], forward_s=4, between_s=9)
-    timeline = predict(profile, (1, 1), COST, "sharded")
-    assert [bucket.finished_s for bucket in timeline.buckets] == [6.5, 7.5]
-    first, second = timeline.gathers
-    assert (second.ready_s, second.launched_s, second.finished_s) == (0, -8, -7)
-    assert (first.ready_s, first.launched_s, first.finished_s) == (2, 0, 4.5)
-    assert (timeline.forward_s, timeline.backward_s) == (6.5, 7.5)
-    assert (timeline.iteration_s, timeline.alone_s, timeline.communication_s) == (23, 17, 11)
-
-
-def test_sharded_launches_and_gathers_delay_forward() -> None:
-    """Two launches of 0.25; then 4.5 seconds of transfer take half of computation's speed."""
-    launched = dataclasses.replace(COST, launch_s=0.25)
-    profile = _profile([2, 4], [8, 1], forward_s=40)
-    assert predict(profile, (1, 1), launched, "sharded").forward_s == pytest.approx(40.5 + 0.75)
-    slowed = AllreduceCost(startup_s=0, s_per_byte=1, interference=0.5)
-    timeline = predict(_profile([2, 4], [8, 0.5 * 2], forward_s=40), (1, 1), slowed, "sharded")
-    assert timeline.forward_s == pytest.approx(40 + 0.5 + 4 / 2)
-
-
 costs = st.builds(
     AllreduceCost,
     startup_s=st.sampled_from([0, 0.05, 1]),
@@ -151,24 +124,14 @@ def test_nothing_waits_without_reason(case, cost) -> None:
         previous_s = bucket.finished_s
 
 
-@given(_cases(), costs, st.sampled_from(COMMUNICATIONS), st.sampled_from([0.0, 0.3, 2.0]))
-def test_no_plan_beats_the_bound(case, cost, communication, forward_s) -> None:
+@given(_cases(), costs, st.sampled_from([0.0, 0.3, 2.0]))
+def test_no_plan_beats_the_bound(case, cost, forward_s) -> None:
     """The best included, whatever plan it is that the bound is shown with."""
     profile, shown = case
     profile = dataclasses.replace(profile, forward_s=forward_s)
     count = len(profile.gradients)
-    for sizes in (shown, (1,) * count, (count,), best_buckets(profile, cost, communication)):
-        timeline = predict(profile, sizes, cost, communication)
+    for sizes in (shown, (1,) * count, (count,), best_buckets(profile, cost)):
+        timeline = predict(profile, sizes, cost)
         for other in (shown, (1,) * count):
-            bound_s = predict(profile, other, cost, communication).bound_s
+            bound_s = predict(profile, other, cost).bound_s
             assert timeline.iteration_s >= bound_s - 1e-9
-
-
-@given(_cases(), costs, st.sampled_from([0.0, 0.3, 2.0]))
-def test_a_sharded_forward_does_not_end_before_its_gathers(case, cost, forward_s) -> None:
-    """Which are those of the buckets whose sums ran behind backward."""
-    profile, sizes = case
-    profile = dataclasses.replace(profile, forward_s=forward_s)
-    timeline = predict(profile, sizes, cost, "sharded")
-    assert timeline.forward_s >= max(g.finished_s for g in timeline.gathers) - 1e-9
-    assert [g.num_bytes for g in timeline.gathers] == [b.num_bytes for b in timeline.buckets]

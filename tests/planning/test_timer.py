@@ -1,4 +1,4 @@
-"""Steps are timed to the end of the outermost backward, and without what sharded updates wait."""
+"""Steps are timed to the end of the outermost backward."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt import _waits
 from ddpopt.planning import timer
 from tests.support.models import MLP, WIDTH
 
 
 class _Clock:
-    """Goes on when it is told to, and notes for how long it did so while somebody waited."""
+    """Goes on when it is told to."""
 
     def __init__(self) -> None:
-        self.now_s = self.waited_s = 0.0
+        self.now_s = 0.0
 
     def perf_counter(self) -> float:
         return self.now_s
@@ -25,48 +24,25 @@ class _Clock:
     def compute(self, seconds: float) -> None:
         self.now_s += seconds
 
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.waited_s += seconds
 
-
-def test_a_step_is_measured_without_its_waiting_and_an_iteration_with_it(one_rank: None) -> None:
-    """In forward, before backward, and before the update."""
+def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: None) -> None:
+    """What comes after forward, before backward, is backward's."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    _waits.begin_sharded(ddp, clock, True)
     with mock.patch.object(timer, "time", clock):
         watch = timer.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
             watch.begin_forward()
             clock.compute(1)
             output = ddp(torch.ones(4, WIDTH))
-            clock.wait(10)
             watch.end_forward()
-            clock.wait(20)
             clock.compute(2)
             output.sum().backward()
-            clock.wait(40)
             clock.compute(4)
         measured = watch.measured()
     watch.stop()
     assert (measured.forward_s, measured.backward_s, measured.between_s) == (1, 2, 4)
     assert set(measured.ready_s) == {2}
-    assert measured.waited_s == 70
-    assert measured.iteration_s == 77
-
-
-def test_a_module_is_sharded_until_it_is_said_to_be_no_more(one_rank: None) -> None:
-    """Or until whoever waits for it is gone."""
-    ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    assert not _waits.is_sharded(ddp)
-    _waits.begin_sharded(ddp, clock, True)
-    clock.wait(3)
-    assert (_waits.is_sharded(ddp), _waits.waited_s(ddp)) == (True, 3)
-    del clock
-    assert (_waits.is_sharded(ddp), _waits.waited_s(ddp)) == (False, 0)
-    _waits.end_sharded(ddp)
-    _waits.end_sharded(ddp)
-    assert not _waits.is_sharded(ddp)
+    assert measured.iteration_s == 7
 
 
 class _Checkpointed(MLP):

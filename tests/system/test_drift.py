@@ -398,9 +398,6 @@ DOORS: dict[str, Callable[[int], None]] = {
     "byte_grad": functools.partial(_attach, make=_flat(algorithms.ByteGrad)),
     "qadam": functools.partial(_attach, make=_flat(algorithms.QAdam)),
     "async_average": functools.partial(_attach, make=algorithms.AsyncModelAverage),
-    "sharded_update": functools.partial(
-        _attach, make=functools.partial(algorithms.ShardedUpdate, overlap_forward=True)
-    ),
     "DataParallel": _replicate,
     "estimate": _estimate,
     "plan": _plan,

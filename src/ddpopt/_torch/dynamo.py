@@ -10,7 +10,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -347,15 +347,6 @@ def depth_below_frame(placeholder: fx.Node) -> int:
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     """Whether another graph follows this one in its frame; True if Dynamo does not tell."""
     return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
-
-
-TensorT = TypeVar("TensorT", bound=torch.Tensor)
-
-
-def without_memory(kind: type[TensorT], like: torch.Tensor) -> TensorT:
-    """Return a tensor of this subclass that has `like`'s shape, dtype and device, but no values."""
-    make: Any = names.MAKE_WRAPPER.get(torch.Tensor)
-    return make(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)

@@ -287,10 +287,6 @@ GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
 
 # ---- Optimizers ----------------------------------------------------------------------------------
 
-STEP_PRE_HOOKS = PrivateName("Optimizer", "_optimizer_step_pre_hooks", Need.ALGORITHMS)
-STEP_POST_HOOKS = PrivateName("Optimizer", "_optimizer_step_post_hooks", Need.ALGORITHMS)
-VERSION = PrivateName("Tensor", "_version", Need.ALGORITHMS)
-HOOKED = PrivateName("Optimizer.step", "hooked", Need.ALGORITHMS)
 
 # ---- Autograd ----------------------------------------------------------------------------------
 
@@ -321,7 +317,6 @@ SOURCE_NAME = PrivateName("Source", "name", Need.SPLIT)
 HIGHER_ORDER = PrivateName("torch._ops", "HigherOrderOperator", Need.SPLIT)
 SCHEMA = PrivateName("OpOverload", "_schema", Need.SPLIT)
 IS_OF_FUNCTORCH = PrivateName("torch._C._functorch", "is_functorch_wrapped_tensor", Need.SPLIT)
-MAKE_WRAPPER = PrivateName("Tensor", "_make_wrapper_subclass", Need.ALGORITHMS)
 FAKE_TENSOR = PrivateName(_FAKE, "FakeTensor", Need.SPLIT)
 FAKE_TENSOR_MODE = PrivateName(_FAKE, "FakeTensorMode", Need.SPLIT)
 TO_FAKE_TENSOR = PrivateName(_UTILS, "to_fake_tensor", Need.SPLIT)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ddpopt._torch import names
 from ddpopt.errors import TorchDriftError
@@ -69,31 +68,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def queue_callback() -> Callable[[Callable[[], None]], None]:
     """Return what makes autograd call a function at the end of the running backward."""
     return names.QUEUE_CALLBACK.get()
-
-
-def step_without_hooks(
-    optimizer: torch.optim.Optimizer, hook: RemovableHandle
-) -> Callable[..., object] | None:
-    """Return a function that updates an optimizer without its hooks, for this pre-hook of it.
-
-    None if later hooks would find the update done already, or if torch does it in another way.
-    """
-    step: Any = type(optimizer).step
-    hooks = names.STEP_PRE_HOOKS.find(optimizer, {})
-    if not names.HOOKED.find(step) or next(reversed(hooks), None) != hook.id:
-        return None
-    update: Callable[..., object] = step.__wrapped__
-    return update
-
-
-def run_first(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
-    """Let a hook after updates run before the optimizer's other ones."""
-    names.STEP_POST_HOOKS.get(optimizer).move_to_end(hook.id, last=False)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each write to a tensor."""
-    return names.VERSION.get(tensor)
 
 
 def is_autocast_on() -> bool:

@@ -23,7 +23,6 @@ from ddpopt.algorithms.handle import (
     attach,
 )
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
-from ddpopt.algorithms.sharded import ShardedUpdate, ShardedUpdateHandle
 from ddpopt.ranks.agree import communicating
 
 __all__ = [
@@ -43,8 +42,6 @@ __all__ = [
     "QAdam",
     "QAdamOptimizer",
     "Replicas",
-    "ShardedUpdate",
-    "ShardedUpdateHandle",
     "Training",
     "attach",
     "communicating",

@@ -247,16 +247,9 @@ class Handle:
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
         before = _torch.uncompiled(weakly(self._before_update))
         after = _torch.uncompiled(weakly(self._after_update))
-
-        def begin(*given: Any) -> Any:
-            return before(*given, torch.compiler.is_compiling())
-
-        self._update_hooks: dict[torch.optim.Optimizer, Any] = {}
         for optimizer in training.optimizers:
-            self._update_hooks[optimizer] = optimizer.register_step_pre_hook(begin)
-            ended = optimizer.register_step_post_hook(after)
-            _torch.run_first(optimizer, ended)
-            self._removable += [self._update_hooks[optimizer], ended]
+            self._removable.append(optimizer.register_step_pre_hook(before))
+            self._removable.append(optimizer.register_step_post_hook(after))
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -462,21 +455,10 @@ class Handle:
                 raise failure
             self.end_backward()
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *given: Any) -> Any:
-        # A class's step may call super().step(), with hooks too, on a stand-in of `ShardedUpdate`.
-        return self.on_update(optimizer, *given) if optimizer in self._update_hooks else None
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
-        if optimizer in self._update_hooks:
-            self.on_updated(optimizer)
-
-    def on_update(
-        self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any], _is_compiled: bool
-    ) -> Any:
-        """Prepare for an optimizer's update, compiled or not, of `step(*args, **kwargs)`.
-
-        What is returned are other arguments, of which the first is the optimizer, or None.
-        """
+    def _before_update(
+        self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Prepare for an optimizer's update, `step(*args, **kwargs)`; args begin with it."""
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
@@ -484,7 +466,7 @@ class Handle:
             )
         self.before_update()
 
-    def on_updated(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
         """End the step with its last optimizer's update."""
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):

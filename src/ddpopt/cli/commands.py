@@ -129,8 +129,6 @@ def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
 def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:
     with explained(f"the plan {args.plan} cannot be read"):
         saved = BucketPlan.load(args.plan)
-    if args.communication is not None:
-        saved = dataclasses.replace(saved, communication=args.communication)
     return saved, Stragglers(mean_delay=args.stragglers, seed=args.seed)
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from ddpopt._text import check_can_write, installed_version
 from ddpopt.cli.output import LATENCY_US, Report, Screen
 from ddpopt.errors import DDPOptError, PlanError, TorchDriftError, UnsupportedModeError
-from ddpopt.planning.costs import ALGORITHMS, COMMUNICATIONS
+from ddpopt.planning.costs import ALGORITHMS
 from ddpopt.planning.simulation import parse_bandwidth
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
@@ -143,8 +143,6 @@ def _sweep(command: _Parser) -> None:
 
 def _add_cluster(command: _Parser) -> None:
     command.add_argument("plan", help="the file that BucketPlan.save wrote")
-    given = "what communicates: %(choices)s (default: what the plan was made for)"
-    command.add_argument("--communication", choices=COMMUNICATIONS, help=given)
     add = command.add_argument_group("links").add_argument
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
     latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
-ALLREDUCE, SHARDED = COMMUNICATIONS = ("allreduce", "sharded")  # [Note: sharded iterations]
 _BEYOND = 1e18  # numbers are smaller, so that what is computed from them stays finite
 _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
@@ -148,13 +147,6 @@ class AllreduceCost:
         """The rate in the unit that people read."""
         return self.s_per_byte * 2**20
 
-    @property
-    def half(self) -> AllreduceCost:
-        """The cost of a reduce-scatter or of an all-gather: each sends half of the bytes."""
-        return dataclasses.replace(
-            self, startup_s=self.startup_s / 2, s_per_byte=self.s_per_byte / 2
-        )
-
     def seconds(self, num_bytes: float) -> float:
         """Return how long an allreduce of `num_bytes` takes."""
         return self.startup_s + self.s_per_byte * num_bytes
@@ -270,12 +262,6 @@ class Device:
         rates = self.flops_per_s
         rate = min(rates.values()) if dtype is None or dtype not in rates else rates[dtype]
         return max(flops / rate, moved_bytes / self.bytes_per_s)
-
-
-def check_communication(communication: object) -> None:
-    """Raise PlanError unless this is one of `COMMUNICATIONS`."""
-    if communication not in COMMUNICATIONS:
-        raise PlanError(f"communication is {communication!r}; valid are {list(COMMUNICATIONS)}")
 
 
 def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:

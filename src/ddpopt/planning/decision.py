@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch, _waits
+from ddpopt import _logs, _torch
 from ddpopt._events import Priority, StepClock, ignore, observe, will_communicate
 from ddpopt._text import format_ms, table
-from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Gradient, Profile
+from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import BucketPlan, plan_buckets
 from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
@@ -38,11 +38,6 @@ class Decision(NamedTuple):
     plan: str = ""
     gain: float = 0.0
     is_better: bool = False
-
-
-def communication_of(ddp: DistributedDataParallel) -> str:
-    """Return how a module communicates: one of `COMMUNICATIONS`."""
-    return SHARDED if _waits.hides_behind_forward(ddp) else ALLREDUCE
 
 
 def decide(
@@ -99,12 +94,11 @@ class _Compared(NamedTuple):
 def _compare(
     ddp: DistributedDataParallel, gathered: Sequence[Measured], cost: AllreduceCost
 ) -> _Compared:
-    communication = communication_of(ddp)
     sizes = [len(bucket) for bucket in gathered[0].buckets]
     profile, left_s = _profile(ddp, gathered, sizes, cost)
     world_size = dist.get_world_size(ddp.process_group)
-    plan = plan_buckets(profile, cost, world_size, communication)
-    return _Compared(plan, predict(profile, sizes, cost, communication), plan.timeline(), left_s)
+    plan = plan_buckets(profile, cost, world_size)
+    return _Compared(plan, predict(profile, sizes, cost), plan.timeline(), left_s)
 
 
 def _describe_times(compared: _Compared) -> list[str]:
@@ -114,13 +108,9 @@ def _describe_times(compared: _Compared) -> list[str]:
         "iteration": (own.iteration_s, best.iteration_s),
         "of it waiting for communication": (own.exposed_s, best.exposed_s),
         "backward": (own.backward_s, best.backward_s),
+        "of it after the last allreduce": (after_s, after_s),
+        "all allreduces": (own.communication_s, best.communication_s),
     }
-    if own.gathers:
-        times["forward, behind which parameters are gathered"] = (own.forward_s, best.forward_s)
-        times["all communication, halved"] = (own.communication_s, best.communication_s)
-    else:
-        times["of it after the last allreduce"] = (after_s, after_s)
-        times["all allreduces"] = (own.communication_s, best.communication_s)
     rows = [(*map(format_ms, pair), name) for name, pair in times.items()]
     counts = (f"{len(own.buckets)}", f"{len(best.buckets)}", "buckets")
     return table(("now", "best", "predicted, in ms"), [*rows, counts])
@@ -148,11 +138,8 @@ def _profile(
     That is the part of the measured backward that the model does not explain; it is assumed to
     follow all allreduces. A Reducer that looks for unused parameters does not have its buckets in
     the order of arrival, in which they are planned; it is assumed to have as many gradients in each
-    of them. With sharded updates measured times contain no waiting, and sums take half of an
-    allreduce.
+    of them.
     """
-    is_sharded = communication_of(ddp) == SHARDED
-    each = cost.half if is_sharded else cost
     by_index = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
     arrived = [by_index[index] for bucket in gathered[0].buckets for index in bucket]
     slowest = [max(0.0, *times) for times in zip(*(m.ready_s for m in gathered), strict=True)]
@@ -160,25 +147,19 @@ def _profile(
         order = sorted(range(len(slowest)), key=slowest.__getitem__)
         arrived, slowest = [arrived[k] for k in order], [slowest[k] for k in order]
     ready_s = list(itertools.accumulate(slowest, max))
-    forward_s = max(measured.forward_s for measured in gathered)
-    if is_sharded:  # slowed down for as long as bytes move beside it
-        moving_s = each.s_per_byte * sum(p.num_bytes for p in arrived) * cost.contention
-        forward_s -= cost.interference * min(forward_s, moving_s)
     disturbed = Profile(
         gradients=tuple(
             Gradient(name=p.name, num_bytes=p.num_bytes, ready_s=at_s, group=p.group)
             for p, at_s in zip(arrived, ready_s, strict=True)
         ),
         backward_s=ready_s[-1],
-        forward_s=forward_s,
+        forward_s=max(measured.forward_s for measured in gathered),
         between_s=max(measured.between_s for measured in gathered),
         source="measured",
     )
-    alone_s = undisturbed(disturbed, sizes, each)
+    alone_s = undisturbed(disturbed, sizes, cost)
     profile = disturbed.with_ready_times(alone_s, backward_s=alone_s[-1])
-    explained = predict(profile, sizes, each)
-    explained_s = explained.computed_s if is_sharded else explained.backward_s
-    left_s = max(m.backward_s for m in gathered) - explained_s
+    left_s = max(m.backward_s for m in gathered) - predict(profile, sizes, cost).backward_s
     return dataclasses.replace(profile, after_s=max(0.0, left_s)), left_s
 
 

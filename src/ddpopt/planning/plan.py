@@ -24,14 +24,7 @@ from ddpopt import _text
 from ddpopt._text import count, format_ms, printable, shorten
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import LossFn, call_model, find_loss
-from ddpopt.planning.costs import (
-    ALLREDUCE,
-    AllreduceCost,
-    Device,
-    Network,
-    Profile,
-    check_communication,
-)
+from ddpopt.planning.costs import AllreduceCost, Device, Network, Profile
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.planning.timeline import Timeline, bucket_table, predict
@@ -60,22 +53,19 @@ class BucketPlan:
     """Buckets for one model, and the costs for which they are best.
 
     The next `sizes[k]` gradients of the profile, in its order, complete together; if they are of
-    several groups, each group gets a bucket. `communication` says what the plan is best for:
-    "allreduce", or "sharded" if `ddpopt.algorithms.ShardedUpdate` communicates.
+    several groups, each group gets a bucket.
 
     Raises:
-        PlanError: `sizes` does not add up to the number of gradients, two of these share a name,
-            `world_size` is below 1, or `communication` is something else.
+        PlanError: `sizes` does not add up to the number of gradients, two of these share a name, or
+            `world_size` is below 1.
     """
 
     profile: Profile
     cost: AllreduceCost
     world_size: int
     sizes: tuple[int, ...]
-    communication: str = ALLREDUCE
 
     def __post_init__(self) -> None:
-        check_communication(self.communication)
         if not isinstance(self.world_size, int) or self.world_size < 1:
             raise PlanError(f"world_size is {self.world_size!r}; it must be 1 or more")
         total = len(self.profile.gradients)
@@ -107,7 +97,7 @@ class BucketPlan:
 
     def timeline(self) -> Timeline:
         """Return the predicted times of an iteration with this plan."""
-        return predict(self.profile, self.sizes, self.cost, self.communication)
+        return predict(self.profile, self.sizes, self.cost)
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Return arguments for DistributedDataParallel with which it forms these buckets.
@@ -119,9 +109,7 @@ class BucketPlan:
             return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}
         best = min(
             uniform_buckets(self.profile),
-            key=lambda sizes: (
-                predict(self.profile, sizes, self.cost, self.communication).iteration_s
-            ),
+            key=lambda sizes: predict(self.profile, sizes, self.cost).iteration_s,
         )
         first = self.profile.gradients[: best[0]]
         return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in first) / _MIB}
@@ -185,11 +173,6 @@ class BucketPlan:
         default = dataclasses.replace(self, sizes=default_sizes).timeline()
         timeline = self.timeline()
         names = (shorten(bucket.parameters) for bucket in self.buckets)
-        forward = (
-            f"sharded: sums run behind backward, gathers behind the next forward, "
-            f"{format_ms(timeline.forward_s)} ms with {format_ms(self.profile.forward_s)} of "
-            f"computation; with DDP's default buckets {format_ms(default.forward_s)}"
-        )
         return "\n".join(
             [
                 f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
@@ -197,7 +180,6 @@ class BucketPlan:
                 f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
-                *([forward] if timeline.gathers else []),
                 "",
                 *bucket_table(timeline.buckets, "parameters", names),
             ]
@@ -212,16 +194,13 @@ class _Header:
     hash: str = ""
 
 
-def plan_buckets(
-    profile: Profile, cost: AllreduceCost, world_size: int, communication: str = ALLREDUCE
-) -> BucketPlan:
+def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> BucketPlan:
     """Return the best buckets for a profile and a network; see [Note: merging]."""
     return BucketPlan(
         profile=profile,
         cost=cost,
         world_size=world_size,
-        sizes=best_buckets(profile, cost, communication),
-        communication=communication,
+        sizes=best_buckets(profile, cost),
     )
 
 
@@ -234,7 +213,6 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     backend: str | Callable[..., Any] | None = "inductor",
     device: Device | None = None,
     loss: LossFn | None = None,
-    communication: str = ALLREDUCE,
 ) -> BucketPlan:
     """Return the best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
 
@@ -251,14 +229,10 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         device: Rates of the device, to run nothing: then times are estimated too, as they are for
             models on the meta device.
         loss: Computes a scalar from the model's output; the default is as in `estimate`.
-        communication: "sharded" plans for `ddpopt.algorithms.ShardedUpdate`: for the whole
-            iteration, since half of the communication runs behind forward.
 
     Raises:
-        PlanError: the model cannot be traced, `world_size` is missing or below 1, or
-            `communication` is something else.
+        PlanError: the model cannot be traced, or `world_size` is missing or below 1.
     """
-    check_communication(communication)
     if world_size is None:
         if not dist.is_initialized():
             raise PlanError("world_size is None without a process group; give the number of ranks")
@@ -269,7 +243,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     if device is None and not is_on_meta:
         forward_s, backward_s = _measure(model, example_inputs, backend, loss)
         profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
-    return plan_buckets(profile, cost, world_size, communication)
+    return plan_buckets(profile, cost, world_size)
 
 
 def _measure(

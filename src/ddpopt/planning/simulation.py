@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from ddpopt._text import count, format_ms, table
 from ddpopt.errors import PlanError
-from ddpopt.planning.costs import ALLREDUCE, AllreduceCost, Network, check_communication
+from ddpopt.planning.costs import AllreduceCost, Network
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
-from ddpopt.planning.timeline import BucketTimes, Timeline, bucket_table, gather_table, predict
+from ddpopt.planning.timeline import BucketTimes, Timeline, bucket_table, predict
 
 _BAR_WIDTH = 24
 _ROWS_AT_EACH_END = 10
@@ -61,8 +61,8 @@ class Simulation:
     """The predicted iteration of a plan on `world_size` ranks.
 
     `cost` is what an allreduce costs there. `timeline` is that of the slowest rank, whose
-    computation takes `slowdown` times as long as the profile says; if `communication` is "sharded",
-    see [Note: sharded iterations]. `basis` says where the numbers come from.
+    computation takes `slowdown` times as long as the profile says. `basis` says where the numbers
+    come from.
     """
 
     world_size: int
@@ -70,7 +70,6 @@ class Simulation:
     timeline: Timeline
     slowdown: float
     basis: str
-    communication: str = ALLREDUCE
 
     @property
     def efficiency(self) -> float:
@@ -90,9 +89,6 @@ class Simulation:
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
         bars = map(self._bar, timeline.buckets)
         rows = _shortened(bucket_table(timeline.buckets, "- waits, = runs", bars))
-        if timeline.gathers:
-            rows = ["sums behind backward", "", *rows, "", "gathers behind the next forward", ""]
-            rows += _shortened(gather_table(timeline.gathers))
         return "\n".join(
             [
                 f"{count(self.world_size, 'rank')}: "
@@ -130,23 +126,16 @@ def simulate(
     world_size: int,
     network: Network | AllreduceCost | None = None,
     stragglers: Stragglers | None = None,
-    communication: str | None = None,
 ) -> Simulation:
     """Predict one iteration of `plan` on a cluster of `world_size` ranks.
-
-    `communication` is "allreduce", or "sharded" as with `ddpopt.algorithms.ShardedUpdate`; None
-    means what the plan was made for.
 
     Without `network` it is the network that the plan's cost implies for a ring with one rank per
     node; an `AllreduceCost` is used as it is, for any `world_size`. A bucket is ready when its last
     gradient is ready on the slowest rank.
 
     Raises:
-        PlanError: `world_size` is not a positive whole number, no network follows from the plan,
-            or `communication` is something else.
+        PlanError: `world_size` is not a positive whole number, or no network follows from the plan.
     """
-    communication = plan.communication if communication is None else communication
-    check_communication(communication)
     if not isinstance(world_size, int) or world_size < 1:
         raise PlanError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
     cost, origin = _cost(plan, world_size, network)
@@ -154,9 +143,8 @@ def simulate(
     return Simulation(
         world_size=world_size,
         cost=cost,
-        timeline=predict(plan.profile.slowed(slowdown), plan.sizes, cost, communication),
+        timeline=predict(plan.profile.slowed(slowdown), plan.sizes, cost),
         slowdown=slowdown,
-        communication=communication,
         basis=f"computation: {plan.profile.source}; allreduce: {origin}",
     )
 
@@ -224,7 +212,7 @@ def sweep(
     for world_size, bytes_per_s in itertools.product(world_sizes, bandwidths):
         links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
         cost = links.allreduce(world_size)
-        replanned = plan_buckets(plan.profile, cost, world_size, plan.communication)
+        replanned = plan_buckets(plan.profile, cost, world_size)
         saved, own, best = (
             simulate(each, world_size=world_size, network=links, stragglers=stragglers).efficiency
             for each in (plan, default, replanned)

@@ -2,16 +2,6 @@
 
 The model: backward computes; a bucket is ready when its last gradient is; allreduces run one
 after another, in the buckets' order, while computation goes on. Each may slow down the other.
-
-[Note: sharded iterations]
-With `communication="sharded"` (see `ddpopt.algorithms.ShardedUpdate`) each allreduce is split into
-its two halves. Sums to shards run behind backward, as allreduces do, and the update waits for all
-of them. It takes the time between backward and forward, divided among buckets in proportion to
-their bytes, the last bucket first. Each bucket is gathered as soon as it is updated, behind the
-rest of the update and the next forward, which waits for a bucket where it first reads one of its
-parameters. When that happens is not measured. Forward is assumed to mirror backward: if a gradient
-is ready when the fraction p of backward is over, forward reads its parameter when the fraction
-1 - p of forward is over.
 """
 
 from __future__ import annotations
@@ -23,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpopt._text import format_bytes, format_ms, table
-from ddpopt.planning.costs import ALLREDUCE, SHARDED, AllreduceCost, Profile
+from ddpopt.planning.costs import AllreduceCost, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +21,7 @@ class BucketTimes:
     """When a bucket's last gradient was ready, and its allreduce was launched and finished.
 
     Predicted times count from the start of backward, and recorded ones as `Recording` says;
-    `finished_s` is None where it was not recorded. A gather's times count from the start of
-    forward, before which it may be launched; it is ready when forward first reads it.
+    `finished_s` is None where it was not recorded.
     """
 
     index: int
@@ -49,9 +38,7 @@ class Timeline:
     Times of `buckets`, `computed_s` (the end of backward's computation) and `backward_s` (its end,
     with what follows the last allreduce) count from the start of backward. `alone_s` is the
     iteration without communication, `communication_s` the sum of all allreduces. `bound_s` is a
-    bound that no buckets can beat: the longer of `alone_s` and one allreduce of all gradients. With
-    sharded updates, `gathers` has those of the same buckets, and `forward_s` includes the waiting
-    for them.
+    bound that no buckets can beat: the longer of `alone_s` and one allreduce of all gradients.
     """
 
     forward_s: float
@@ -62,7 +49,6 @@ class Timeline:
     communication_s: float
     bound_s: float
     buckets: tuple[BucketTimes, ...]
-    gathers: tuple[BucketTimes, ...] = ()
 
     @property
     def iteration_s(self) -> float:
@@ -76,17 +62,7 @@ class Timeline:
         Less than the iteration takes beyond `alone_s`: communication also slows computation down.
         """
         reduced_s = max((bucket.finished_s or 0.0 for bucket in self.buckets), default=0.0)
-        return max(0.0, reduced_s - self.computed_s) + self.waited_s
-
-    @property
-    def gathered_s(self) -> float:
-        """The sum of all gathers."""
-        return sum((g.finished_s or 0.0) - g.launched_s for g in self.gathers)
-
-    @property
-    def waited_s(self) -> float:
-        """How long forward waits for gathers."""
-        return sum(max(0.0, (g.finished_s or 0.0) - g.ready_s) for g in self.gathers)
+        return max(0.0, reduced_s - self.computed_s)
 
 
 def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str]) -> list[str]:
@@ -103,49 +79,23 @@ def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str
     return table(("bucket", "size", "ready ms", "launch", "finish", title), rows)
 
 
-def gather_table(gathers: Sequence[BucketTimes]) -> list[str]:
-    """Return a table of the gathers, in the order in which they run."""
-    rows = [
-        (
-            f"{gather.index}",
-            format_bytes(gather.num_bytes),
-            *map(format_ms, (gather.launched_s, gather.finished_s, gather.ready_s)),
-        )
-        for gather in reversed(gathers)
-    ]
-    return table(("bucket", "size", "launch ms", "finish", "first read"), rows)
-
-
-def predict(
-    profile: Profile,
-    bucket_sizes: Sequence[int],
-    cost: AllreduceCost,
-    communication: str = ALLREDUCE,
-) -> Timeline:
+def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> Timeline:
     """Return the timeline of an iteration with these buckets.
 
     `bucket_sizes` says how many gradients, in the profile's order, each bucket holds; if a bucket
-    has gradients of several groups, each group is an allreduce of its own. For
-    `communication="sharded"` see [Note: sharded iterations].
+    has gradients of several groups, each group is an allreduce of its own.
     """
-    is_sharded = communication == SHARDED
-    each = cost.half if is_sharded else cost
-    reached, buckets = _run_backward(profile, bucket_sizes, each)
-    forward_s = profile.forward_s
-    gathers: tuple[BucketTimes, ...] = ()
-    if is_sharded:
-        forward_s, gathers = _run_forward(profile, bucket_sizes, each)
+    reached, buckets = _run_backward(profile, bucket_sizes, cost)
     alone_s = profile.forward_s + profile.between_s + profile.backward_s + profile.after_s
     return Timeline(
-        forward_s=forward_s,
+        forward_s=profile.forward_s,
         computed_s=reached[-1],
         backward_s=max(reached[-1], buckets[-1].finished_s or 0.0) + profile.after_s,
         between_s=profile.between_s,
         alone_s=alone_s,
-        communication_s=sum(each.seconds(moved.num_bytes) for moved in (*buckets, *gathers)),
+        communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in buckets),
         bound_s=max(alone_s, cost.seconds(profile.num_bytes)),
         buckets=tuple(buckets),
-        gathers=gathers,
     )
 
 
@@ -160,46 +110,16 @@ def _run_backward(
     """Return when each gradient is ready and, at the end, when computation ends; and buckets."""
     queue = profile.allreduces(bucket_sizes)
     cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
-    # Each gradient, and the end of backward, is a goal: the computation done by then.
+    # Each gradient, and the end of backward, is a goal: the computation done by then, in seconds.
     cut_s = profile.cut_s + cost.launch_s
-    goals = [_Goal(g.ready_s + k * cut_s) for g, k in zip(profile.gradients, cuts, strict=True)]
-    goals.append(_Goal(profile.backward_s + cuts[-1] * cut_s))
+    goals = [g.ready_s + k * cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
+    goals.append(profile.backward_s + cuts[-1] * cut_s)
     transfers = [_Transfer(each.num_bytes, each.last + 1) for each in queue]
     reached, spans = _run(goals, transfers, cost)
     return reached, [
         BucketTimes(index, each.num_bytes, reached[each.last], *span)
         for index, (each, span) in enumerate(zip(queue, spans, strict=True))
     ]
-
-
-def _run_forward(
-    profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
-) -> tuple[float, tuple[BucketTimes, ...]]:
-    """Return when forward ends, and the gathers in the buckets' order."""
-    queue = profile.allreduces(bucket_sizes)[::-1]
-    backward_s, num_bytes = profile.backward_s or 1.0, profile.num_bytes or 1
-    begun_s, updated_s = profile.between_s + len(queue) * cost.launch_s, 0.0
-    updates, reads, transfers = [], [], []
-    for count, each in enumerate(queue, 1):
-        updated_s += profile.between_s * each.num_bytes / num_bytes + cost.launch_s
-        updates.append(_Goal(updated_s))
-        part = profile.gradients[each.last].ready_s / backward_s
-        reads.append(_Goal(begun_s + profile.forward_s * (1 - part), count))
-        transfers.append(_Transfer(each.num_bytes, count))
-    reached, spans = _run([*updates, *reads, _Goal(begun_s + profile.forward_s)], transfers, cost)
-    gathers = []
-    reached_reads = reached[len(queue) : 2 * len(queue)]
-    for count, (each, read_s, span) in enumerate(zip(queue, reached_reads, spans, strict=True), 1):
-        times = (time_s - profile.between_s for time_s in (read_s, *span))
-        gathers.append(BucketTimes(len(queue) - count, each.num_bytes, *times))
-    return reached[-1] - profile.between_s, tuple(reversed(gathers))
-
-
-class _Goal(NamedTuple):
-    """A point in computation: what is done by then, and the transfers that what follows needs."""
-
-    done_s: float
-    num_needed: int = 0
 
 
 class _Transfer(NamedTuple):
@@ -210,11 +130,12 @@ class _Transfer(NamedTuple):
 
 
 def _run(
-    goals: Sequence[_Goal], transfers: Sequence[_Transfer], cost: AllreduceCost
+    goals: Sequence[float], transfers: Sequence[_Transfer], cost: AllreduceCost
 ) -> tuple[list[float], list[tuple[float, float]]]:
     """Simulate computation and communication side by side, from event to event.
 
-    Return when each goal is reached, and when each transfer begins and ends.
+    A goal is the computation, in seconds, that is done when it is reached. Return when each goal is
+    reached, and when each transfer begins and ends.
     """
     now_s = done_s = launched_s = 0.0
     phases: list[float] = []  # what is left of a transfer, in seconds: its bytes, its start-up
@@ -226,19 +147,18 @@ def _run(
             if len(reached) >= following.num_goals:
                 launched_s = now_s
                 phases = [cost.s_per_byte * following.num_bytes, cost.startup_s]
-        is_held = bool(reached) and goals[len(reached) - 1].num_needed > len(spans)
-        is_computing = len(reached) < len(goals) and not is_held
+        is_computing = len(reached) < len(goals)
         is_moving = len(phases) == 1
         speed = 1 - cost.interference if is_moving else 1.0
         slowness = cost.contention if is_moving and is_computing else 1.0
-        compute_s = (goals[len(reached)].done_s - done_s) / speed if is_computing else math.inf
+        compute_s = (goals[len(reached)] - done_s) / speed if is_computing else math.inf
         transfer_s = phases[-1] * slowness if phases else math.inf
         step_s = min(compute_s, transfer_s)
         now_s += step_s
         if phases:
             phases[-1] -= step_s / slowness
         if compute_s <= transfer_s:
-            done_s = goals[len(reached)].done_s
+            done_s = goals[len(reached)]
             reached.append(now_s)
         elif is_computing:
             done_s += step_s * speed

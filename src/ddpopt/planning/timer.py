@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, _waits
+from ddpopt import _torch
 from ddpopt.split import state
 
 _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
@@ -47,17 +47,16 @@ class _Queued(float):
 
 
 class Clock:
-    """Gives times in seconds. On the CPU it stops while `waited_s`, if given, goes on."""
+    """Gives times in seconds, on a GPU those of events in its queue."""
 
-    def __init__(self, device: torch.device, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_on_cpu = device.type == "cpu"
-        self._waited_s = waited_s
 
     def now(self) -> float:
         """Return the time, and mark the place in the device's queue with it."""
         if self.is_on_cpu:
-            return read_host() - self._waited_s()
+            return read_host()
         moment = _Queued(read_host())
         moment.event = torch.Event(self._device, enable_timing=True)
         moment.event.record()
@@ -94,11 +93,10 @@ class Step:
 
     `ready` and `launched` are by parameter index: around DDP's own hook, see [Note: times of a
     step]. `backwards` are autograd's numbers of those that ran, with a gradient that arrived in
-    each. `waited_s` is how long sharded updates had waited when the step began.
+    each.
     """
 
     began: float
-    waited_s: float = 0.0
     num_forwards: int = 1
     forward_ended: float = 0.0  # of the last one
     backward_ended: float = 0.0
@@ -162,7 +160,7 @@ class StepTimer:
         if self.step is not None and not self.step.ready:
             self.step.num_forwards += 1
             return False
-        self.steps.append(Step(began=self._clock.now(), waited_s=_waits.waited_s(ddp)))
+        self.steps.append(Step(began=self._clock.now()))
         self._is_over = False
         return True
 
@@ -217,8 +215,8 @@ class StepTimer:
 class Measured:
     """One rank's medians in seconds; `ready_s` and `backward_s` count from the end of forward.
 
-    `ready_s` is in the order of `buckets`, which hold parameter indices. `waited_s` is how long
-    sharded updates waited, which no other time contains. `problem` says why there are no times.
+    `ready_s` is in the order of `buckets`, which hold parameter indices. `problem` says why there
+    are no times.
     """
 
     problem: str = ""
@@ -227,16 +225,15 @@ class Measured:
     forward_s: float = 0.0
     backward_s: float = 0.0
     between_s: float = 0.0
-    waited_s: float = 0.0
 
     @property
     def iteration_s(self) -> float:
         """From one forward to the next."""
-        return self.forward_s + self.backward_s + self.between_s + self.waited_s
+        return self.forward_s + self.backward_s + self.between_s
 
 
 class Stopwatch(StepTimer):
-    """Measures a rank's steps for the tuner; on the CPU without what sharded updates wait.
+    """Measures a rank's steps for the tuner.
 
     The first `num_untimed` steps do not count. `key` is set by the first backward: it is the same
     on all ranks, and belongs to no other stopwatch.
@@ -245,9 +242,7 @@ class Stopwatch(StepTimer):
     def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
         self.key = ""
         self._num_untimed = num_untimed
-        find = weakref.ref(ddp)
-        clock = Clock(device_of(ddp), lambda: _waits.waited_s(find()))
-        super().__init__(ddp, clock, on_end=self._name)
+        super().__init__(ddp, Clock(device_of(ddp)), on_end=self._name)
 
     def _name(self) -> None:
         ddp = self._ddp()
@@ -293,5 +288,4 @@ class Stopwatch(StepTimer):
                 seconds(s.forward_ended, s.backward_ended) for s, _ in complete
             ),
             between_s=statistics.median(seconds(s.backward_ended, t.began) for s, t in complete),
-            waited_s=statistics.median(t.waited_s - s.waited_s for s, t in complete),
         )

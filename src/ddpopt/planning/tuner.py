@@ -13,10 +13,6 @@ a second time, since other work on a machine may have disturbed the first, and t
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
-If updates are sharded (`_waits.py`), they stay so during measurement, and plans are for them: the
-iteration is measured without its waiting, and the waiting is predicted. A search that is running
-when updates begin to be sharded starts over.
-
 No rank waits if the answer is already known. Each announces itself one step ahead, and one that
 cannot go on says so at once. A meeting is named after the backward in which ranks began to count,
 so ranks that began in different ones do not wait either.
@@ -30,7 +26,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch, _waits
+from ddpopt import _logs, _torch
 from ddpopt._events import Observer, Priority, ignore, observe, will_communicate
 from ddpopt._text import printable
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
@@ -82,25 +78,8 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
     known.tuner.prepare_cuts(ddp, is_provisional=is_provisional)
 
 
-def restart(ddp: DistributedDataParallel) -> None:
-    """Search for better buckets once more, on all ranks in the same step."""
-    known = state.get(ddp)
-    if known.tuner is not None:
-        known.tuner.stop()
-    _begin(ddp, "auto", rebucket.plan_of(ddp))
-    known.tuner_in_use = None
-    start(ddp, "auto", is_provisional=known.is_provisional)
-
-
-def start_over(ddp: DistributedDataParallel) -> None:
-    """Start a running search over: steps take different times from here on. Collective."""
-    tuner = of(ddp)
-    if tuner is not None and tuner.source == "auto" and not tuner.is_done:
-        restart(ddp)
-
-
-def _begin(ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None) -> None:
-    tuner = state.get(ddp).tuner = _Tuner(ddp, source, first)
+def _begin(ddp: DistributedDataParallel, source: str) -> None:
+    tuner = state.get(ddp).tuner = _Tuner(ddp, source)
     observe(ddp, Priority.TUNER, tuner)
 
 
@@ -131,17 +110,11 @@ def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel)
 
 
 class _Tuner(Observer):
-    """See [Note: tuning]. `best` is the best plan that was found, or the one from the file.
+    """See [Note: tuning]. `best` is the best plan that was found, or the one from the file."""
 
-    `first` is the plan of the buckets that the search begins with, if they are not DDP's own.
-    """
-
-    def __init__(
-        self, ddp: DistributedDataParallel, source: str, first: BucketPlan | None = None
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, source: str) -> None:
         self.source = source
         self.best: BucketPlan | None = None
-        self._first = first
         self._outcome = ""
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
         self._stopwatch: Stopwatch | None = None
@@ -188,10 +161,6 @@ class _Tuner(Observer):
         elif self._stage is _GIVEN and self.best is not None:
             state.get(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
-    def stop(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.stop()
-
     def before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._stage is None:
             ignore(ddp, Priority.TUNER)
@@ -233,7 +202,7 @@ class _Tuner(Observer):
         stopwatch.stop()
         self._stopwatch = self._joint_decision = self._stage = None
         state.get(ddp).end_search()
-        expected = (None, self.best if stage in _COMPARISONS else self._first)
+        expected = (None, self.best if stage in _COMPARISONS else None)
         problem = decision.decide(_find_obstacle(ddp, expected, self.source))
         if problem:
             self._give_up(ddp, stage, problem)
@@ -254,7 +223,6 @@ class _Tuner(Observer):
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         group = ddp.process_group
-        _waits.wait_for_all()  # or transfers still under way would be measured too
         cost = calibrate(group, device_of(ddp))
         gathered = all_gather_object(ddp, measured, _SEARCH.title)
         decided = Decision("")
@@ -332,7 +300,7 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
 
 def _find_lasting_obstacle(ddp: DistributedDataParallel, source: str) -> str:
     """Say why the buckets of `ddp` cannot be changed automatically; "" if they can."""
-    if source == "auto" and _torch.hook_states(ddp) and not _waits.is_sharded(ddp):
+    if source == "auto" and _torch.hook_states(ddp):
         return (
             "its comm hook keeps a state, which may be by bucket; call ddpopt.rebucket if it is not"
         )

@@ -12,15 +12,6 @@ that no later one reads, so that saved tensors are freed as early as in the whol
 
 AOTAutograd traces the graph with a token as an additional input, which is also returned as output.
 See [Note: tokens, gates and runs] in runtime.py for what the token is for.
-
-[Note: waits]
-Parameters may arrive from other ranks while a compiled forward runs. A wait is a call of
-`ddpopt::wait_` before the first call that reads a parameter. The operator claims to write the
-parameters, so no compiler moves a reader ahead of it, and to read the result of the preceding
-matrix product or convolution, so none moves it up: Inductor puts waits that depend on nothing at
-the top of the graph, where nothing is computed meanwhile. Products are written to memory in any
-case, so reading one costs no fusion. Parameters that are first read between the same two products
-share a wait.
 """
 
 from __future__ import annotations
@@ -37,7 +28,6 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt._events import Label
-from ddpopt._waits import WAIT
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward_plan import (
     ANY,
@@ -209,14 +199,12 @@ def compile_gated(
     aot: _torch.AOTCompilerFn,
     cut: Cut,
     key: str | None,
-    awaited: Collection[int] = (),
 ) -> tuple[SplitPlan, Nodes, GatedGraph]:
     """Return the compiled graph, with Dynamo's signature, and gates where `cut` cuts it.
 
     `gm` is a copy, which is used up. `key` stands for all that `cut` depends on besides the graph:
     if an equal graph was cut with an equal key before, the result may come from torch's cache,
-    with its plan and nodes. With None it is always compiled. The forward waits for the arguments
-    in `awaited` before it reads them.
+    with its plan and nodes. With None it is always compiled.
 
     Raises:
         NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a section.
@@ -228,7 +216,7 @@ def compile_gated(
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
     token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
-    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key, awaited)
+    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key)
     compiled = aot(gm, [*example_inputs, token], cutting)
     kept = cutting.kept
     assert kept is not None, "AOTAutograd returned a forward without its backward"
@@ -245,7 +233,6 @@ class _Cutting(_torch.Cutting):
     _device: torch.device
     _cut: Cut
     key: str | None
-    _awaited: Collection[int]
     kept: _Kept | None = None
     further: list[CompiledSection] = dataclasses.field(default_factory=list)
     _was_autocast_on: bool = dataclasses.field(default_factory=_torch.is_autocast_on)
@@ -257,8 +244,6 @@ class _Cutting(_torch.Cutting):
         outputs = _torch.differentiable_outputs(forward)
         self._places = {output: place for place, output in enumerate(outputs)}
         _return_token_itself(forward)
-        arguments = _torch.argument_placeholders(forward)
-        insert_waits(forward, [node for node, a in arguments.items() if a in self._awaited])
 
     def compile(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
@@ -398,36 +383,3 @@ def _identity(
         return None
     kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
     return (section.code, tuple(kinds), tuple(are_saved))
-
-
-_aten = torch.ops.aten
-_PRODUCTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-    }
-)
-
-
-def insert_waits(forward: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
-    """Insert waits in a forward graph for each of these placeholders before it is read."""
-    waiting = set(parameters)
-    product: fx.Node | None = None
-    reads: dict[fx.Node | None, tuple[fx.Node, list[fx.Node]]] = {}  # by the preceding product
-    for node in forward.graph.nodes:
-        if node.op in ("placeholder", "output"):  # returning a parameter is not reading it
-            continue
-        read = [source for source in node.all_input_nodes if source in waiting]
-        if read:
-            reads.setdefault(product, (node, []))[1].extend(read)
-            waiting.difference_update(read)
-        if node.target in _PRODUCTS:
-            product = node
-    for after, (reader, read) in reads.items():
-        with forward.graph.inserting_before(reader):
-            wait = forward.graph.call_function(WAIT, (read, after))
-            wait.meta["val"] = None
-    forward.recompile()

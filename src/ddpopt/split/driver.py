@@ -52,7 +52,7 @@ from ddpopt.split.nodes import (
     output_values,
 )
 from ddpopt.split.plan import SplitPlan, parts_of_buckets
-from ddpopt.split.runtime import GatedGraph, GraphRunner, order_arrival_of, waiting_first
+from ddpopt.split.runtime import GraphRunner, order_arrival_of
 from ddpopt.split.validate import validate_backward, validate_forward
 
 
@@ -78,8 +78,6 @@ def compile_under_ddp(
         write(gm, plan, {"original": gm})
     if compiled is None:
         compiled = notifying(options.inner(gm, list(example_inputs)), Label(plan.graph, 0))
-    if survey.known.waits_in_forward and not isinstance(compiled, GatedGraph):
-        compiled = waiting_first(compiled)
     _announce(ddp, plan, nodes, options)
     arguments, last = survey.arguments, survey.known.rules.arrives_last
     compiled = order_arrival_of(compiled, [arguments[i] for i in last if i in arguments])
@@ -106,8 +104,6 @@ def compile_whole(
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
         compiled = notifying(compiled, Label(plan.graph, 0))
-        if state.get(ddp).waits_in_forward:
-            compiled = waiting_first(compiled)
         return GraphRunner(plan, nodes, compiled, compiled, {})
     return compiled
 
@@ -135,7 +131,7 @@ class _Survey:
         known = self.known
         blank = dataclasses.replace(self.blank, graph="")
         parts = [blank, self.reduced, self.arguments, self.later, self.earlier, self.is_last]
-        parts += [known.rules, known.is_searching, known.waits_in_forward]
+        parts += [known.rules, known.is_searching]
         parts += [b and [*map(tuple, b)] for b in (known.buckets, known.expected_buckets)]
         return f"ddpopt {source_digest()} {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
@@ -309,8 +305,7 @@ def _split_backward(
     # A result from a cache has no graphs to show.
     key = None if is_showing() else survey.key()
     copied = copy_for_splitting(gm)
-    awaited = set(arguments.values()) if survey.known.waits_in_forward else set()
-    return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key, awaited))
+    return _Split(*compile_gated(copied, example_inputs, options.aot, cut, key))
 
 
 def _announce(

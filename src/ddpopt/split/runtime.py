@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _events, _logs, _torch, _waits
+from ddpopt import _events, _logs, _torch
 from ddpopt._events import Label
 from ddpopt.reducer import find_misplaced, predict_buckets
 from ddpopt.split import state
@@ -100,16 +100,6 @@ def _may_be_seen(ddp: DistributedDataParallel) -> bool:
     known = state.get(ddp)
     known.num_unseen = 0 if ddp.require_backward_grad_sync else known.num_unseen + 1
     return known.num_unseen <= _MOST_UNSEEN
-
-
-def waiting_first(compiled: Compiled) -> Compiled:
-    """Make `compiled` wait for all of its parameters first; [Note: waits] has the better way."""
-
-    def run(*args: Any) -> Any:
-        _waits.wait_for(value for value in args if isinstance(value, torch.nn.Parameter))
-        return compiled(*args)
-
-    return run
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:

@@ -34,7 +34,6 @@ class DDPState:
         self._ddp: Callable[[], DistributedDataParallel | None]
         self._ddp = weakref.ref(ddp, self._let_go)
         self.is_copy = False  # made by a check, which has it run the original's code
-        self.waits_in_forward = False  # see [Note: waits]
         self.is_warned = False  # that Dynamo compiles nothing of it, or need not be
         self.hint: str | None = None  # of `planning`: what better buckets would save, once asked
         self.tuner: Any = None  # of `planning.tuner`
@@ -192,12 +191,6 @@ class DDPState:
         """Make Dynamo forget what it compiled for the module, which the guard on rules stops."""
         _torch.forget_code(self.code)
         self.code.clear()
-
-    def wait_in_forward(self, is_asked: bool) -> None:
-        """Make compiled forwards wait for parameters where they read them, or no longer wait."""
-        if is_asked and not self.waits_in_forward:
-            self._forget_code()
-        self.waits_in_forward = is_asked
 
     def become_copy_of(self, original: DDPState) -> None:
         """Note that the module is a copy, which runs the original's code."""
