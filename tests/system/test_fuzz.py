@@ -124,22 +124,6 @@ def test_a_case_has_the_same_number_everywhere() -> None:
     assert draw_case(7) == draw_case(7) != draw_case(8)
 
 
-def test_cases_with_algorithms_have_numbers_of_their_own() -> None:
-    """Each has ShardedUpdate, and most have something around its updates."""
-    found = [draw_case(number, algorithms=True) for number in range(20)]
-    assert found == [draw_case(number, algorithms=True) for number in range(20)]
-    assert all(case.is_sharded for case in found)
-    assert sum(bool(case.actions) for case in found) >= 15
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_loops_are_fair(ranks: Ranks, number: int) -> None:
-    """With no algorithm attached, what a loop notes is the same with ddpopt as with eager DDP."""
-    case = draw_case(number, algorithms=True)
-    finding = run_case(ranks, case, planted.NOT_ATTACHED)
-    assert not finding.is_failure, f"{case}\n{finding.outcome}: {finding.detail}"
-
-
 def test_relative_errors() -> None:
     """Relative to the largest element; what is of another kind, or not finite, differs."""
     ones = torch.ones(2)

@@ -22,7 +22,6 @@ from tests.system.fuzzing.checking import EQUAL, EQUAL_TO_UNSPLIT, FAILURES, Fin
 from tests.system.fuzzing.spec import Case
 
 _ANSWER_LIMIT_S = 600
-_ALGORITHM_LIMIT_S = 180  # their cases are small, and a loop that hangs is what they look for
 _SHOWN = 600  # characters of what is said of a case that did not fail
 _CASES_A_START = 200  # then the two processes are started anew: Dynamo keeps a little of each case
 
@@ -35,7 +34,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--simplify-minutes", type=float, default=5, help="for each failure")
     parser.add_argument("--inner", default="", help="the inner compiler, instead of any")
     parser.add_argument("--feature", default="", help="only cases with it, as the tally names it")
-    parser.add_argument("--algorithms", action="store_true", help="only cases with ShardedUpdate")
     parser.add_argument("--ranks", type=int, default=2, help="how many processes train")
     parser.add_argument("--plant", default="", help="a bug of planted.py, to test the fuzz")
     parser.add_argument("--log", help="append failures, progress and counts to a file as well")
@@ -74,7 +72,6 @@ def _run_cases(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
         simplify_s=arguments.simplify_minutes * 60,
         inner=arguments.inner,
         feature=arguments.feature,
-        algorithms=arguments.algorithms,
     )
     began_s = told_s = time.monotonic()
     failures = []
@@ -110,8 +107,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks, which inherit it
     log = open(arguments.log, "a") if arguments.log else None  # noqa: SIM115  # open to the end
-    limit_s = _ALGORITHM_LIMIT_S if arguments.algorithms else _ANSWER_LIMIT_S
-    with mock.patch.object(ranks, "TIMEOUT_S", limit_s):
+    with mock.patch.object(ranks, "TIMEOUT_S", _ANSWER_LIMIT_S):
         return 1 if _run(arguments, _Output(log)) else 0
 
 

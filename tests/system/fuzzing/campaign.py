@@ -105,29 +105,19 @@ class Campaign:
     """Runs cases by their numbers, with `run`, and makes those that fail simpler.
 
     `simplify_s` is how long that may take for each. `inner` is the inner compiler of all cases, if
-    given, and `feature` what those that are run have in common; see `Case.features`. With
-    `algorithms` each has one.
+    given, and `feature` what those that are run have in common; see `Case.features`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        simplify_s: float,
-        inner: str = "",
-        feature: str = "",
-        algorithms: bool = False,
-    ) -> None:
+    def __init__(self, run: Run, *, simplify_s: float, inner: str = "", feature: str = "") -> None:
         self.tally = Tally()
         self._run = run
         self._simplify_s = simplify_s
         self._inner = inner
         self._feature = feature
-        self._algorithms = algorithms
 
     def try_case(self, number: int) -> Failure | None:
         """Run the case of a number."""
-        case = draw_case(number, self._algorithms)
+        case = draw_case(number)
         if self._inner:
             case = dataclasses.replace(case, inner=self._inner)
         if self._feature and self._feature not in case.features():
@@ -150,11 +140,8 @@ class Campaign:
         return Failure(number=number, case=case, finding=findings[case])
 
 
-def draw_case(number: int, algorithms: bool = False) -> Case:
-    """Return the case of a number; see [Note: one run of hypothesis a case].
-
-    With `algorithms` it is another case, which has one.
-    """
+def draw_case(number: int) -> Case:
+    """Return the case of a number; see [Note: one run of hypothesis a case]."""
     drawn: list[Case] = []
 
     @hypothesis.seed(number)
@@ -165,7 +152,7 @@ def draw_case(number: int, algorithms: bool = False) -> Case:
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(cases(algorithms))
+    @hypothesis.given(cases())
     def draw(case: Case) -> None:
         drawn.append(case)
 

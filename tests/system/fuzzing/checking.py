@@ -128,7 +128,7 @@ def check(rank: int, case: Case, plant: str) -> Finding:
 def _check(rank: int, case: Case, plant: str) -> Finding:
     eager = _attempt(case, rank, lambda module: module)
     compile_ = functools.partial(_compile, case)
-    compiled = functools.partial(_attempt, case, rank, compile_, case.is_sharded)
+    compiled = functools.partial(_attempt, case, rank, compile_)
     with planted.bug(plant):
         ours = compiled()
     if eager.raised_anywhere:
@@ -141,8 +141,7 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
     if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
     with torch._dynamo.config.patch(optimize_ddp=False):  # torch's own, and whole
-        plain = (lambda module: module) if case.uncompiled else _unsplit(case)
-        unsplit = _attempt(case, rank, plain)
+        unsplit = _attempt(case, rank, _unsplit(case))
     if unsplit.raised_anywhere:
         return Finding(outcome=REFUSED_UNSPLIT, detail=unsplit.error, sections=ours.sections)
     if ours.raised_anywhere:
@@ -176,11 +175,11 @@ class _Attempt:
         return tuple(max(1, len(plan.sections)) for plan in self.plans)
 
 
-def _attempt(case: Case, rank: int, compile_: Compile, is_sharded: bool = False) -> _Attempt:
+def _attempt(case: Case, rank: int, compile_: Compile) -> _Attempt:
     notes, plans, error = Notes(), (), ""
     group = group_of_trainings()
     try:
-        notes, ddp = train(case, rank, compile_, group, is_sharded)
+        notes, ddp = train(case, rank, compile_, group)
         plans = ddpopt.explain(ddp).plans
     except Exception:
         error = traceback.format_exc()
@@ -199,8 +198,6 @@ def anywhere(is_so: bool) -> bool:
 
 
 def _compile(case: Case, module: nn.Module) -> Callable[..., Any]:
-    if case.uncompiled:
-        return module
     options = {"inner": case.inner, "split": case.split}
     return torch.compile(module, backend="ddpopt", options=options)
 
@@ -217,7 +214,7 @@ def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
         for why in (plan.fallback, plan.backward_fallback)
         if why
     ]
-    reasons = (*(name for _, name in given), *ours.notes.refusals)
+    reasons = tuple(name for _, name in given)
     for plan, name in given:
         if name in OUR_ERRORS:
             outcome, detail = NOT_SPLIT, f"{name}: {plan}"

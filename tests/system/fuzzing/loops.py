@@ -1,7 +1,7 @@
 """What a case's training loop does with parameters: its optimizers, and all around their updates.
 
 `training.py` runs forwards and backwards, with what is here before and after them. Loops are those
-that people write for plain DDP, changed by what docs/sharded-update.md asks for, and by no more.
+that people write for plain DDP.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddpopt.algorithms import ShardedUpdate, ShardedUpdateHandle, attach
-from ddpopt.errors import OptionError
 from tests.system.fuzzing.blocks import WIDTH
 from tests.system.fuzzing.spec import Case
 
@@ -44,8 +42,7 @@ class Loop:
     """What is updated, by what, and who is told of it.
 
     `encoder` is a second DDP module before the model, and `temperature` a factor of the loss, which
-    no DDP module has. `later` are parameters for which there is no optimizer at first. `refusals`
-    are why `handles` lack one.
+    no DDP module has. `later` are parameters for which there is no optimizer at first.
     """
 
     case: Case
@@ -56,8 +53,6 @@ class Loop:
     optimizers: list[optim.Optimizer]
     later: list[nn.Parameter]
     ema: AveragedModel | None
-    handles: list[ShardedUpdateHandle] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
 
     @property
     def ddps(self) -> list[DistributedDataParallel]:
@@ -82,19 +77,6 @@ class Loop:
                 stack.enter_context(ddp.no_sync())
             yield
 
-    def gradients(self) -> dict[torch.Tensor, torch.Tensor | None]:
-        """Return the gradients that handles have in place of parameters. Collective."""
-        found: dict[torch.Tensor, torch.Tensor | None] = {}
-        for handle in self.handles:
-            full = handle.full_gradients()
-            described = handle.training.parameters.items()
-            found |= {parameter: full.get(of.name) for parameter, of in described}
-        return found
-
-    def detach(self) -> None:
-        for handle in self.handles:
-            handle.detach()
-
 
 Note = Callable[[str, torch.Tensor], None]
 Look = Callable[[str, nn.Module], None]  # notes what a module gives under `no_grad`
@@ -105,14 +87,13 @@ def begin(
     ddp: DistributedDataParallel,
     model: nn.Module,
     parameters: Sequence[nn.Parameter],
-    is_sharded: bool,
 ) -> Loop:
-    """Make the optimizers of `parameters` of a model, and attach what the case has."""
+    """Make the optimizers of `parameters` of a model."""
     own, later = list(parameters), []
     if "grow" in case.actions:
         own, later = own[:-2], own[-2:]
     encoder = temperature = None
-    if "encoder" in case.arrangement:
+    if case.arrangement == "encoder":
         encoder = DistributedDataParallel(
             nn.Linear(WIDTH, WIDTH), process_group=ddp.process_group, bucket_cap_mb=1e-4
         )
@@ -125,7 +106,7 @@ def begin(
     if case.optimizer == "SGD":
         options["momentum"] = 0.9 if case.momentum else 0.0
     average = functools.partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-    loop = Loop(
+    return Loop(
         case=case,
         ddp=ddp,
         model=model,
@@ -135,15 +116,6 @@ def begin(
         later=later,
         ema=average(model) if "ema" in case.actions else None,
     )
-    for each in loop.ddps if is_sharded else ():
-        if each is encoder and case.arrangement != "both encoder and model":
-            continue  # it stays with DDP's allreduce, and its parameters whole
-        try:
-            algorithm = ShardedUpdate(overlap_forward=case.overlaps)
-            loop.handles.append(attach(each, loop.optimizers, algorithm))
-        except (OptionError, NotImplementedError) as refusal:
-            loop.refusals.append(f"not attached: {type(refusal).__name__}: {refusal}"[:100])
-    return loop
 
 
 def _groups(case: Case, parameters: list[nn.Parameter]) -> list[list[dict[str, Any]]]:
@@ -160,12 +132,9 @@ def update(loop: Loop, step: int, note: Note, look: Look) -> None:
     case, where = loop.case, f"update {step}"
     if not ("skip" in case.actions and step == 1):
         _update(loop, where, note, look)
-    after = [_AFTER[action] for action in case.actions if action in _AFTER]
-    if case.overlaps and after:
-        for handle in loop.handles:
-            handle.wait()
-    for act in after:
-        act(loop, where, note, look)
+    for action in case.actions:
+        if action in _AFTER:
+            _AFTER[action](loop, where, note, look)
     for optimizer in loop.optimizers:
         optimizer.zero_grad(set_to_none=case.clears_to_none)
         for group in optimizer.param_groups:
@@ -186,24 +155,20 @@ def _update(loop: Loop, where: str, note: Note, look: Look) -> None:
 
 def _clip(loop: Loop, norm: float, note: Note) -> None:
     """Clip each DDP module's gradients by themselves."""
-    of_handle = {handle.training.ddp: handle for handle in loop.handles}
     for number, ddp in enumerate(loop.ddps):
-        if ddp in of_handle:
-            total = of_handle[ddp].clip_grad_norm_(_MAX_NORM, norm)
-        else:
-            own = [p for p in ddp.parameters() if p.numel()]  # torch refuses empty ones for inf
-            total = clip_grad_norm_(own, _MAX_NORM, norm)
+        parameters = [p for p in ddp.parameters() if p.numel()]  # torch refuses empty ones for inf
+        total = clip_grad_norm_(parameters, _MAX_NORM, norm)
         note(f"norm {norm} of {number}", total.double())
 
 
 def end(loop: Loop, note: Note) -> None:
-    """Note what is left at the end, after `detach`."""
+    """Note what is left at the end."""
     for name, parameter in loop.beside.items():
         note(f"parameter beside: {name}", parameter)
     if loop.ema is not None:
         for name, parameter in loop.ema.module.named_parameters():
             note(f"average {name}", parameter)
-    if loop.case.is_sharded:
+    if loop.case.actions:
         _note_states(note, [optimizer.state_dict() for optimizer in loop.optimizers])
 
 
@@ -215,7 +180,7 @@ def _note_states(note: Note, states: Sequence[dict[str, Any]]) -> None:
                     note(f"optimizer {number}, {name} of {index}", value)
 
 
-# ---- after an update, with whole parameters --------------------------------------------------
+# ---- after an update --------------------------------------------------------------------------
 
 
 def _update_average(loop: Loop, _where: str, _note: Note, _look: Look) -> None:
@@ -255,10 +220,7 @@ def _save(loop: Loop, where: str, note: Note, _look: Look) -> None:
 
 
 def _save_states(loop: Loop, where: str, note: Note, _look: Look) -> None:
-    if loop.handles:
-        saved = loop.handles[0].state_dict()["optimizers"]
-    else:
-        saved = [optimizer.state_dict() for optimizer in loop.optimizers]
+    saved = [optimizer.state_dict() for optimizer in loop.optimizers]
     _note_states(lambda name, value: note(f"{where} saved {name}", value), saved)
 
 
@@ -271,6 +233,5 @@ _AFTER: dict[str, Callable[[Loop, str, Note, Look], None]] = {
     "save": _save,
     "states": _save_states,
 }
-# "frozen": what `freezes` says of the first step holds when the algorithm is attached already.
-ACTIONS = (*_AFTER, "rate", "grow", "skip", "clip 2", "clip inf", "look", "eval", "frozen")
-ARRANGEMENTS = ("", "groups", "two optimizers", "temperature", "encoder", "both encoder and model")
+ACTIONS = (*_AFTER, "rate", "grow", "skip", "clip 2", "clip inf", "look", "eval")
+ARRANGEMENTS = ("", "groups", "two optimizers", "temperature", "encoder")

@@ -12,13 +12,11 @@ import torch.distributed as dist
 
 from ddpopt import _events
 from ddpopt._events import Label
-from ddpopt.errors import OptionError
 from ddpopt.split.runtime import CompiledSection, Run
-from tests.system.fuzzing import loops, training
+from tests.system.fuzzing import training
 
 BUGS = ("a section's gradients are lost", "gradients are swapped", "a cut detaches")
 RAISES_ON_ONE_RANK = "one rank raises"
-NOT_ATTACHED = "no algorithm is attached"  # no bug: what fails with it is the fuzz's own fault
 
 
 @contextlib.contextmanager
@@ -28,9 +26,6 @@ def bug(name: str) -> Iterator[None]:
         yield
     elif name == "a cut detaches":
         with mock.patch.object(_events, "notifying", _detaching):
-            yield
-    elif name == NOT_ATTACHED:
-        with mock.patch.object(loops, "attach", side_effect=OptionError("planted")):
             yield
     elif name == RAISES_ON_ONE_RANK:
         training.leave_group()  # the next one has this limit

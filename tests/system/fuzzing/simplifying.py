@@ -32,9 +32,7 @@ def simpler_cases(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, batches=case.batches[:-1])
     if max(map(len, case.batches)) > 1:
         yield dataclasses.replace(case, batches=tuple(sizes[:1] for sizes in case.batches))
-    if case.is_sharded and not case.uncompiled:
-        yield dataclasses.replace(case, uncompiled=True)
-    yield from _with_defaults(case, except_for=("blocks", "uncompiled"))
+    yield from _with_defaults(case, except_for=("blocks",))
     for name in ("freezes", "extras"):
         for steps in _simpler_steps(getattr(case, name), len(case.batches)):
             yield dataclasses.replace(case, **{name: steps})

@@ -57,9 +57,8 @@ class Case:
     module is copied after the first step, to train the copy from then on: "deepcopy", "pickle", or
     "" for not at all. `more_rows` is how many rows rank 1 has more in each step. `delayed` and
     `ignored` are the parameters that DDP delays, or leaves alone: "last" for those of the last
-    layer, "most" for those of the blocks too. The last fields are for cases with `ShardedUpdate`:
-    its `overlap_forward`, and what `loops.py` lists of optimizers and of loops; `uncompiled` has
-    the algorithm alone compared, with no compiler.
+    layer, "most" for those of the blocks too. The last fields are
+    what `loops.py` lists of optimizers and of loops.
     """
 
     blocks: tuple[Block, ...]
@@ -88,15 +87,12 @@ class Case:
     freezes: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     copied: str = ""
-    is_sharded: bool = False
     more_rows: tuple[int, ...] = ()
     delayed: str = ""
     ignored: str = ""
-    overlaps: bool = False
     optimizer: str = "SGD"
     arrangement: str = ""
     actions: tuple[str, ...] = ()
-    uncompiled: bool = False
 
     def all_blocks(self) -> Iterator[Block]:
         """Give all blocks, those within others too."""

@@ -26,6 +26,7 @@ PLAIN = (
     "buffers",
     "cell",
     "parametrized",
+    "pruned",
 )
 EFFECTS = ("counted", "noisy", "ordered", "told", "checked", "linalg", "linalg")
 COLLECTIVES = ("collective", "statistics")
@@ -60,8 +61,6 @@ SUBCLASSES = ("subclass", "jagged", "pair")
 CONTAINERS = ("tuple", "list", "dict", "nested", "dataclass")
 REGIONS = ("plain", "checkpoint", "checkpoint", "reentrant")
 FEEDS = ("positional", "positional", "positional", "keyword", "dict", "list", *SUBCLASSES)
-# How it goes on with what is frozen when the algorithm is attached, or later.
-FROZEN = (("half", "half", ""), ("half", "", "half"), ("", "half", "half", ""))
 CAPS_BYTES = (200, 300, 600, 200, 300, 800, None)
 
 
@@ -87,14 +86,13 @@ def blocks(draw: st.DrawFn, kinds: tuple[str, ...], depth: int) -> Block:
 
 
 @st.composite
-def cases(draw: st.DrawFn, algorithms: bool = False) -> Case:
-    """Draw a case, with an algorithm or any."""
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a case."""
     may_be_unused = draw(_sometimes(3))
     communicates, has_effects = draw(_sometimes(4)), draw(_sometimes(3))
     kinds = PLAIN + (PARTLY_UNUSED[:2] if may_be_unused else ())
     kinds += EFFECTS * 2 * has_effects + COLLECTIVES * 4 * communicates
-    kinds += ("parametrized", "pruned", "pruned") * algorithms
-    drawn = draw(st.lists(blocks(kinds, 1 if algorithms else 2), min_size=1, max_size=5))
+    drawn = draw(st.lists(blocks(kinds, 2), min_size=1, max_size=5))
     if draw(_sometimes(3)):
         # With other layers in backward, ranks would not communicate in one order.
         may_choose = may_be_unused and not communicates
@@ -129,54 +127,25 @@ def cases(draw: st.DrawFn, algorithms: bool = False) -> Case:
         freezes=draw(_in_steps(FREEZES)),
         extras=draw(_in_steps(EXTRAS)),
         copied=draw(st.sampled_from((*[""] * 10, "deepcopy", "pickle", "pickle"))),
-        is_sharded=draw(_sometimes(4)),
         more_rows=draw(st.sampled_from(((), (), (0, 20), (0, 1), (9, 0, 20)))),
         delayed=draw(st.sampled_from((*[""] * 10, "last", "most"))),
         ignored=draw(st.sampled_from((*[""] * 10, "last", "most"))),
     )
-    if algorithms or _possible(case).is_sharded:
-        case = draw(_loops(case, algorithms))
+    if draw(_sometimes(4)):
+        case = draw(_loops(case))
     return _possible(case)
 
 
 @st.composite
-def _loops(draw: st.DrawFn, case: Case, algorithms: bool) -> Case:
-    """Draw what is done with an algorithm; with `algorithms`, it can be attached."""
+def _loops(draw: st.DrawFn, case: Case) -> Case:
+    """Draw the optimizers, and what is done around their updates."""
     actions = draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4, unique=True))
-    case = dataclasses.replace(
+    return dataclasses.replace(
         case,
         batches=case.batches + case.batches[-1:] * (3 - len(case.batches)),
-        overlaps=draw(st.booleans()),
         optimizer=draw(st.sampled_from(("SGD", "SGD", "AdamW", *OPTIMIZERS))),
         arrangement=draw(st.sampled_from(("", *ARRANGEMENTS))),
         actions=tuple(actions),
-    )
-    if algorithms:
-        case = dataclasses.replace(
-            case,
-            blocks=tuple(_attachable(block) for block in case.blocks),
-            copied=case.copied if draw(_sometimes(3)) else "",
-            static_graph=case.static_graph and case.container != "dataclass",
-            uncompiled=draw(_sometimes(3)),
-            is_sharded=True,
-            delayed="",
-        )
-        uses_all = not {*PARTLY_UNUSED} & {block.kind for block in case.all_blocks()}
-        if draw(_sometimes(6)) and uses_all:
-            case = dataclasses.replace(case, regions="reentrant", find_unused=False, freezes=())
-    if "frozen" in actions:
-        how = draw(st.sampled_from(FROZEN))
-        case = dataclasses.replace(case, freezes=how, find_unused=True)
-    return case
-
-
-def _attachable(block: Block) -> Block:
-    """Return a block that ShardedUpdate takes: without 16 bits, without sparse gradients."""
-    return dataclasses.replace(
-        block,
-        dtype=block.dtype if block.dtype != "bfloat16" else "float32",
-        choice=block.choice if block.kind != "embedding" else block.choice // 3 * 3,
-        inner=tuple(_attachable(part) for part in block.inner),
     )
 
 
@@ -220,7 +189,7 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=(), delayed="")
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
-    return _possible_in_ddp(_possible_in_shards(case, kinds), kinds)
+    return _possible_in_ddp(_possible_in_loops(case, kinds), kinds)
 
 
 def _possible_blocks(case: Case, kinds: set[str]) -> Case:
@@ -234,30 +203,18 @@ def _possible_blocks(case: Case, kinds: set[str]) -> Case:
     return case
 
 
-def _possible_in_shards(case: Case, kinds: set[str]) -> Case:
-    if case.is_sharded and case.copied == "pickle":  # no algorithm's hook can be pickled
-        case = dataclasses.replace(case, copied="deepcopy")
-    if case.is_sharded and "half" in case.freezes:  # else DDP leaves gradients unreduced
-        case = dataclasses.replace(case, find_unused=True)
+def _possible_in_loops(case: Case, kinds: set[str]) -> Case:
     if "pruned" in kinds:  # what hooks compute cannot be copied
         case = dataclasses.replace(case, copied="", actions=_without(case, "ema", "copy"))
     if case.copied:  # the encoder is not
         case = dataclasses.replace(case, arrangement="")
-    if "encoder" in case.arrangement:
+    if case.arrangement == "encoder":
         # A rank's forward alone may rebuild one module's buckets, and then another module's.
         case = dataclasses.replace(case, extras=())
-    if "thawed" in case.freezes or case.ignored:  # handles clip what DDP reduces
-        case = dataclasses.replace(case, actions=_without(case, "clip 2", "clip inf"))
     # Sums of squares are rounded otherwise, and most optimizers make an update of any size of a
     # gradient that is nothing but rounding, as that of a bias before a norm.
     if case.optimizer != "SGD":
         case = dataclasses.replace(case, actions=_without(case, "clip 2"))
-    # A static graph whose outputs DDP does not find is not reduced in its first step (torch 2.13).
-    is_found = case.container != "dataclass" and not case.copied
-    # torch's updates round the last elements of 16-bit tensors otherwise, and shards end elsewhere.
-    has_16_bits = any(block.dtype == "bfloat16" for block in case.all_blocks())
-    if has_16_bits or (case.static_graph and not is_found):
-        case = dataclasses.replace(case, is_sharded=False)
     return case
 
 

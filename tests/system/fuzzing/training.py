@@ -10,7 +10,6 @@ import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,14 +31,10 @@ Compile = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notes:
-    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients.
-
-    `refusals` are not compared: why an algorithm was not attached.
-    """
+    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
 
     def value(self, name: str, value: torch.Tensor) -> None:
         self.values[name] = value.detach().clone()
@@ -83,7 +78,7 @@ def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> tor
 
 @mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_delayed)
 def train(
-    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup, is_sharded: bool = False
+    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
 ) -> tuple[Notes, DistributedDataParallel]:
     """Train for the steps of a case."""
     torch._dynamo.reset()
@@ -95,30 +90,25 @@ def train(
     _hook(case, model)
     reduced = {name for name, p in model.named_parameters() if p.requires_grad}
     ddp = _wrap(case, compile_(model) if case.compiles_inside else model, group)
-    if "frozen" in case.actions:
-        _freeze(dict(model.named_parameters()), reduced, _item(case.freezes, 0))
-    training = _training(case, ddp, reduced, compile_, is_sharded)
+    training = _training(case, ddp, reduced, compile_)
     notes = Notes()
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     torch.manual_seed(1000 * case.seed + rank)
     for step in range(len(case.batches)):
         if step == 1 and case.copied:
             _freeze(training.named, reduced, "")
-            training.loop.detach()
             ddp = _copy(case, training.ddp, group)
-            training = _training(case, ddp, reduced, compile_, is_sharded)
+            training = _training(case, ddp, reduced, compile_)
         if case.freezes:
             _freeze(training.named, reduced, _item(case.freezes, step))
         if rank == 0 and _item(case.extras, step):
             _run_alone(case, step, training, notes, generator)
         _train_step(case, step, training, notes, generator, rank)
-    training.loop.detach()
     for name, parameter in training.named.items():
         notes.value(f"parameter {name}", parameter)
     for name, buffer in _module(training.ddp).named_buffers():
         notes.value(f"buffer {name}", buffer)
     loops.end(training.loop, notes.value)
-    notes.refusals.extend(training.loop.refusals)
     return notes, training.ddp
 
 
@@ -127,14 +117,13 @@ def _training(
     ddp: DistributedDataParallel,
     reduced: set[str],
     compile_: Compile,
-    is_sharded: bool,
 ) -> _Training:
     named = dict(_module(ddp).named_parameters())
     may_train = [p for name, p in named.items() if name in reduced or "thawed" in case.freezes]
     if case.regions:
         _module(ddp).compile_regions(compile_)
     is_compiled = bool(case.compiles_inside or case.regions)
-    loop = loops.begin(case, ddp, _module(ddp), may_train, is_sharded)
+    loop = loops.begin(case, ddp, _module(ddp), may_train)
     ddp.train("eval" not in case.actions)
     return _Training(ddp, ddp if is_compiled else compile_(ddp), named, loop)
 
@@ -173,8 +162,7 @@ def _train_step(
         notes.value(f"{where} input", x)
         notes.texts[f"{where} calls"] = ", ".join(effects.calls)
         _note_gradients(notes, where, {"input": x})
-        if is_last or not case.is_sharded:
-            _note_gradients(notes, where, named | loop.beside, loop.gradients())
+        _note_gradients(notes, where, named | loop.beside)
     loops.update(loop, step, notes.value, functools.partial(_look, case, notes, generator))
 
 
@@ -323,11 +311,8 @@ def _note_gradients(
     notes: Notes,
     where: str,
     tensors: Mapping[str, torch.Tensor],
-    full: Mapping[torch.Tensor, torch.Tensor | None] = MappingProxyType({}),
 ) -> None:
     for name, tensor in tensors.items():
-        gradient = full.get(tensor, tensor.grad)
-        if gradient is not None:
-            gradient = gradient.detach()
-            notes.values[f"{where} gradient {name}"] = gradient.clone().to_dense()
+        if tensor.grad is not None:
+            notes.values[f"{where} gradient {name}"] = tensor.grad.detach().clone().to_dense()
         notes.texts[f"{where} hooks {name}"] = str(getattr(tensor, "num_accumulated", 0))
