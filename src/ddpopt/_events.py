@@ -14,7 +14,7 @@ import importlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -138,25 +138,8 @@ class Label(NamedTuple):
     section: int
 
 
-class Listener(Protocol):
-    """Is notified of sections and exchanges."""
-
-    def section(self, label: Label, kind: str) -> Context:
-        """Return a context in which a section's `kind`, "forward" or "backward", runs."""
-
-    def follow(
-        self,
-        ddp: DistributedDataParallel | None,
-        what: str,
-        bucket: int,
-        num_bytes: int,
-        works: list[Any],
-    ) -> list[Any]:
-        """Return works to wait for in place of those of an exchange that is beginning.
-
-        `what` is "sum" or "gather", the halves of an allreduce.
-        """
-
+# Makes the context in which a section runs; the text is "forward" or "backward".
+Listener = Callable[[Label, str], Context]
 
 current: Listener | None = None
 
@@ -168,10 +151,10 @@ def show_range(label: Label, kind: str) -> Iterator[None]:
         yield
 
 
-def listening() -> Callable[[Label, str], Context] | None:
-    """Return what makes the context in which a section runs, None if nobody wants to know."""
+def listening() -> Listener | None:
+    """The listener, or what shows sections to torch's profiler; None if nobody wants to know."""
     if current is not None:
-        return current.section
+        return current
     return show_range if _torch.shows_ranges() else None
 
 

@@ -505,26 +505,6 @@ def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_gathers_behind_forward_stand_before_backward(tmp_path: Path) -> None:
-    """With one bar for forward, in the same lanes as sums; where none are known nothing changes."""
-    content = example(1)
-    for bucket in content["buckets"]:
-        at_s = -0.3 + 0.01 * bucket["index"]
-        bucket["measured_gather"] = {
-            "launched_s": at_s,
-            "finished_s": at_s + 0.01,
-            "wanted_s": at_s + 0.005,
-            "had_s": at_s + 0.01,
-        }
-    document = _browse(tmp_path, content)
-    number = len(content["buckets"])
-    assert len(document.find("rect", "run", "gather")) == number
-    assert len(document.find("g", "mark", data_bucket="1")) == 3  # and measured and predicted sums
-    assert "forward" in {e.text for e in document.find("text")}
-    assert any("waits 5.00 ms" in (e.attributes.get("aria-label") or "") for e in document.elements)
-
-
-@needs_browser
 def test_a_model_of_ten_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
     """Of 24 blocks: nodes get elements when their section is opened, and only those in view."""
     content = example(24, 400)

@@ -30,10 +30,8 @@ from ddpopt._text import (
 )
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedExchange, RecordedStep, Recording
+from ddpopt.inspection.recording import RecordedStep, Recording
 from ddpopt.planning import rebucket, tuner
-from ddpopt.planning.costs import ALLREDUCE, SHARDED
-from ddpopt.planning.decision import communication_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
@@ -46,17 +44,11 @@ if TYPE_CHECKING:
 _RECORD = "run some steps in `with ddpopt.record(ddp):`"
 _NOTHING_PREDICTED = "predicted: nothing; give explain a plan of ddpopt.plan"
 _OR_TUNE = ", or find buckets by buckets='auto'"
-# The times of a bucket, by the attribute that has them, and what a table calls them.
+_KINDS = ("predicted", "measured")  # times of a bucket, as its attributes are called
+# The times of each kind, by the attribute that has them, and what a table calls them.
 _TIMES = {"ready_s": "ready", "launched_s": "launch", "finished_s": "finish"}
-_REDUCTIONS = {"predicted": _TIMES, "measured": _TIMES}
-_GATHERED = {"launched_s": "launch", "finished_s": "finish"}
-_GATHERS = {
-    "predicted_gather": {**_GATHERED, "ready_s": "read"},
-    "measured_gather": {**_GATHERED, "wanted_s": "wanted", "had_s": "had"},
-}
-_TIMES_OF_BOTH = ("backward_s", "forward_s", "exposed_s", "communication_s")
-_MEASURED_TIMES = (*_TIMES_OF_BOTH, "gathered_s", "waited_s")
-_PREDICTED_TIMES = (*_TIMES_OF_BOTH, "between_s", "alone_s", "iteration_s", "bound_s")
+_MEASURED_TIMES = ("backward_s", "forward_s", "exposed_s", "communication_s")
+_PREDICTED_TIMES = (*_MEASURED_TIMES, "between_s", "alone_s", "iteration_s", "bound_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +58,7 @@ class BucketReport:
     `actual` is empty until DDP's buckets are known. `graphs` hold its parameters; `completed_by`
     is the section whose backward produces the last gradient, such as `4/0 section 2`; the buckets
     in `shares_section_with` wait for it too. `launched_after` counts the backward sections that had
-    started when its allreduce was launched. Times count from the end of forward. Gathers are those
-    of sharded updates; they run during forward, so their times are negative.
+    started when its allreduce was launched. Times count from the end of forward.
     """
 
     index: int
@@ -80,8 +71,6 @@ class BucketReport:
     launched_after: int | None = None
     predicted: BucketTimes | None = None
     measured: BucketTimes | None = None
-    predicted_gather: BucketTimes | None = None
-    measured_gather: RecordedExchange | None = None
 
     @property
     def is_as_planned(self) -> bool | None:
@@ -95,8 +84,7 @@ class Explanation:
 
     `bucket_plan` is the plan that assigned its buckets, `tuning` what `buckets="auto"` decided.
     `predicted` is the iteration predicted from `basis`; `measured` has the medians of the last
-    recording, over `num_measured` steps. `communication` is "sharded" with
-    `ddpopt.algorithms.ShardedUpdate`. `nodes` are those of each graph's sections.
+    recording, over `num_measured` steps. `nodes` are those of each graph's sections.
     """
 
     model: str
@@ -108,7 +96,6 @@ class Explanation:
     basis: str = ""
     measured: RecordedStep | None = None
     num_measured: int = 0
-    communication: str = ALLREDUCE
     hints: tuple[str, ...] = ()
     nodes: Mapping[str, state.Nodes] = field(default_factory=dict, repr=False)
 
@@ -120,7 +107,7 @@ class Explanation:
                 "ddpopt": installed_version(),
                 "torch": str(torch.__version__),
             },
-            **_fields(self, "model", "communication", "tuning", "hints"),
+            **_fields(self, "model", "tuning", "hints"),
             "graphs": [_graph_data(plan, self.nodes.get(plan.graph, ())) for plan in self.plans],
             "buckets": [_bucket_data(bucket) for bucket in self.buckets],
             "predicted": self.predicted
@@ -183,7 +170,6 @@ class Explanation:
         parts = [
             self._bucket_table() if self.buckets else "",
             self._times() if self.buckets and (self.predicted or self.measured) else "",
-            self._gathers() if self.buckets and self.communication == SHARDED else "",
             self.tuning,
             f"planned: {self.bucket_plan}" if self.bucket_plan else "",
             *("\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans),
@@ -216,7 +202,7 @@ class Explanation:
 
     def _times(self) -> str:
         """Return a table of times in milliseconds, and a summary of them."""
-        lines = [*_time_table(self.buckets, _REDUCTIONS), ""]
+        lines = [*_time_table(self.buckets), ""]
         if self.measured:
             lines.append(
                 f"measured ({count(self.num_measured, 'step')}): {self.measured.summary()}"
@@ -233,45 +219,24 @@ class Explanation:
             lines.append("  (ranks also wait for slower ones, which is measured, not predicted)")
         return "\n".join(lines)
 
-    def _gathers(self) -> str:
-        """Describe what is communicated behind forward, and how much of it is hidden."""
-        num_bytes = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
-        lines = [
-            "updates are sharded: what backward hides are sums to shards, half of an allreduce; "
-            f"then {num_bytes} of parameters are gathered behind the next forward, the last bucket "
-            "first"
-        ]
-        times = _time_table(self.buckets[::-1], _GATHERS)
-        lines += ["", *times, ""] if times else []
-        m, t = self.measured, self.predicted
-        if m and m.gathered_s and m.waited_s is not None:
-            lines.append(_hidden("measured", m.gathered_s, m.waited_s, m.forward_s))
-        if t and t.gathers:
-            lines.append(_hidden("predicted", t.gathered_s, t.waited_s, t.forward_s))
-        return "\n".join(lines)
 
-
-def _time_table(
-    buckets: Sequence[BucketReport], kinds: Mapping[str, Mapping[str, str]]
-) -> list[str]:
-    """Return a row of milliseconds for each bucket; nothing if none of these times is known."""
-    header, columns = ["bucket"], [[f"{bucket.index}" for bucket in buckets]]
-    for attribute, titles in kinds.items():
-        times = [getattr(bucket, attribute) for bucket in buckets]
-        if any(times):
-            first, *others = titles.values()
-            header += [f"{attribute.partition('_')[0]}: {first}", *others]
-            columns += [[format_ms(getattr(each, name, None)) for each in times] for name in titles]
-    rows = [(*row, "") for row in zip(*columns, strict=True)]
-    return [line.rstrip() for line in table((*header, ""), rows)] if len(columns) > 1 else []
-
-
-def _hidden(kind: str, gathered_s: float, waited_s: float, forward_s: float) -> str:
-    part = max(0.0, 1 - waited_s / gathered_s) if gathered_s else 1.0
-    return (
-        f"{kind}: gathers take {format_ms(gathered_s)} ms, of which {part:.0%} hides behind "
-        f"forward, which takes {format_ms(forward_s)} and waits {format_ms(waited_s)} of it"
-    )
+def _time_table(buckets: Sequence[BucketReport]) -> list[str]:
+    """A row of milliseconds for each bucket; no lines if no bucket's times are known."""
+    header = ["bucket"]
+    rows = [[f"{bucket.index}"] for bucket in buckets]
+    for kind in _KINDS:
+        times = [getattr(bucket, kind) for bucket in buckets]
+        if not any(times):
+            continue
+        first, *others = _TIMES.values()
+        header += [f"{kind}: {first}", *others]
+        for row, times_of_bucket in zip(rows, times, strict=True):
+            row += [format_ms(getattr(times_of_bucket, name, None)) for name in _TIMES]
+    if len(header) == 1:
+        return []
+    # `table` aligns the last column left, so an empty one stands there.
+    lines = table((*header, ""), [(*row, "") for row in rows])
+    return [line.rstrip() for line in lines]
 
 
 def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
@@ -298,13 +263,10 @@ def _reason_data(reason: enum.Enum, detail: str) -> dict[str, str]:
 
 def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
     names = (each.name for each in dataclasses.fields(bucket))
-    return {
-        **_fields(bucket, *names, "is_as_planned"),
-        **{
-            name: getattr(bucket, name) and _fields(getattr(bucket, name), *times)
-            for name, times in {**_REDUCTIONS, **_GATHERS}.items()
-        },
-    }
+    data = _fields(bucket, *names, "is_as_planned")
+    for kind in _KINDS:
+        data[kind] = data[kind] and _fields(data[kind], *_TIMES)
+    return data
 
 
 def _fields(value: object, *names: str) -> dict[str, Any]:
@@ -334,8 +296,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
     buckets = _find_buckets(ddp, known.plans)
-    communication = communication_of(ddp)
-    predicted = _predict(buckets, costs, communication) if costs and buckets else None
+    predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [_measured_by_ddp(ddp)]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
@@ -351,7 +312,6 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         basis=_basis(costs) if costs and predicted else "",
         measured=measured,
         num_measured=len(recording.steps) if recording else 0,
-        communication=communication,
         hints=(*hints, *(recording.notes if recording else ())),
         nodes=dict(known.nodes),
     )
@@ -411,9 +371,6 @@ def _relate(
     none = [None] * len(buckets)
     expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none
     recorded = measured.buckets if measured and len(measured.buckets) == len(none) else none
-    gathers = predicted.gathers if predicted and len(predicted.gathers) == len(none) else none
-    forward_s = predicted.forward_s if predicted else 0.0
-    gathered = {gather.index: gather for gather in measured.gathers} if measured else {}
     sharing = [
         tuple(b.index for b in buckets if b.completed_by == bucket.completed_by and b is not bucket)
         for bucket in buckets
@@ -425,21 +382,14 @@ def _relate(
             launched_after=measured.num_started(times.launched_s) if measured and times else None,
             predicted=expectation,
             measured=times,
-            predicted_gather=gather
-            and dataclasses.replace(
-                gather, **{name: getattr(gather, name) - forward_s for name in _TIMES}
-            ),
-            measured_gather=gathered.get(bucket.index),
         )
-        for bucket, others, expectation, times, gather in zip(
-            buckets, sharing, expected, recorded, gathers, strict=True
+        for bucket, others, expectation, times in zip(
+            buckets, sharing, expected, recorded, strict=True
         )
     )
 
 
-def _predict(
-    buckets: Sequence[BucketReport], costs: BucketPlan, communication: str
-) -> Timeline | None:
+def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | None:
     """Return the iteration with these buckets; None if the plan is for other parameters."""
     gradients = {gradient.name: gradient for gradient in costs.profile.gradients}
     members = [bucket.actual or bucket.planned for bucket in buckets]
@@ -450,7 +400,7 @@ def _predict(
     pairs = zip(names, ready_s, strict=True)
     arrived = tuple(dataclasses.replace(gradients[name], ready_s=time_s) for name, time_s in pairs)
     profile = dataclasses.replace(costs.profile, gradients=arrived)
-    return predict(profile, list(map(len, members)), costs.cost, communication)
+    return predict(profile, list(map(len, members)), costs.cost)
 
 
 def _basis(costs: BucketPlan) -> str:

@@ -152,20 +152,6 @@ function timesText(kind, times) {
   return `${kind}: ${start}, ${finish}`;
 }
 
-/** A bucket's gather behind forward, where updates are sharded; times there are below 0. */
-function gatherOf(kind, bucket) {
-  const gather = bucket[`${kind}_gather`];
-  if (!gather) return null;
-  const read = gather.wanted_s ?? gather.ready_s;
-  const had = gather.had_s ?? Math.max(read, gather.finished_s);
-  return { bucket, times: { ...gather, ready_s: gather.launched_s }, read, had };
-}
-
-function gatherText(kind, { times, read, had }) {
-  const span = `launched ${duration(times.launched_s)}, finished ${duration(times.finished_s)}`;
-  return `${kind} gather: ${span}, read ${duration(read)}, waits ${duration(had - read)}`;
-}
-
 function bucketText(bucket) {
   return join([
     bytes(bucket.num_bytes),

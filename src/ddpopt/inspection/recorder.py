@@ -8,10 +8,6 @@ same graphs, and hooks on hundreds of gradients would cost time. Only the proces
 an allreduce has finished; torch's profiler records it. The profiler cannot be on twice: where it is
 on already, that time is left out, and sections and buckets appear as named ranges in the profile of
 whoever turned it on.
-
-Sharded updates have exchanges of their own in place of allreduces, and report them: sums in
-backward, and gathers in forward, which belong to the step whose forward comes next. See
-exchanges.py.
 """
 
 from __future__ import annotations
@@ -23,9 +19,7 @@ import math
 import re
 import socket
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from ddpopt import _torch, _waits
+from ddpopt import _torch
 from ddpopt._events import (
     Label,
     Observer,
@@ -47,9 +41,7 @@ from ddpopt._events import (
     will_communicate,
 )
 from ddpopt._text import check_can_write, format_bytes
-from ddpopt.inspection.exchanges import Follower
 from ddpopt.inspection.recording import (
-    RecordedExchange,
     RecordedSection,
     RecordedStep,
     Recording,
@@ -107,17 +99,16 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         origin_unix_ns=origin_unix_ns,
     )
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-    # It would see nothing of sharded updates, and torch warns of works that another thread ends.
-    is_unneeded = _torch.shows_ranges() or _waits.is_sharded(ddp)
-    profile = contextlib.nullcontext() if is_unneeded else _torch.profile_ranges(has_cuda)
+    is_on = _torch.shows_ranges()
+    profile = contextlib.nullcontext() if is_on else _torch.profile_ranges(has_cuda)
     recorder = _Recorder(ddp, clock)
     with recorder.watching(ddp), profile as events:
         yield recording
         clock.finish()  # before the profiler, which would miss kernels that are still to run
     reader = _Reader(ddp, functools.partial(clock.seconds, origin_s), origin_unix_ns, events)
-    pairs = zip(recorder.timer.steps, recorder.parts, strict=True)
+    pairs = zip(recorder.timer.steps, recorder.sections, strict=True)
     recording.steps = tuple(
-        reader.read(step, parts) for step, parts in pairs if step.backward_ended
+        reader.read(step, sections) for step, sections in pairs if step.backward_ended
     )
     if not recording.steps:
         reader.notes.insert(0, _NO_STEPS)
@@ -127,24 +118,12 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         recording.save(path)
 
 
-@dataclass(slots=True)
-class _Parts:
-    """What is noted about a step beside the times of its `timer.Step`; sums are by bucket."""
-
-    gathers: list[RecordedExchange]
-    sections: list[RecordedSection] = field(default_factory=list)
-    sums: dict[int, RecordedExchange] = field(default_factory=dict)
-
-
 class _Recorder(Observer):
-    """Notes times while a recording runs; see `_events.Listener`."""
+    """Notes times while a recording runs."""
 
     def __init__(self, ddp: DistributedDataParallel, clock: Clock) -> None:
-        self.parts: list[_Parts] = []  # of the timer's steps
-        self._ddp = weakref.ref(ddp)
+        self.sections: list[list[RecordedSection]] = []  # of each of the timer's steps
         self._clock = clock
-        self._follower = Follower(clock)
-        self._gathers: list[RecordedExchange] = []  # of the next step
         self._is_skipped = False  # in a forward that does not communicate
         self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
         self._buckets = state.get(ddp).buckets or ()
@@ -160,11 +139,10 @@ class _Recorder(Observer):
 
     @contextlib.contextmanager
     def watching(self, ddp: DistributedDataParallel) -> Iterator[None]:
-        """Watch forwards, sections and exchanges in this block, at whose end the timer stops."""
+        """Watch forwards and sections in this block, at whose end the timer stops."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.timer.stop)
-            stack.callback(self._follower.close)
-            stack.enter_context(listen(self))
+            stack.enter_context(listen(self._run_section))
             watch_forwards()
             observe(ddp, Priority.RECORDER, self)
             stack.callback(ignore, ddp, Priority.RECORDER)
@@ -174,45 +152,27 @@ class _Recorder(Observer):
         self._is_skipped = not will_communicate(ddp)
         if self._is_skipped:
             self.timer.skip_forward()
-            self._gathers = []
         elif self.timer.begin_forward():
             self._watch_less()
             self._missing = list(self._sizes)
-            self.parts.append(_Parts(self._gathers))
-            self._gathers = []
+            self.sections.append([])
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
         self.timer.end_forward()
         self._is_skipped = False
 
     @contextlib.contextmanager
-    def section(self, label: Label, kind: str) -> Iterator[None]:
+    def _run_section(self, label: Label, kind: str) -> Iterator[None]:
+        """The context in which a section runs, see `_events.Listener`."""
         if self.timer.step is None or self._is_skipped:
             yield
             return
-        sections = self.parts[-1].sections
+        # Of the step in which it begins.
+        sections = self.sections[-1]
         with show_range(label, kind):
             start_s = self._clock.now()
             yield
             sections.append(RecordedSection(*label, kind, start_s, self._clock.now()))
-
-    def follow(
-        self,
-        ddp: DistributedDataParallel | None,
-        what: str,
-        bucket: int,
-        num_bytes: int,
-        works: list[Any],
-    ) -> list[Any]:
-        """Follow an exchange if it belongs to the module being recorded."""
-        if ddp is None or ddp is not self._ddp():
-            return works
-        exchange = RecordedExchange(bucket, num_bytes, launched_s=self._clock.now())
-        if what == "gather":
-            self._gathers.append(exchange)
-        elif self.timer.step is not None:
-            self.parts[-1].sums[bucket] = exchange
-        return self._follower.follow(exchange, works)
 
     def _show_range(self, index: int) -> None:
         """Begin a range of the profiler with a bucket's last gradient; it ends with the launch."""
@@ -289,20 +249,15 @@ class _Reader:
             note = "buckets: DDP has not reported its own; record after the first four steps"
             self.notes.append(note)
 
-    def read(self, step: Step, parts: _Parts) -> RecordedStep:
-        gathers = (self._read_times(g) for g in parts.gathers if g.finished_s and g.wanted_s)
+    def read(self, step: Step, sections: Sequence[RecordedSection]) -> RecordedStep:
         recorded = RecordedStep(
             forward_start_s=self._at(step.began),
             forward_stop_s=self._at(step.forward_ended),
             backward_stop_s=self._at(step.backward_ended),
-            sections=tuple(map(self._read_times, parts.sections)),
+            sections=tuple(map(self._read_times, sections)),
             buckets=(),
-            is_sharded=bool(parts.sums),
-            gathers=tuple(dataclasses.replace(g, had_s=max(g.wanted_s, g.had_s)) for g in gathers),
         )
-        sums = {bucket: self._read_times(each) for bucket, each in parts.sums.items()}
-        buckets = tuple(self._read_buckets(step, recorded, sums))
-        return dataclasses.replace(recorded, buckets=buckets)
+        return dataclasses.replace(recorded, buckets=tuple(self._read_buckets(step, recorded)))
 
     def _at(self, time_s: float) -> float:
         """Return when the device got to a place in its queue, 0 (unknown) for 0."""
@@ -311,21 +266,19 @@ class _Reader:
     def _read_times(self, value: Any) -> Any:
         return map_times(lambda times: self._at(times[0]), value)
 
-    def _read_buckets(
-        self, step: Step, recorded: RecordedStep, sums: Mapping[int, RecordedExchange]
-    ) -> Iterator[BucketTimes]:
+    def _read_buckets(self, step: Step, recorded: RecordedStep) -> Iterator[BucketTimes]:
         arrived = [[index for index in bucket if index in step.ready] for bucket in self._buckets]
         if not all(arrived):
             self.notes.append("buckets: not all of them got a gradient in each step")
             return
-        exchanges = self._sums(sums) if sums else self._allreduces_of(recorded)
+        allreduces = self._allreduces_of(recorded)
         after_s, end_s = 0.0, recorded.backward_stop_s
         for k, bucket in enumerate(self._buckets):
             last = max(arrived[k], key=step.ready.__getitem__)
             ready_s = self._at(step.ready[last])
             # Buckets are launched in order.
             after_s = max(after_s, self._at(step.launched.get(last, 0.0)))
-            start_s, stop_s = exchanges[k] if exchanges else (after_s, None)
+            start_s, stop_s = allreduces[k] if allreduces else (after_s, None)
             yield BucketTimes(
                 index=k,
                 num_bytes=sum(self._num_bytes[index] for index in bucket),
@@ -333,14 +286,8 @@ class _Reader:
                 # gloo is called before a GPU has computed the gradients, and waits for them.
                 launched_s=max(ready_s, min(start_s, after_s)),
                 # The profiler hears of it a little later than DDP, which waits for all allreduces.
-                finished_s=stop_s if sums or stop_s is None else min(stop_s, end_s),
+                finished_s=None if stop_s is None else min(stop_s, end_s),
             )
-
-    def _sums(self, sums: Mapping[int, RecordedExchange]) -> list[tuple[float, float]]:
-        """As `_allreduces_of`, for sharded updates."""
-        known = [sums[k] for k in range(len(self._buckets)) if k in sums and sums[k].finished_s]
-        whole = known if len(known) == len(self._buckets) else []
-        return [(each.launched_s, each.finished_s) for each in whole]
 
     def _allreduces_of(self, step: RecordedStep) -> list[tuple[float, float]]:
         """Return when each bucket's allreduce started and finished, nothing if that is unknown."""

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,29 +31,13 @@ class RecordedSection:
     stop_s: float
 
 
-@dataclass(slots=True)
-class RecordedExchange:
-    """When a bucket's gradients were summed, or its updated parameters gathered, if sharded.
-
-    Parameters were first needed at `wanted_s`, and there at `had_s`. A time of 0 is unknown.
-    """
-
-    index: int
-    num_bytes: int
-    launched_s: float
-    finished_s: float = 0.0
-    wanted_s: float = 0.0
-    had_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
     """One or more forwards, and the backward whose gradients were reduced.
 
     `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
-    and the finish is known for all of them or for none. With `is_sharded` updates what is launched
-    is a sum, for which the update waits; `gathers`, in launch order, follow the previous update.
-    Every float in it is a time, as `map_times` assumes.
+    and the finish is known for all of them or for none. Every float in it is a time, as `map_times`
+    assumes.
     """
 
     forward_start_s: float
@@ -61,8 +45,6 @@ class RecordedStep:
     backward_stop_s: float
     sections: tuple[RecordedSection, ...]
     buckets: tuple[BucketTimes, ...]
-    is_sharded: bool = False
-    gathers: tuple[RecordedExchange, ...] = ()
 
     @property
     def forward_s(self) -> float:
@@ -85,17 +67,14 @@ class RecordedStep:
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without the time that one waited for the one before it."""
-        return _busy_s(self.buckets)
-
-    @property
-    def gathered_s(self) -> float | None:
-        """The sum of all gathers, as in `communication_s`; None without any."""
-        return _busy_s(self.gathers)
-
-    @property
-    def waited_s(self) -> float | None:
-        """How long forward waited for gathers, None without any."""
-        return sum(g.had_s - g.wanted_s for g in self.gathers) if self.gathers else None
+        total_s, end_s = 0.0, -math.inf
+        for bucket in self.buckets:
+            if bucket.finished_s is None:
+                return None
+            start_s = max(bucket.launched_s, end_s)
+            end_s = max(start_s, bucket.finished_s)
+            total_s += end_s - start_s
+        return total_s if self.buckets else None
 
     @property
     def shape(self) -> object:
@@ -118,11 +97,6 @@ class RecordedStep:
             text += (
                 f", {format_ms(self.exposed_s)} of it waiting for communication, which takes "
                 f"{format_ms(self.communication_s)} in all"
-            )
-        if self.gathers:
-            text += (
-                f"; forward {format_ms(self.forward_s)} ms, {format_ms(self.waited_s)} of it "
-                f"waiting for gathers, which take {format_ms(self.gathered_s)}"
             )
         return text
 
@@ -209,12 +183,6 @@ class Recording:
         yield self._range(f"backward, step {number}", stop_s, end_s)
         for s in step.sections:
             yield self._range(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s)
-        for gather in step.gathers:
-            args = {"step": number, "bucket": gather.index, "bytes": gather.num_bytes}
-            name = f"wait for bucket {gather.index}"
-            yield self._range(name, gather.wanted_s, gather.had_s, args=args)
-            yield from self._exchange("gather", gather, args)
-        kind = "sum" if step.is_sharded else "allreduce"
         for bucket in step.buckets:
             details = {
                 "step": number,
@@ -225,23 +193,21 @@ class Recording:
             }
             name = f"bucket {bucket.index} ready"
             yield self._event("i", name, bucket.ready_s, s="t", args=details)
-            yield from self._exchange(kind, bucket, details)
+            yield from self._allreduce(bucket, details)
 
-    def _exchange(
-        self, kind: str, bucket: BucketTimes | RecordedExchange, args: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield what a bucket communicates, from launch to end, on the bucket's own track.
+    def _allreduce(self, bucket: BucketTimes, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a bucket's allreduce, from launch to end, on the bucket's own track.
 
         Buckets overlap, so one thread's track could not hold them; where the end is unknown, the
         launch is shown as an instant.
         """
         track = {
-            "cat": kind,
+            "cat": "allreduce",
             # A number, as Perfetto wants, that no other rank's track has.
             "id": (self.rank << 40) + bucket.index,
             "scope": "ddpopt",
         }
-        name = f"{kind} bucket {bucket.index}"
+        name = f"allreduce bucket {bucket.index}"
         if bucket.finished_s is None:
             yield self._event("n", f"{name} launched", bucket.launched_s, args=args, **track)
             return
@@ -262,18 +228,6 @@ class Recording:
             "tid": self.rank + 1,  # Perfetto takes threads with equal numbers for one thread
             **more,
         }
-
-
-def _busy_s(exchanges: Sequence[BucketTimes | RecordedExchange]) -> float | None:
-    """Return how long exchanges, which run one at a time, took in all; None if not known."""
-    total_s, end_s = 0.0, -math.inf
-    for exchange in exchanges:
-        if exchange.finished_s is None:
-            return None
-        start_s = max(exchange.launched_s, end_s)
-        end_s = max(start_s, exchange.finished_s)
-        total_s += end_s - start_s
-    return total_s if exchanges else None
 
 
 def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:

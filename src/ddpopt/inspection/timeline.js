@@ -27,16 +27,11 @@ function timelineCard() {
 function panelOf(kind) {
   const summary = content[kind];
   const reduced = content.buckets.filter((bucket) => bucket[kind]);
-  const gathers = content.buckets.map((bucket) => gatherOf(kind, bucket)).filter(Boolean);
   if (!summary && !reduced.length) return null;
   const finished = reduced.length
     ? Math.max(...reduced.map((bucket) => bucket[kind].finished_s ?? 0))
     : summary.backward_s;
-  const waited = sum(gathers.map(({ read, had }) => had - read));
-  // A predicted exposure includes what forward waits for, a measured one does not.
-  const exposed = isGiven(summary?.exposed_s)
-    ? Math.max(0, summary.exposed_s - (kind === "predicted" ? waited : 0))
-    : null;
+  const exposed = summary?.exposed_s;
   const steps = summary?.num_steps;
   const times = { backward: summary?.backward_s, communication: summary?.communication_s, exposed };
   const known = Object.entries(times).filter(([, time]) => isGiven(time));
@@ -46,27 +41,12 @@ function panelOf(kind) {
     note: join([
       steps ? (steps === 1 ? "one step" : `median of ${steps} steps`) : "",
       ...known.map(([name, time]) => `${name} ${duration(time)}`),
-      gathers.length
-        ? `forward ${duration(summary.forward_s)} waits ${duration(waited)} for gathers`
-        : "",
     ]),
-    work: [
-      ...(gathers.length ? [forwardOf(summary)] : []),
-      ...workOf(summary, exposed ? finished - exposed : summary?.backward_s),
-    ],
-    rows: pack([
-      ...gathers.reverse(),
-      ...reduced.map((bucket) => ({ bucket, times: bucket[kind] })),
-    ]),
-    hasGathers: gathers.length > 0,
+    work: workOf(summary, exposed ? finished - exposed : summary?.backward_s),
+    rows: pack(reduced.map((bucket) => ({ bucket, times: bucket[kind] }))),
     end: summary ? Math.max(summary.backward_s, finished) : null,
     exposed: exposed ? { start: finished - exposed, stop: finished } : null,
   };
-}
-
-function forwardOf({ forward_s: forward }) {
-  const tip = ["Forward", `${duration(forward)}, with what it waits for`];
-  return { start: -forward, stop: 0, entry: null, labels: ["forward"], tip };
 }
 
 /** The bars of the computation lane: sections where they were measured, else one up to `stop`. */
@@ -209,9 +189,7 @@ function drawWork({ start, stop, entry, labels, tip }, i, x, top) {
   );
 }
 
-function drawBucket(kind, item, x, { top, height }) {
-  const { bucket, times } = item;
-  const isGather = "read" in item;
+function drawBucket(kind, { bucket, times }, x, { top, height }) {
   const isOpen = times.finished_s === null;
   const launched = x(times.launched_s);
   const ready = Math.min(x(times.ready_s), launched);
@@ -220,45 +198,39 @@ function drawBucket(kind, item, x, { top, height }) {
   const middle = top + height / 2;
   const thick = height - (height > 6 ? 3 : 1);
   const radius = Math.min(3.5, height / 2);
-  const text = isGather ? gatherText(kind, item) : timesText(kind, times);
+  const text = timesText(kind, times);
+  const title = `Bucket ${bucket.index}: ${bytes(bucket.num_bytes)}`;
   const hasLabel = height >= 13 && `${bucket.index}`.length * 7 + 8 < width;
   return make(
     "g.mark",
     { "data-bucket": bucket.index, ...pressable(`bucket ${bucket.index}, ${text}`, { bucket }) },
-    make("title", join([`Bucket ${bucket.index}: ${bucketTip(item)}`, text, waits(item)], "\n")),
+    make("title", [title, text, waits(times), `completed by ${bucket.completed_by}`].join("\n")),
     make("rect.hit", { x: ready - radius, y: top, width: finished - ready + radius, height }),
     launched - ready > 1 &&
       make("line.waiting", { x1: ready, x2: launched, y1: middle, y2: middle }),
-    make(isGather ? "rect.run.gather" : isOpen ? "rect.run.open" : "rect.run", {
+    make(isOpen ? "rect.run.open" : "rect.run", {
       x: launched,
       y: middle - thick / 2,
       width,
       height: thick,
       rx: Math.min(2, thick / 2),
     }),
-    !isGather && make("circle.ready", { cx: ready, cy: middle, r: radius }),
+    make("circle.ready", { cx: ready, cy: middle, r: radius }),
     hasLabel && make("text", { x: launched + width / 2, y: middle + 4 }, `${bucket.index}`),
   );
 }
 
-const bucketTip = (item) => bytes(item.bucket.num_bytes) + ("read" in item ? " of parameters" : "");
-
-function waits(item) {
-  if ("read" in item) return "";
-  const { ready_s: ready, launched_s: launched, finished_s: finished } = item.times;
+function waits({ ready_s: ready, launched_s: launched, finished_s: finished }) {
   const running = finished === null ? "" : `, runs ${duration(finished - launched)}`;
-  const waiting = `waits ${duration(Math.max(0, launched - ready))}${running}`;
-  return `${waiting}\ncompleted by ${item.bucket.completed_by}`;
+  return `waits ${duration(Math.max(0, launched - ready))}${running}`;
 }
 
 function legend(panels) {
-  const hasGathers = panels.some((panel) => panel.hasGathers);
   const items = {
-    "i.work": hasGathers ? "computation" : "computation of backward",
+    "i.work": "computation of backward",
     "i.ready": "bucket ready",
     "i.waiting": "waits for its launch",
-    "i.run": hasGathers ? "gradients are summed to shards" : "allreduce runs",
-    ...(hasGathers && { "i.run.gather": "updated parameters are gathered" }),
+    "i.run": "allreduce runs",
     ...(panels.some((panel) => panel.exposed) && {
       "i.exposed": "exposed: communication while nothing is computed",
     }),
