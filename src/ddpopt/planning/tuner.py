@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, _waits
 from ddpopt._events import Observer, Priority, ignore, observe, will_communicate
-from ddpopt._text import printable
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
 from ddpopt.planning.calibrate import calibrate
@@ -249,7 +248,7 @@ class _Tuner(Observer):
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
         _torch.prepare_reducer(ddp)  # compiled code was already cut for these buckets
-        self._report(ddp, f"buckets are those of {printable(self.source)}")
+        self._report(ddp, f"buckets are those of {self.source}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
@@ -313,7 +312,7 @@ class _Tuner(Observer):
         """Keep the buckets although others were requested, and warn (but not for a copy)."""
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
-        log("buckets=%r changes nothing: %s", printable(self.source), self._outcome)
+        log("buckets=%r changes nothing: %s", self.source, self._outcome)
 
 
 def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
@@ -321,12 +320,12 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
         plan = BucketPlan.load(path)
     except OSError as error:
         raise PlanError(
-            f"buckets={printable(path)!r} cannot be read: {error.strerror}; give the path of a "
+            f"buckets={path!r} cannot be read: {error.strerror}; give the path of a "
             "file that BucketPlan.save wrote"
         ) from error
     misfit = rebucket.find_misfit(ddp, plan)
     if misfit:
-        raise PlanError(f"buckets={printable(path)!r} does not fit this model: {misfit}")
+        raise PlanError(f"buckets={path!r} does not fit this model: {misfit}")
     return plan
 
 
