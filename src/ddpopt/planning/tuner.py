@@ -8,8 +8,8 @@ forward that follows one and the same backward, ranks meet through the process g
 time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. From there on
 they are at the same place and use collectives: they measure the network and gather the times, rank
 0 plans and broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A
-few iterations later they meet once more, to compare. If iterations did not get shorter they compare
-a second time, since other work on a machine may have disturbed the first, and then undo the change.
+few iterations later they meet once more, to compare. If iterations did not get shorter, they undo
+the change.
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
@@ -57,9 +57,6 @@ class _Stage(NamedTuple):
 # Buckets are rebuilt in a Reducer's second step, and caches fill.
 _SEARCH = _Stage("looking for better buckets", 3, 8)
 _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
-# Before a change is taken back: other work on a machine may have disturbed the comparison.
-_SECOND_LOOK = _Stage("comparing new buckets with those before once more", 1, 8)
-_COMPARISONS = (_COMPARISON, _SECOND_LOOK)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 
@@ -232,12 +229,12 @@ class _Tuner(Observer):
         stopwatch.stop()
         self._stopwatch = self._joint_decision = self._stage = None
         state.get(ddp).end_search()
-        expected = (None, self.best if stage in _COMPARISONS else self._first)
+        expected = (None, self.best if stage is _COMPARISON else self._first)
         problem = decision.decide(_find_obstacle(ddp, expected, self.source))
         if problem:
             self._give_up(ddp, stage, problem)
-        elif stage in _COMPARISONS:
-            self._judge(ddp, stage, stopwatch.measured())
+        elif stage is _COMPARISON:
+            self._judge(ddp, stopwatch.measured())
         elif stage is _GIVEN:
             self._take_given(ddp)
         else:
@@ -279,12 +276,11 @@ class _Tuner(Observer):
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
-    def _judge(self, ddp: DistributedDataParallel, stage: _Stage, measured: Measured) -> None:
-        """Undo the change if, twice, iterations did not get shorter."""
-        verdict = judge(self._before, all_gather_object(ddp, measured, stage.title), self._gain)
-        if verdict.is_worse and stage is _COMPARISON:
-            self._stage = _SECOND_LOOK
-            return
+    def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
+        """Undo the change if iterations did not get shorter."""
+        verdict = judge(
+            self._before, all_gather_object(ddp, measured, _COMPARISON.title), self._gain
+        )
         before, self._before = self._before, ()  # of all ranks: large
         self._report(ddp, verdict.text)
         if verdict.is_worse:
@@ -302,7 +298,7 @@ class _Tuner(Observer):
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
         self._stage = None
-        if stage in _COMPARISONS:  # the buckets have changed, and stay that way
+        if stage is _COMPARISON:  # the buckets have changed, and stay that way
             self._note(news := f"what came of it is not known: {problem}")
             _logs.info("%s", news)
         else:
