@@ -134,7 +134,7 @@ def _compile(ddp: DistributedDataParallel, buckets: Any) -> None:
     ("made", "message"),
     [
         (lambda path: None, "cannot be read: No such file"),
-        (lambda path: path.write_text("{}"), "is no plan that ddpopt saved"),
+        (lambda path: path.write_text("{}"), "plan.json: it has no 'version'"),
         (lambda path: _save_plan(path, MLP(width=32), (2, 10)), "bytes, and .* in the plan; plan"),
         (lambda path: _save_plan(path, MLP(depth=2), (4,)), "8 parameters are not in the plan"),
     ],

@@ -227,7 +227,7 @@ def test_commands_keep_the_plans_interference(
         (("simulate", "{plan}"), "--world-size"),
         (("simulate", "{plan}", "--world-size", "0"), "world_size is 0"),
         (("simulate", "{plan}", "--world-size", "8", "--latency-us", "5"), "without --bandwidth"),
-        (("simulate", "{broken}", "--world-size", "8"), "no plan that ddpopt saved"),
+        (("simulate", "{broken}", "--world-size", "8"), "it has no 'version'"),
     ],
 )
 def test_bad_arguments_exit_with_2_and_a_message(

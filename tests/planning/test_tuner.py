@@ -36,7 +36,6 @@ TICK_S = 1e-3
 FREE = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
 DECIDED = 9  # the step in which buckets change
 JUDGED = DECIDED + 8
-TAKEN_BACK = JUDGED + 8  # after a second look
 CHANGED = 160  # readings of the clock, of which a step makes fifteen
 SHAPE = (256, 64)
 
@@ -168,7 +167,7 @@ def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Rank
 
 
 def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
-    patches = {"clock": _clock(later=later), "num_steps": TAKEN_BACK + 2}
+    patches = {"clock": _clock(later=later), "num_steps": JUDGED + 2}
     return _train(rank, split, SLOW, patches)
 
 
@@ -183,24 +182,9 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, sp
         assert one["as_planned"] == [True]
     assert first["outcome"] == second["outcome"]
     assert first["buckets"] == second["buckets"]
-    before, after = first["buckets"][2], first["buckets"][TAKEN_BACK - 1 :]
+    before, after = first["buckets"][2], first["buckets"][JUDGED - 1 :]
     assert len(first["buckets"][DECIDED]) > 1
     assert after == [before] * len(after)
-
-
-def _train_while_disturbed(rank: int) -> dict[str, Any]:
-    """The first comparison is of steps that something else made longer."""
-    verdicts = [decision.Verdict("disturbed", is_worse=True), decision.Verdict("shorter")]
-    with mock.patch.object(tuning, "judge", side_effect=verdicts):
-        return _train(rank, "backward", SLOW, {"num_steps": TAKEN_BACK + 2})
-
-
-def test_a_change_is_looked_at_twice_before_it_is_taken_back(ranks: Ranks) -> None:
-    for result in ranks.run(_train_while_disturbed):
-        assert result["outcome"].endswith("\nshorter")
-        assert "disturbed" not in result["outcome"]
-        assert result["hash"]
-        assert len(result["buckets"][-1]) > 1
 
 
 def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
@@ -209,7 +193,7 @@ def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
     options = {"inner": "aot_eager", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     with _given(SLOW, _clock(later=later)):
-        for step, x in enumerate(batches(rank, [SHAPE] * (TAKEN_BACK + 3)), 1):
+        for step, x in enumerate(batches(rank, [SHAPE] * (JUDGED + 3)), 1):
             if rank == 0 and step == DECIDED + 3:
                 torch._dynamo.reset()
             train(ddp, [x], compiled)

@@ -251,20 +251,6 @@ def test_all_pages_are_looked_at() -> None:
     assert found == {*PAGES, *RECORDS}
 
 
-def _num_words(*paths: Path) -> int:
-    """As `wc -w` counts, code and tables too."""
-    return sum(len(path.read_text().split()) for path in paths)
-
-
-def test_the_documents_are_not_too_long_to_read() -> None:
-    """All pages together, a README of one screen, and results without their history."""
-    pages = sorted(DOCS.glob("*.md"))
-    assert len(pages) <= 24
-    assert _num_words(*pages) <= 22_000
-    assert _num_words(ROOT / "README.md") <= 600
-    assert _num_words(ROOT / "benchmarks" / "RESULTS.md") <= 6_000
-
-
 def test_what_is_left_out_has_a_reason() -> None:
     """A comment that is none of the known ones would hide a block from the tests."""
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""`ddpopt doctor`: whether training can be split in this environment, and with which options."""
+"""`ddpopt doctor`: what is missing or wrong here, and whether training can be split."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import difflib
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
@@ -22,21 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, config
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
-from ddpopt.cli.inputs import one_rank_group, torchrun_group
+from ddpopt.cli.inputs import one_rank_group
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.inspection.explain import explain
 from ddpopt.options import NO_COMPILER, SPLITS
-from ddpopt.planning.calibrate import calibrate
-from ddpopt.planning.costs import AllreduceCost
 from ddpopt.split.plan import SplitPlan
 
 _INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"
 _INSTALL = "install ddpopt by pip; to put its folder on PYTHONPATH is not enough"
+_OPTIONS_PAGE = "docs/index.md#which-options"
 _REPORT = "see the problems above, or report it with this output"
 _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # of torch.compile
-_BUCKET_MIB = 25  # DDP's default cap
 _WIDTH = 64
 _CAP_MB = 0.0316  # two layers of this width fill a bucket, in any order of arrival
 
@@ -53,18 +50,8 @@ class Check(NamedTuple):
         return not self.remedy
 
 
-def run(args: argparse.Namespace, screen: Screen) -> Report | None:
-    """Check; the status is 1 if no model could be trained, or a small one not split as requested.
-
-    With `model_mb`, the network between torchrun's processes is measured, and rank 0 reports.
-    """
-    taken_s = None
-    if args.model_mb is not None:
-        with torchrun_group(None, f"doctor --model-mb {args.model_mb:g}") as backend:
-            taken_s = communication_s(calibrate(), args.model_mb)
-            rank, network = dist.get_rank(), f"{dist.get_world_size()} ranks ({backend})"
-        if rank:
-            return None
+def run(_args: argparse.Namespace, screen: Screen) -> Report:
+    """Check; the status is 1 if no model could be trained, or a small one not split."""
     found = find_names(None)
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
         found = find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
@@ -79,29 +66,16 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         for check in checks
     ]
     parts: list[str | Table] = [Table(header=("check", "", "found"), rows=rows)]
-    if args.verbose:
-        shown = [
-            ("found" if is_found else "missing", str(row), row.need.value)
-            for row, is_found in found.items()
-        ]
-        parts += ["", Table(header=("", "private name of torch", "for"), rows=shown)]
     lacking = f"not be split here; see {', '.join(missing)} above" if missing else "be split here"
-    parts.append(f"\ntraining can {lacking}\n")
-    if taken_s is None:
-        parts.append("allreduces, in an iteration: --model-mb measures them, under torchrun\n")
-    else:
-        parts.append(
-            f"allreduces, in an iteration: {taken_s * 1e3:.3g} ms by themselves, for gradients of "
-            f"{args.model_mb:g} MiB among {network}\n"
-        )
-    parts.append(choices_table(taken_s))
+    parts.append(f"\ntraining can {lacking}")
+    parts.append(f"which options to train with: {_OPTIONS_PAGE}")
     data = {
         "format": "ddpopt doctor 1",
         "can_split": can_split,
         "checks": [{**check._asdict(), "is_ok": check.is_ok} for check in checks],
-        "private_names": {str(row): is_found for row, is_found in found.items()},
-        "allreduces_ms": None if taken_s is None else taken_s * 1e3,
-        "which_options": choices_data(taken_s),
+        "missing_names": {
+            str(row): row.need.value for row, is_found in found.items() if not is_found
+        },
     }
     return Report(data=data, parts=parts, status=0 if can_split else 1)
 
@@ -213,9 +187,10 @@ def _optimizer() -> torch.optim.Optimizer:
 
 
 def _names(found: Mapping[PrivateName, bool]) -> Check:
-    missing = [str(row) for row, is_found in found.items() if not is_found]
-    all_found = f"{len(found)} of {len(found)} found" if not missing else ""
-    problem = f"{len(missing)} of {len(found)} missing: {', '.join(missing)}"
+    """Look for private names that torch has moved, and say what is lost without each."""
+    missing = [f"{row} (lost: {row.need.value})" for row, is_found in found.items() if not is_found]
+    all_found = "" if missing else "all found"
+    problem = f"{len(missing)} missing: {', '.join(missing)}"
     return _look("private names", all_found, problem, _INSTALL_TORCH)
 
 
@@ -257,62 +232,3 @@ def _train(split: str) -> tuple[SplitPlan, ...]:
     for _ in range(2):
         torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())
     return explain(ddp).plans
-
-
-# ---- Which options to train with ----------------------------------------------------------------
-# By how long a model's allreduces take compared to its computation. docs/index.md has the same
-# three rows, with what was measured for each; the limits are taken from benchmarks/RESULTS.md, from
-# its columns "compute alone" and "communication alone".
-
-
-class Choice(NamedTuple):
-    """What to write if computation takes at least `least` times as long as allreduces.
-
-    `seen` says that in words.
-    """
-
-    least: float
-    seen: str
-    write: str
-    why: str
-
-
-CHOICES = (
-    Choice(4, "4 times as long or longer", "no options", "other buckets have won nothing"),
-    Choice(
-        1,
-        "1 to 4 times as long",
-        'options={"buckets": "auto"}',
-        "allreduces can be hidden; it depends on their buckets how far",
-    ),
-    Choice(
-        0,
-        "shorter",
-        'buckets="auto", or an algorithm',
-        "the network is the limit: hide it behind forward too (ShardedUpdate), or send less",
-    ),
-)
-
-
-def communication_s(cost: AllreduceCost, gradients_mib: float) -> float:
-    """Return how long the allreduces of one step take, with DDP's default buckets."""
-    num_buckets = math.ceil(gradients_mib / _BUCKET_MIB)
-    return num_buckets * cost.startup_s + gradients_mib * cost.s_per_mib
-
-
-def choices_table(taken_s: float | None) -> Table:
-    """Return the rows, in milliseconds if the time of a step's allreduces is known."""
-    if taken_s is None:
-        seen = [choice.seen for choice in CHOICES]
-    else:
-        high, low = (f"{choice.least * taken_s * 1e3:.3g}" for choice in CHOICES[:2])
-        seen = [f"{high} ms or longer", f"{low} to {high} ms", f"shorter than {low} ms"]
-    header = ("an iteration's computation is", "give torch.compile", "since")
-    rows = [(what, choice.write, choice.why) for what, choice in zip(seen, CHOICES, strict=True)]
-    return Table(header=header, rows=rows)
-
-
-def choices_data(taken_s: float | None) -> list[dict[str, Any]]:
-    least_ms = (None if taken_s is None else choice.least * taken_s * 1e3 for choice in CHOICES)
-    pairs = zip(least_ms, CHOICES, strict=True)
-    return [{"computation_at_least_ms": ms, "write": choice.write} for ms, choice in pairs]

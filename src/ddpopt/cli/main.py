@@ -177,13 +177,6 @@ def _bench(command: _Parser) -> None:
 
 def _doctor(command: _Parser) -> None:
     command.set_defaults(command="doctor:run")
-    names = "list each private name of torch that is needed"
-    command.add_argument("--verbose", action="store_true", help=names)
-    model = (
-        "under torchrun, measure the network, and say which options suit a model whose gradients "
-        "have this size (4 bytes for each float32 parameter)"
-    )
-    command.add_argument("--model-mb", type=_megabytes, metavar="MIB", help=model)
 
 
 def _merge(command: _Parser) -> None:

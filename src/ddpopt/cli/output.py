@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ddpopt._text import printable, table
+from ddpopt._text import table
 from ddpopt.errors import DDPOptError
 
 LATENCY_US = 50.0  # of a message, where no other is given
@@ -58,13 +58,12 @@ class Screen:
             return
         for part in report.parts:
             if isinstance(part, str):
-                print("\n".join(map(printable, part.split("\n"))))
+                print(part)
                 continue
-            rows = [tuple(map(printable, row)) for row in part.rows]
             if self._has_rich:
-                _print_by_rich(part.header, rows)
+                _print_by_rich(part.header, part.rows)
             else:
-                print("\n".join(table(part.header, rows)))
+                print("\n".join(table(part.header, part.rows)))
 
     def track(self, items: Sequence[_T], title: str) -> Iterable[_T]:
         """Return an iterable of these items that advances a progress bar for each."""

@@ -23,7 +23,6 @@ from ddpopt._text import (
     format_bytes,
     format_ms,
     installed_version,
-    printable,
     shorten,
     table,
     write_text,
@@ -163,7 +162,7 @@ class Explanation:
     def __str__(self) -> str:
         if not self.plans:
             return (
-                f"ddpopt has compiled no graph of this {printable(self.model)}. Either its forward "
+                f"ddpopt has compiled no graph of this {self.model}. Either its forward "
                 "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
                 "or Dynamo skips it (as it skips a torch.nn container right under DDP)."
             )
@@ -193,7 +192,7 @@ class Explanation:
             for b in self.buckets
         ]
         shared = ", ".join(f"{b.index}" for b in self.buckets if b.shares_section_with)
-        title = f"{printable(self.model)}: {count(len(rows), 'DDP bucket')}"
+        title = f"{self.model}: {count(len(rows), 'DDP bucket')}"
         lines = [title, "", *table(header, rows)]
         if shared:
             reason = "no cut between them can be made or helps"

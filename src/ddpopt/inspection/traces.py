@@ -9,18 +9,115 @@ finishes is the offset, unless a bound says otherwise. Ranks on one machine shar
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
+import json
 import statistics
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddpopt._text import MalformedError, build, parse, printable, show
+from ddpopt._text import count
 from ddpopt.errors import TraceError
 from ddpopt.inspection.recording import TRACE_FORMAT
 
 _MOST_BYTES = 256 * 2**20  # of one rank's file: a few thousand steps
+_SHOWN = 60  # characters of a value in a message
+
+
+def printable(text: str) -> str:
+    """Return text with control characters escaped, so that no name can control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def show(value: object) -> str:
+    """Return a value as text for a message: short, and without control characters."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return f"a list of {count(len(value), 'item')}" if value else "an empty list"
+    text = repr(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+class MalformedError(ValueError):
+    """What is wrong in a document, and where; raised and caught inside ddpopt."""
+
+
+def parse(source: str | Path, most_bytes: int) -> Any:
+    """Return what a file, or a text, says in JSON; MalformedError if it is none or too large."""
+    content: str | bytes = source if isinstance(source, str) else b""
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            content = file.read(most_bytes + 1)  # a device may have no end
+    if len(content) > most_bytes:
+        raise MalformedError(f"it is over the limit of {most_bytes} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"it is not JSON ({error})") from error
+
+
+def build(kind: Any, value: Any, place: str = "", *, is_open: bool = False) -> Any:
+    """Return a value of `parse` as one of this type, or raise MalformedError with its place.
+
+    `kind` is str, int, float, one of these or None, a tuple of such types, or a dataclass, whose
+    fields are an object's keys and whose own checks apply. If `is_open`, objects may have other
+    keys too. `true` and `1.0` are not ints. A place reads like `cost.startup_s`.
+    """
+    if dataclasses.is_dataclass(kind):
+        return _build_object(kind, value, place, is_open=is_open)
+    options = typing.get_args(kind)
+    if type(None) in options:
+        return None if value is None else build(options[0], value, place, is_open=is_open)
+    if options:  # of a tuple
+        is_endless = options[-1] is ...
+        expected = "a list" if is_endless else f"a list of {count(len(options), 'item')}"
+        if isinstance(value, list) and (is_endless or len(value) == len(options)):
+            kinds = options[:1] * len(value) if is_endless else options
+            return tuple(
+                build(each, item, f"{place}[{index}]", is_open=is_open)
+                for index, (each, item) in enumerate(zip(kinds, value, strict=True))
+            )
+    elif kind is str:
+        expected = "text"
+        if isinstance(value, str):
+            return value
+    else:
+        expected = f"a {'whole ' if kind is int else ''}number below 2**63"
+        if type(value) in (int, kind) and abs(value) < 2**63:  # so that sums stay finite
+            return value
+    raise MalformedError(f"{place or 'it'} is {show(value)}; it must be {expected}")
+
+
+def _build_object(kind: Any, value: Any, place: str, *, is_open: bool) -> Any:
+    hints = _hints(kind)
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
+    if not isinstance(value, dict):
+        expected = f"an object with {', '.join(needed)}"
+        raise MalformedError(f"{place or 'it'} is {show(value)}; it must be {expected}")
+    for name in needed:
+        if name not in value:
+            raise MalformedError(f"{place or 'it'} has no {name!r}")
+    found = {}
+    for name, item in value.items():
+        if name in hints:
+            below = f"{place}.{name}" if place else name
+            found[name] = build(hints[name], item, below, is_open=is_open)
+        elif not is_open:
+            raise MalformedError(f"{place or 'it'} has a key {show(name)} that is unknown here")
+    try:
+        return kind(**found)
+    except ValueError as error:
+        raise MalformedError(f"{place}: {error}" if place else f"{error}") from error
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)

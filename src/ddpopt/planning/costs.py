@@ -5,15 +5,15 @@ Pure numbers: times in seconds, sizes in bytes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddpopt._text import show
 from ddpopt.errors import PlanError
 
 if TYPE_CHECKING:
@@ -37,9 +37,18 @@ class Gradient:
     group: str = ""
 
     def __post_init__(self) -> None:
+        _check_text(self, "name", "group")
+        if not isinstance(self.num_bytes, int):
+            raise PlanError(f"Gradient.num_bytes is {self.num_bytes!r}; it must be a whole number")
         _check(self, "num_bytes", at_least=1)
         _check(self, "ready_s")
-        _check_printable(self, "group")
+
+    @classmethod
+    def from_dict(cls, content: Any, place: str) -> Gradient:
+        """The gradient that a JSON object at this place of its document describes."""
+        check_keys(cls, content, place)
+        with naming(place):
+            return cls(**content)
 
 
 class Allreduce(NamedTuple):
@@ -77,7 +86,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         _check(self, *_PROFILE_TIMES)
-        _check_printable(self, "source")
+        _check_text(self, "source")
         ready = [gradient.ready_s for gradient in self.gradients]
         if not ready:
             raise PlanError("a profile has no gradients; the model has no parameter to reduce")
@@ -87,6 +96,20 @@ class Profile:
             raise PlanError(
                 f"backward_s is {self.backward_s}, before the last gradient at {ready[-1]} s"
             )
+
+    @classmethod
+    def from_dict(cls, content: Any, place: str) -> Profile:
+        """The profile that a JSON object at this place of its document describes."""
+        check_keys(cls, content, place)
+        listed = content["gradients"]
+        if not isinstance(listed, list):
+            raise PlanError(f"{place}.gradients is {listed!r}; it must be a list")
+        gradients = tuple(
+            Gradient.from_dict(gradient, f"{place}.gradients[{index}]")
+            for index, gradient in enumerate(listed)
+        )
+        with naming(place):
+            return cls(**{**content, "gradients": gradients})
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +164,13 @@ class AllreduceCost:
         _check(self, "startup_s", "s_per_byte", "launch_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
+
+    @classmethod
+    def from_dict(cls, content: Any, place: str) -> AllreduceCost:
+        """The cost that a JSON object at this place of its document describes."""
+        check_keys(cls, content, place)
+        with naming(place):
+            return cls(**content)
 
     @property
     def s_per_mib(self) -> float:
@@ -274,11 +304,37 @@ def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND)
             )
 
 
-def _check_printable(owner: Any, name: str) -> None:
-    value = getattr(owner, name)
-    if not value.isprintable():
-        what = f"{type(owner).__name__}.{name} is {show(value)}"
-        raise PlanError(f"{what}; it must be text without control characters")
+def _check_text(owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, str):
+            raise PlanError(f"{type(owner).__name__}.{name} is {value!r}; it must be text")
+
+
+def check_keys(kind: type, content: Any, place: str) -> None:
+    """Raise PlanError unless a JSON value is an object with this dataclass's fields as its keys.
+
+    Fields that have a default may be missing. `place` says where in its document the value is, as
+    `profile.gradients[3]`.
+    """
+    if not isinstance(content, dict):
+        raise PlanError(f"{place} is {content!r}; it must be an object")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in content:
+            raise PlanError(f"{place} has no {name!r}")
+    for name in content:
+        if name not in fields:
+            raise PlanError(f"{place} has a key {name!r}; its keys are {', '.join(fields)}")
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Put the place in a document, or the document's name, before what is wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise PlanError(f"{place}: {error}") from error
 
 
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:

@@ -1,6 +1,7 @@
 """Decide from what all ranks measured whether other buckets are better, and give the reasons.
 
-Where DDP keeps its buckets, hint at better ones: as a line of the log and of `explain`.
+Where DDP keeps its buckets, say how long iterations wait for communication: as a line of the log
+and of `explain`.
 """
 
 from __future__ import annotations
@@ -188,14 +189,14 @@ def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain:
 
 # ---- A hint, where DDP keeps its buckets --------------------------------------------------------
 
+_MUCH_EXPOSED = 0.1  # of an iteration
 _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
-_STARTUP_S = 1e-3  # of an allreduce, about the most on a network where tuning pays off
 
 
 def watch(ddp: DistributedDataParallel) -> None:
-    """Estimate once, on rank 0, what better buckets would save, from times that DDP takes anyway.
+    """Log once, on rank 0, how long an iteration waits for communication: a tenth of it or more.
 
-    A tenth of an iteration or more is logged.
+    The times are those that DDP takes anyway.
     """
     known = state.get(ddp)
     if known.hint is not None:
@@ -228,62 +229,17 @@ class _Watch(StepClock):
                     _logs.info("%s", hint)
         except Exception as error:  # which costs the hint, and nothing else
             ignore(ddp, Priority.ADVICE)
-            _logs.info("what better buckets would save is not known: %r", error)
+            _logs.info("how long iterations wait for communication is not known: %r", error)
 
     def _find_hint(self, ddp: DistributedDataParallel) -> str:
-        buckets = _torch.final_buckets(ddp)
-        if not (self._steps and buckets) or plan_of(ddp) or _torch.has_comm_hook(ddp):
+        if not self._steps or plan_of(ddp) or _torch.has_comm_hook(ddp):
             return ""
-        steps, iterations_s = zip(*self._steps.values(), strict=True)
-        step = _torch.LoggedStep(*map(statistics.median, zip(*steps, strict=True)))
-        iteration_s = statistics.median(iterations_s)
-        if step.exposed_s < _LARGE_GAIN * iteration_s or find_lasting_obstacle(ddp):
-            return ""
-        gain = estimate_gain(ddp, buckets, step, iteration_s)
-        if gain < _LARGE_GAIN:
+        exposed_s = statistics.median(step.exposed_s for step, _ in self._steps.values())
+        iteration_s = statistics.median(step_s for _, step_s in self._steps.values())
+        if exposed_s < _MUCH_EXPOSED * iteration_s or find_lasting_obstacle(ddp):
             return ""
         return (
-            f"of an iteration of {format_ms(iteration_s)} ms {format_ms(step.exposed_s)} are spent "
-            "waiting for allreduces; other buckets are estimated to make iterations "
-            f"{gain:.0%} shorter: options={{'buckets': 'auto'}} finds the best and tries them"
+            f"of an iteration of {format_ms(iteration_s)} ms, {format_ms(exposed_s)} are spent "
+            "waiting for communication; options={'buckets': 'auto'} looks for buckets that hide "
+            "more of it"
         )
-
-
-def estimate_gain(
-    ddp: DistributedDataParallel,
-    buckets: Sequence[Sequence[int]],
-    step: _torch.LoggedStep,
-    iteration_s: float,
-) -> float:
-    """Return the part of an iteration that the best buckets would save, by the cost model.
-
-    Gradients are assumed to arrive at a steady rate up to the first launch, and at another from
-    there to the end of backward. The time per byte of an allreduce is chosen so that the model
-    waits as long as DDP does: the last allreduce ends when all from some bucket on have run one
-    after another, since that bucket was ready.
-    """
-    num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-    arrived = list(itertools.chain.from_iterable(buckets))
-    first = sum(num_bytes[index] for index in buckets[0])
-    rest = max(1, sum(num_bytes[index] for index in arrived) - first)
-    launched_s = max(0.0, step.backward_s - step.overlap_s)
-    rest_s = step.backward_s - launched_s
-    ends = itertools.accumulate(num_bytes[index] for index in arrived)
-    ready_s = {
-        index: launched_s * min(1.0, end / first) + rest_s * max(0, end - first) / rest
-        for index, end in zip(arrived, ends, strict=True)
-    }
-    backward_s = step.backward_s + step.exposed_s
-    rates, num_bytes_left = [], 0
-    for count, bucket in enumerate(reversed(buckets), start=1):
-        num_bytes_left += sum(num_bytes[index] for index in bucket)
-        moving_s = backward_s - ready_s[bucket[-1]] - count * _STARTUP_S
-        rates.append(moving_s / num_bytes_left)
-    cost = AllreduceCost(startup_s=_STARTUP_S, s_per_byte=max(0.0, min(rates)))
-    measured = Measured(
-        buckets=tuple(map(tuple, buckets)),
-        ready_s=tuple(ready_s.values()),
-        backward_s=backward_s,
-        forward_s=max(0.0, iteration_s - backward_s),
-    )
-    return _compare(ddp, [measured], cost).gain

@@ -8,8 +8,8 @@ forward that follows one and the same backward, ranks meet through the process g
 time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. From there on
 they are at the same place and use collectives: they measure the network and gather the times, rank
 0 plans and broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A
-few iterations later they meet once more, to compare. If iterations did not get shorter they compare
-a second time, since other work on a machine may have disturbed the first, and then undo the change.
+few iterations later they meet once more, to compare. If iterations did not get shorter, they undo
+the change.
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._events import Observer, Priority, ignore, observe, will_communicate
-from ddpopt._text import printable
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
 from ddpopt.planning.calibrate import calibrate
@@ -54,9 +53,6 @@ class _Stage(NamedTuple):
 # Buckets are rebuilt in a Reducer's second step, and caches fill.
 _SEARCH = _Stage("looking for better buckets", 3, 8)
 _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
-# Before a change is taken back: other work on a machine may have disturbed the comparison.
-_SECOND_LOOK = _Stage("comparing new buckets with those before once more", 1, 8)
-_COMPARISONS = (_COMPARISON, _SECOND_LOOK)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 
@@ -202,12 +198,12 @@ class _Tuner(Observer):
         stopwatch.stop()
         self._stopwatch = self._joint_decision = self._stage = None
         state.get(ddp).end_search()
-        expected = (None, self.best if stage in _COMPARISONS else None)
+        expected = (None, self.best if stage is _COMPARISON else None)
         problem = decision.decide(_find_obstacle(ddp, expected, self.source))
         if problem:
             self._give_up(ddp, stage, problem)
-        elif stage in _COMPARISONS:
-            self._judge(ddp, stage, stopwatch.measured())
+        elif stage is _COMPARISON:
+            self._judge(ddp, stopwatch.measured())
         elif stage is _GIVEN:
             self._take_given(ddp)
         else:
@@ -218,7 +214,7 @@ class _Tuner(Observer):
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
         _torch.prepare_reducer(ddp)  # compiled code was already cut for these buckets
-        self._report(ddp, f"buckets are those of {printable(self.source)}")
+        self._report(ddp, f"buckets are those of {self.source}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
@@ -248,12 +244,11 @@ class _Tuner(Observer):
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
-    def _judge(self, ddp: DistributedDataParallel, stage: _Stage, measured: Measured) -> None:
-        """Undo the change if, twice, iterations did not get shorter."""
-        verdict = judge(self._before, all_gather_object(ddp, measured, stage.title), self._gain)
-        if verdict.is_worse and stage is _COMPARISON:
-            self._stage = _SECOND_LOOK
-            return
+    def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
+        """Undo the change if iterations did not get shorter."""
+        verdict = judge(
+            self._before, all_gather_object(ddp, measured, _COMPARISON.title), self._gain
+        )
         before, self._before = self._before, ()  # of all ranks: large
         self._report(ddp, verdict.text)
         if verdict.is_worse:
@@ -271,7 +266,7 @@ class _Tuner(Observer):
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
         self._stage = None
-        if stage in _COMPARISONS:  # the buckets have changed, and stay that way
+        if stage is _COMPARISON:  # the buckets have changed, and stay that way
             self._note(news := f"what came of it is not known: {problem}")
             _logs.info("%s", news)
         else:
@@ -281,7 +276,7 @@ class _Tuner(Observer):
         """Keep the buckets although others were requested, and warn (but not for a copy)."""
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
-        log("buckets=%r changes nothing: %s", printable(self.source), self._outcome)
+        log("buckets=%r changes nothing: %s", self.source, self._outcome)
 
 
 def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
@@ -289,12 +284,12 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
         plan = BucketPlan.load(path)
     except OSError as error:
         raise PlanError(
-            f"buckets={printable(path)!r} cannot be read: {error.strerror}; give the path of a "
+            f"buckets={path!r} cannot be read: {error.strerror}; give the path of a "
             "file that BucketPlan.save wrote"
         ) from error
     misfit = rebucket.find_misfit(ddp, plan)
     if misfit:
-        raise PlanError(f"buckets={printable(path)!r} does not fit this model: {misfit}")
+        raise PlanError(f"buckets={path!r} does not fit this model: {misfit}")
     return plan
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ddpopt import _logs, _torch, config
-from ddpopt._text import new_folder, printable
+from ddpopt._text import new_folder
 from ddpopt.errors import TorchDriftError
 from ddpopt.split.nodes import describe, graph_name, num_bytes_of
 from ddpopt.split.plan import Crossing, SplitPlan
@@ -156,7 +156,7 @@ def plan_graph(
     bucket_of: dict[str, str] = {}
     for index, (names, attributes) in enumerate(buckets):
         bucket_of |= dict.fromkeys(names, f"bucket {index}")
-        graph.add_node(f"bucket {index}", kind="bucket", parameters=_listed(names), **attributes)
+        graph.add_node(f"bucket {index}", kind="bucket", parameters=", ".join(names), **attributes)
     for plan in plans:
         num_bytes = {parameter.name: parameter.num_bytes for parameter in plan.arrival}
         edges: dict[tuple[str, str], dict[str, int]] = {}
@@ -168,15 +168,15 @@ def plan_graph(
                 index=section.index,
                 calls=section.num_nodes,
                 bytes=sum(num_bytes[name] for name in own),
-                parameters=_listed(own),
+                parameters=", ".join(own),
             )
             for name in filter(bucket_of.get, own):
                 carried = edges.setdefault((node, bucket_of[name]), {})
-                carried[printable(name)] = num_bytes[name]
+                carried[name] = num_bytes[name]
         for crossing in plan.crossings:
             maker = plan.name_of(plan.sections[crossing.made_in])
             value = crossing.value
-            text = printable(" ".join(filter(None, (value.name, value.shape, value.source))))
+            text = " ".join(filter(None, (value.name, value.shape, value.source)))
             for reader in crossing.read_in:
                 carried = edges.setdefault((maker, plan.name_of(plan.sections[reader])), {})
                 carried[text] = crossing.num_bytes
@@ -193,7 +193,3 @@ def write_graphml(plan: SplitPlan, path: Path) -> None:
 
     buckets = [([p.name for p in b.parameters], {"bytes": b.num_bytes}) for b in plan.buckets]
     networkx.write_graphml(plan_graph([plan], buckets), path)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return printable(", ".join(names))

@@ -35,7 +35,7 @@ class DDPState:
         self._ddp = weakref.ref(ddp, self._let_go)
         self.is_copy = False  # made by a check, which has it run the original's code
         self.is_warned = False  # that Dynamo compiles nothing of it, or need not be
-        self.hint: str | None = None  # of `planning`: what better buckets would save, once asked
+        self.hint: str | None = None  # of `planning`: much is exposed; None until it is asked for
         self.tuner: Any = None  # of `planning.tuner`
         self.guards: Sequence[RemovableHandle] = ()  # of `planning.rebucket`
         self.metrics_source: Callable[[], Any] = lambda: None  # of `inspection.metrics`
