@@ -71,12 +71,12 @@ def test_a_module_observed_before_the_backend_was_loaded_is_asked_then(one_rank:
 def test_observers_are_notified_in_the_order_of_priority(one_rank: None) -> None:
     """However they came; of another module they are not notified."""
     ddp, notes = _ddp(), list[str]()
-    for priority in (Priority.RECORDER, Priority.AGREEMENT, Priority.TUNER):
+    for priority in (Priority.RECORDER, Priority.VERIFY, Priority.TUNER):
         observe(ddp, priority, _Noting(priority.name, notes))
     _run(_ddp())
     assert notes == []
     _run(ddp)
-    names = ["AGREEMENT", "TUNER", "RECORDER"]
+    names = ["VERIFY", "TUNER", "RECORDER"]
     assert notes == [f"{name} {when}" for when in ("before", "after") for name in names]
 
 

@@ -77,14 +77,11 @@ class GroupStore:
 
     def set_own(self, value: str) -> None:
         """Write this rank's value, in place of the previous one."""
-        self.set(str(self.rank), value)
+        self._ask(lambda store: store.set(f"{self._key}/{self.rank}", value))
 
     def get_all(self) -> list[str]:
         """Return each rank's value, "" for those that wrote none."""
         return self.get(*map(str, range(self.size)))
-
-    def set(self, name: str, value: str) -> None:
-        self._ask(lambda store: store.set(f"{self._key}/{name}", value))
 
     def set_first(self, name: str, value: str) -> str:
         """Write a value unless there is one; return the one that exists then."""
@@ -102,11 +99,6 @@ class GroupStore:
             return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 
         return self._ask(read)
-
-    def increment(self, name: str) -> int:
-        """Add 1 to a counter, and return it."""
-        number: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
-        return number
 
     def _ask(self, call: Callable[[Any], T]) -> T:
         answers: list[T] = []
