@@ -163,15 +163,20 @@ def install() -> None:
             error,
         )
     try:
-        _torch.watch_ddp_forward(_events.before_forward, _after_ddp_forward)
+        _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
     except TorchDriftError as error:
         _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
-    ask_at_first(Priority.VERIFY, verify.observe)
     ask_at_first(Priority.COMPILED, lambda _: _FirstForward())
 
 
-def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
-    is_ours = ran_under is backend
+def _before_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:
+    verify.before_forward(ddp, forward)
+    _events.before_forward(ddp)
+
+
+def _after_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:
+    verify.after_forward(ddp, forward)
+    is_ours = forward.backend is backend
     _events.after_forward(ddp, is_ours)
     if is_ours:
         _warn_if_nothing_compiled(ddp)

@@ -423,16 +423,71 @@ def test_the_flag_verifies_a_model_once_and_leaves_others_alone() -> None:
     assert calls.call_count == 1
 
 
+AROUND: dict[str, Callable[..., Any]] = {
+    "DDP": torch.compile,
+    "a function": lambda ddp, **options: torch.compile(lambda x: ddp(x) * 2, **options),
+}
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_the_flag_says_what_it_could_not_verify() -> None:
-    """A function around the DDP module is compiled, so its forward cannot be called by itself."""
+@pytest.mark.parametrize("what", AROUND)
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool | None) -> None:
+    """Whatever is compiled around DDP's forward, and with which settings."""
     (ddp, _), x = twins(MLP(), bucket_cap_mb=CAP_MB), torch.randn(8, 64)
-    step = torch.compile(
-        lambda value: ddp(value).sum(), backend="ddpopt", options={"inner": "aot_eager"}
-    )
-    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
-        step(x).backward()
-    assert any("with a function around it" in str(call) for call in warning.call_args_list)
+    num_graphs = []
+
+    def counting(*args: Any) -> Any:
+        verdict = verify(*args)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+        return verdict
+
+    options = {"backend": "ddpopt", "options": {"inner": "aot_eager"}, "dynamic": dynamic}
+    model = AROUND[what](ddp, **options)
+    with (
+        config.patch(verify=True),
+        mock.patch("ddpopt.checks.verify.verify", counting),
+        mock.patch.object(ddpopt._logs, "warning") as warning,
+    ):
+        for _ in range(3):
+            model(x).sum().backward()
+    assert not warning.called
+    num_of_function = 1 if what == "a function" else 0  # its own graph is compiled after DDP's
+    assert counters["stats"]["unique_graphs"] == num_graphs[0] + num_of_function
+    assert len(num_graphs) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("what", AROUND)
+def test_the_flag_finds_wrong_code_whatever_is_compiled(what: str) -> None:
+    """Before its first backward."""
+    ddp, _ = twins(MLP(), bucket_cap_mb=CAP_MB)
+    model = AROUND[what](ddp, backend="ddpopt", options={"inner": _scaling})
+    with config.patch(verify=True), pytest.raises(VerificationError):
+        model(torch.ones(8, 64))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_flag_gets_all_arguments() -> None:
+    """By place and by name."""
+    model = _compiled(Scaled(), "backward")
+    seen = []
+
+    def noting(*args: Any) -> Any:
+        seen.append(args[1])
+        return verify(*args)
+
+    x, scale = torch.randn(8, 64), Scale()
+    with (
+        config.patch(verify=True),
+        mock.patch("ddpopt.checks.verify.verify", noting),
+        mock.patch.object(ddpopt._logs, "warning") as warning,
+    ):
+        model(x, scale=scale).sum().backward()
+    assert not warning.called
+    ((arguments, keywords),) = seen
+    assert arguments[0] is x
+    assert keywords == {"scale": scale}
 
 
 def _delayed(module: nn.Module) -> dict[str, Any]:
