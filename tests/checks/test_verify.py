@@ -622,6 +622,37 @@ class Bound(Odd):
         return self.last(self.start(x).relu())
 
 
+class Sharing(Odd):
+    """Its copies have the same `shared` tensors, as those of a large frozen part for EMA."""
+
+    def __init__(self, *shared: str) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.shared = shared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(Sharing)
+        tensors = self.state_dict(keep_vars=True)
+        memo[id(self)] = made
+        for name in self.shared:
+            memo[id(tensors[name])] = tensors[name]
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class BoundStatistics(Odd):
+    """A function of it holds a part that has no parameters, but buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(64, affine=False)
+        self.norm = norm
+        self.start = lambda x: norm(x).relu()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.start(self.first(x)))
+
+
 class Opaque(Odd):
     """Its output shows no tensors."""
 
@@ -787,6 +818,7 @@ VERIFIED = {
     "an output that refers to itself": _of(Linked),
     "a function elsewhere": _elsewhere,
     "a reference to DDP": _known,
+    "copies that share what is frozen": _of(lambda: Sharing("first.weight", "first.bias")),
 }
 WARNED = {
     "a generator": (_with_inputs(Summed, lambda _, x: ((t for t in (x, x)),)), "generator"),
@@ -797,8 +829,16 @@ WARNED = {
     ),
     "a forward that raises": (_with_inputs(Scaled, lambda _, x: (x, Forgetful())), "TypeError"),
     "a lock in the module": (_of(WithLock), "lock"),
-    "a copy that is the module": (_of(Unique), "would have the same first.weight"),
+    "a copy that is the module": (_of(Unique), "uses the original's"),
+    "copies that share a buffer": (
+        _of(lambda: Sharing("norm.running_mean")),
+        "uses the original's norm.running_mean",
+    ),
     "a function that holds it": (_of(Bound), "uses the original's"),
+    "a function that holds buffers": (
+        _of(BoundStatistics),
+        "uses the original's norm.running_mean",
+    ),
     "a forward that is patched": (_patched, "is replaced by a function that holds the module"),
     "no tensors": (_of(Opaque), "give a loss function"),
     "a part of the loss": (_of(TwoHeads), "Expected to have finished reduction"),
