@@ -202,7 +202,11 @@ def _deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
 
 
 def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
-    """Raise if a forward that was set on the instance would run the original module."""
+    """Raise if a forward that was set on the instance would run the original module.
+
+    `_shielded` would find out too, but only once it ran, which changes the model: Lightning's sets
+    the module's forward back, so that the first training forward would be another.
+    """
     cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
     held: list[Any] = []
     for cell in cells:

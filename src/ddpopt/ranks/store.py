@@ -1,9 +1,10 @@
 """What ranks find out through their group's store: no collective, and a time limit on each wait.
 
 So none of the process group's timeouts runs. A store whose process is stopped, or whose machine is
-cut off, answers nobody, and torch waits forever for most answers; if the store has ended, torch
-tries to connect for minutes. So no other module calls a store, and this one makes each call in a
-thread.
+cut off, answers nobody, and torch waits forever for all answers, whatever `set_timeout` was given
+(2.13: `get` and `wait` notice their timeout, and then wait for the store to confirm it); if the
+store has ended, torch tries to connect for minutes. So no other module calls a store, and this one
+makes each call in a thread.
 
 [Note: meetings]
 In a *monitored block* each rank writes which phase it is in, and one of its threads that it is
@@ -166,7 +167,10 @@ def monitored_block(
 
 @contextlib.contextmanager
 def _heartbeat(store: GroupStore, phase: str) -> Iterator[None]:
-    """Write a new value at intervals, from a thread."""
+    """Write a new value at intervals, from a thread: what runs in the block may compile for long.
+
+    The other ranks cannot tell that from a rank that has ended, of which the store knows nothing.
+    """
     is_over = threading.Event()
 
     def beat() -> None:
