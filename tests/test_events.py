@@ -63,20 +63,20 @@ def test_a_module_observed_before_the_backend_was_loaded_is_asked_then(one_rank:
     ddp, notes = _ddp(), list[str]()
     with mock.patch.dict(_events._interests, clear=True):
         observe(ddp, Priority.REBUCKET, _Noting("rebucket", notes))
-        ask_at_first(Priority.VERIFY, lambda _ddp: _Noting("verify", notes))
+        ask_at_first(Priority.RECORDER, lambda _ddp: _Noting("record", notes))
         _run(ddp)
-    assert notes[:2] == ["verify before", "rebucket before"]
+    assert notes[:2] == ["rebucket before", "record before"]
 
 
 def test_observers_are_notified_in_the_order_of_priority(one_rank: None) -> None:
     """However they came; of another module they are not notified."""
     ddp, notes = _ddp(), list[str]()
-    for priority in (Priority.RECORDER, Priority.AGREEMENT, Priority.TUNER):
+    for priority in (Priority.RECORDER, Priority.REBUCKET, Priority.TUNER):
         observe(ddp, priority, _Noting(priority.name, notes))
     _run(_ddp())
     assert notes == []
     _run(ddp)
-    names = ["AGREEMENT", "TUNER", "RECORDER"]
+    names = ["REBUCKET", "TUNER", "RECORDER"]
     assert notes == [f"{name} {when}" for when in ("before", "after") for name in names]
 
 

@@ -32,8 +32,6 @@ Context = contextlib.AbstractContextManager[None]
 class Priority(enum.IntEnum):
     """The order in which observers are notified; a module has at most one of each kind."""
 
-    AGREEMENT = enum.auto()
-    VERIFY = enum.auto()
     REBUCKET = enum.auto()
     TUNER = enum.auto()
     ADVICE = enum.auto()

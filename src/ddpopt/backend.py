@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _events, _logs, _torch, config
+from ddpopt import _events, _logs, _torch
 from ddpopt._events import Observer, Priority, ask_at_first, ignore
-from ddpopt.checks import verify, warmup
+from ddpopt.checks import verify
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
 from ddpopt.planning import decision, tuner
-from ddpopt.ranks import agree
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
@@ -64,18 +63,15 @@ def backend(
         if ddp is not None and version is not None:
             compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
             version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
-        else:
-            if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
-                _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
-            compiled = driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
+            return compiled
+        if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
+            _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
+        return driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     except Exception as error:
         if "InvalidCxxCompiler" in str(error):  # Python 3.10 has no notes
             remedy = f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
             getattr(error, "add_note", _logs.warning)(remedy)
         raise
-    if ddp is not None and config.disagreement == "error" and not state.is_copy(ddp):
-        agree.publish(ddp, warmup.facts_of(ddp, state.get(ddp).plans))
-    return compiled
 
 
 def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
@@ -167,16 +163,20 @@ def install() -> None:
             error,
         )
     try:
-        _torch.watch_ddp_forward(_events.before_forward, _after_ddp_forward)
+        _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
     except TorchDriftError as error:
         _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
-    ask_at_first(Priority.AGREEMENT, agree.observe)
-    ask_at_first(Priority.VERIFY, verify.observe)
     ask_at_first(Priority.COMPILED, lambda _: _FirstForward())
 
 
-def _after_ddp_forward(ddp: DistributedDataParallel, ran_under: object) -> None:
-    is_ours = ran_under is backend
+def _before_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:
+    verify.before_forward(ddp, forward)
+    _events.before_forward(ddp)
+
+
+def _after_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:
+    verify.after_forward(ddp, forward)
+    is_ours = forward.backend is backend
     _events.after_forward(ddp, is_ours)
     if is_ours:
         _warn_if_nothing_compiled(ddp)

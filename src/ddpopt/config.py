@@ -87,9 +87,9 @@ verify: bool = _declare("verify", False)
 on all ranks. Environment: `DDPOPT_VERIFY`."""
 
 disagreement: str = _declare("disagreement", "warning", ("warning", "error"))
-"""What happens if ranks compiled for different DDP models: a `"warning"` or an `"error"`
-(`DisagreementError`), on every rank. Ranks compare in `ddpopt.warmup`; with `"error"` also after
-steps that compile, through the process group's store. Environment: `DDPOPT_DISAGREEMENT`."""
+"""What happens if `ddpopt.warmup` or `ddpopt.verify` finds that ranks compile for different DDP
+models: a `"warning"` or an `"error"` (`DisagreementError`), on every rank. Environment:
+`DDPOPT_DISAGREEMENT`."""
 
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _declared)
 """The environment variables that are read here."""

@@ -423,16 +423,71 @@ def test_the_flag_verifies_a_model_once_and_leaves_others_alone() -> None:
     assert calls.call_count == 1
 
 
+AROUND: dict[str, Callable[..., Any]] = {
+    "DDP": torch.compile,
+    "a function": lambda ddp, **options: torch.compile(lambda x: ddp(x) * 2, **options),
+}
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_the_flag_says_what_it_could_not_verify() -> None:
-    """A function around the DDP module is compiled, so its forward cannot be called by itself."""
+@pytest.mark.parametrize("what", AROUND)
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool | None) -> None:
+    """Whatever is compiled around DDP's forward, and with which settings."""
     (ddp, _), x = twins(MLP(), bucket_cap_mb=CAP_MB), torch.randn(8, 64)
-    step = torch.compile(
-        lambda value: ddp(value).sum(), backend="ddpopt", options={"inner": "aot_eager"}
-    )
-    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
-        step(x).backward()
-    assert any("with a function around it" in str(call) for call in warning.call_args_list)
+    num_graphs = []
+
+    def counting(*args: Any) -> Any:
+        verdict = verify(*args)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+        return verdict
+
+    options = {"backend": "ddpopt", "options": {"inner": "aot_eager"}, "dynamic": dynamic}
+    model = AROUND[what](ddp, **options)
+    with (
+        config.patch(verify=True),
+        mock.patch("ddpopt.checks.verify.verify", counting),
+        mock.patch.object(ddpopt._logs, "warning") as warning,
+    ):
+        for _ in range(3):
+            model(x).sum().backward()
+    assert not warning.called
+    num_of_function = 1 if what == "a function" else 0  # its own graph is compiled after DDP's
+    assert counters["stats"]["unique_graphs"] == num_graphs[0] + num_of_function
+    assert len(num_graphs) == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("what", AROUND)
+def test_the_flag_finds_wrong_code_whatever_is_compiled(what: str) -> None:
+    """Before its first backward."""
+    ddp, _ = twins(MLP(), bucket_cap_mb=CAP_MB)
+    model = AROUND[what](ddp, backend="ddpopt", options={"inner": _scaling})
+    with config.patch(verify=True), pytest.raises(VerificationError):
+        model(torch.ones(8, 64))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_flag_gets_all_arguments() -> None:
+    """By place and by name."""
+    model = _compiled(Scaled(), "backward")
+    seen = []
+
+    def noting(*args: Any) -> Any:
+        seen.append(args[1])
+        return verify(*args)
+
+    x, scale = torch.randn(8, 64), Scale()
+    with (
+        config.patch(verify=True),
+        mock.patch("ddpopt.checks.verify.verify", noting),
+        mock.patch.object(ddpopt._logs, "warning") as warning,
+    ):
+        model(x, scale=scale).sum().backward()
+    assert not warning.called
+    ((arguments, keywords),) = seen
+    assert arguments[0] is x
+    assert keywords == {"scale": scale}
 
 
 def _delayed(module: nn.Module) -> dict[str, Any]:
@@ -565,6 +620,37 @@ class Bound(Odd):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.last(self.start(x).relu())
+
+
+class Sharing(Odd):
+    """Its copies have the same `shared` tensors, as those of a large frozen part for EMA."""
+
+    def __init__(self, *shared: str) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.shared = shared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(Sharing)
+        tensors = self.state_dict(keep_vars=True)
+        memo[id(self)] = made
+        for name in self.shared:
+            memo[id(tensors[name])] = tensors[name]
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+class BoundStatistics(Odd):
+    """A function of it holds a part that has no parameters, but buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(64, affine=False)
+        self.norm = norm
+        self.start = lambda x: norm(x).relu()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.start(self.first(x)))
 
 
 class Opaque(Odd):
@@ -732,6 +818,7 @@ VERIFIED = {
     "an output that refers to itself": _of(Linked),
     "a function elsewhere": _elsewhere,
     "a reference to DDP": _known,
+    "copies that share what is frozen": _of(lambda: Sharing("first.weight", "first.bias")),
 }
 WARNED = {
     "a generator": (_with_inputs(Summed, lambda _, x: ((t for t in (x, x)),)), "generator"),
@@ -742,8 +829,16 @@ WARNED = {
     ),
     "a forward that raises": (_with_inputs(Scaled, lambda _, x: (x, Forgetful())), "TypeError"),
     "a lock in the module": (_of(WithLock), "lock"),
-    "a copy that is the module": (_of(Unique), "would have the same first.weight"),
+    "a copy that is the module": (_of(Unique), "uses the original's"),
+    "copies that share a buffer": (
+        _of(lambda: Sharing("norm.running_mean")),
+        "uses the original's norm.running_mean",
+    ),
     "a function that holds it": (_of(Bound), "uses the original's"),
+    "a function that holds buffers": (
+        _of(BoundStatistics),
+        "uses the original's norm.running_mean",
+    ),
     "a forward that is patched": (_patched, "is replaced by a function that holds the module"),
     "no tensors": (_of(Opaque), "give a loss function"),
     "a part of the loss": (_of(TwoHeads), "Expected to have finished reduction"),

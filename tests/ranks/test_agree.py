@@ -25,9 +25,7 @@ from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError, PeerError
 from ddpopt.ranks import agree
 from ddpopt.ranks.agree import Fact, RankReport, communicating, find_difference, require_equal
-from ddpopt.ranks.store import GroupStore
 from ddpopt.split import state
-from tests.support.hanging import hanging_store
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import OwnRanks, Ranks, error_of
 
@@ -69,9 +67,7 @@ def _train_beside_eager(
     inputs = batches(
         rank, shapes if is_other or what != "recompiles" else [shapes[0]] * len(shapes)
     )
-    with config.patch(disagreement="error"):
-        ours = train(ddp, inputs, model)
-    assert_equal_states(ours, train(expected, inputs))
+    assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
     plans = state.get(ddp).plans
     return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
 
@@ -151,11 +147,8 @@ def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(own_ranks: Own
 # ---- What must not differ ---------------------------------------------------------------------
 
 
-def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[str]]:
-    """Train where rank 1 differs; return the error, the steps made, and warnings.
-
-    For a warning there is a warmup, without which nothing is compared.
-    """
+def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, list[str]]:
+    """Warm up where rank 1 differs, and train if it raises nothing; return error and warnings."""
     is_other = rank == 1
     names = "ba" if what == "order" and is_other else "ab"
     cap_mb = 0.01 if what == "caps" and is_other else CAP_MB
@@ -166,25 +159,22 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
         "installed_version",
         return_value="0.0" if what == "version" and is_other else "9.9",
     )
-    num_steps = 0
+    error = ""
     with (
         own_version,
         config.patch(disagreement=disagreement),
         mock.patch.object(agree._logs, "warning") as warning,
     ):
+        inputs = batches(rank, [(8, 64)] * 3)
         try:
-            inputs = batches(rank, [(8, 64)] * 4)
-            if disagreement == "warning":
-                warmup(model, inputs[0])
+            warmup(model, inputs[0])
             for x in inputs:
                 model(x).sum().backward()
-                num_steps += 1
-            error = ""
         except DisagreementError as caught:
             error = str(caught)
     dist.barrier()  # the group is in order
     said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    return error, num_steps, [text for text in said if text.startswith("ranks compiled for")]
+    return error, [text for text in said if text.startswith("ranks compiled for")]
 
 
 @pytest.mark.parametrize(
@@ -196,32 +186,17 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, int, list[s
     ],
 )
 @pytest.mark.parametrize("disagreement", ["error", "warning"])
-def test_all_ranks_hear_of_a_difference_in_the_same_step(
+def test_a_warmup_tells_all_ranks_of_a_difference(
     ranks: Ranks, what: str, difference: str, disagreement: str
 ) -> None:
-    """An error stops all before the second step, a warning of the warmup none."""
+    """An error stops all of them before any step, a warning none."""
     first, second = ranks.run(_disagree, what, disagreement)
     assert first == second
-    error, num_steps, warnings = first
-    assert (num_steps, len(warnings)) == ((1, 0) if disagreement == "error" else (4, 1))
+    error, warnings = first
+    assert (bool(error), len(warnings)) == ((True, 0) if disagreement == "error" else (False, 1))
     said = error or warnings[0]
     assert f"rank 1 differs from rank 0: {difference}" in said
     assert "DistributedDataParallel(Named)" in said
-
-
-def _disagree_at_warmup(rank: int) -> str:
-    ddp = DistributedDataParallel(Named("ba" if rank else "ab"))
-    model = torch.compile(ddp, **_options())
-    with config.patch(disagreement="error"), pytest.raises(DisagreementError) as caught:
-        warmup(model, *batches(rank, [(8, 64)]))
-    return str(caught.value)
-
-
-def test_a_warmup_compares_before_any_step(ranks: Ranks) -> None:
-    """All ranks have told when it ends."""
-    first, second = ranks.run(_disagree_at_warmup)
-    assert first == second
-    assert "parameter 0 is b.weight" in first
 
 
 class _Sum(torch.autograd.Function):
@@ -271,38 +246,7 @@ def test_a_graph_with_collectives_of_its_own_is_cut_alike_on_all_ranks(
     ), first
 
 
-# ---- It costs nothing, and never waits --------------------------------------------------------
-
-
-def _count_store_calls(rank: int, is_uncompiled: bool) -> list[int]:
-    """Return how often a step talks to the store; rank 1 may compile nothing."""
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    model = ddp if is_uncompiled and rank == 1 else torch.compile(ddp, **_options())
-    real, counts = GroupStore._ask, []
-    with (
-        config.patch(disagreement="error"),
-        mock.patch.object(GroupStore, "_ask", autospec=True, side_effect=real) as calls,
-        mock.patch.object(agree, "_LIMIT_S", 0.0 if is_uncompiled else 60.0),
-    ):
-        for x in batches(rank, [(8, 64)] * 5):
-            model(x).sum().backward()
-            counts.append(calls.call_count)
-    return counts
-
-
-def test_steps_without_a_compile_do_not_talk(ranks: Ranks) -> None:
-    """The first step tells, the second compares, and that is all."""
-    for counts in ranks.run(_count_store_calls, False):
-        assert 0 < counts[0] < counts[1]
-        assert counts[2:] == [counts[1]] * 3
-
-
-def test_a_rank_that_compiles_nothing_is_given_up(ranks: Ranks) -> None:
-    """The others stop asking when the limit is over, and train on meanwhile."""
-    compiled, uncompiled = ranks.run(_count_store_calls, True)
-    assert 0 < compiled[0] < compiled[1]
-    assert compiled[2:] == [compiled[1]] * 3
-    assert uncompiled == [0] * 5
+# ---- Without a warmup it costs nothing --------------------------------------------------------
 
 
 def _compile_unasked(rank: int) -> tuple[int, int, int]:
@@ -310,6 +254,7 @@ def _compile_unasked(rank: int) -> tuple[int, int, int]:
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     model = torch.compile(ddp, **_options())
     with (
+        config.patch(disagreement="error"),
         mock.patch.object(_torch, "store_of", wraps=_torch.store_of) as store_of,
         mock.patch.object(threading, "Thread", wraps=threading.Thread) as thread,
     ):
@@ -319,36 +264,10 @@ def _compile_unasked(rank: int) -> tuple[int, int, int]:
 
 
 def test_compiling_takes_no_thread_and_no_store(ranks: Ranks) -> None:
-    """By default."""
+    """Whatever a disagreement would be: nothing is compared."""
     for num_sections, *others in ranks.run(_compile_unasked):
         assert num_sections > 1
         assert others == [0, 0]
-
-
-def _train_without_store(rank: int) -> int:
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    model = torch.compile(ddp, **_options())
-    with (
-        config.patch(disagreement="error"),
-        mock.patch.object(agree, "_STORE_S", 0.05),
-        hanging_store() as store,
-    ):
-        train(ddp, batches(rank, [(8, 64)] * 3), model)
-        return store.num_calls
-
-
-def test_a_store_that_hangs_stops_the_comparison_and_nothing_else(ranks: Ranks) -> None:
-    """It is asked once."""
-    assert ranks.run(_train_without_store) == [1, 1]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_one_rank_has_nobody_to_agree_with() -> None:
-    """Nothing is told."""
-    model = torch.compile(DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB), **_options())
-    with config.patch(disagreement="error"), mock.patch.object(_torch, "store_of") as store_of:
-        model(torch.randn(8, 64)).sum().backward()
-    assert not store_of.called
 
 
 def _said(**facts: str) -> list[Fact]:

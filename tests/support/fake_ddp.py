@@ -46,6 +46,7 @@ class FakeDDP(DistributedDataParallel):
         self.process_group = dist.GroupMember.NON_GROUP_MEMBER
         state.get(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
+        self._use_python_reducer = False
         reduced = [
             parameter
             for name, parameter in module.named_parameters()
@@ -55,8 +56,7 @@ class FakeDDP(DistributedDataParallel):
         self.reducer = mock.Mock(_get_zeros_like_grad_buckets=lambda: [bucket])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
+        return self._run_ddp_forward(*inputs, **kwargs)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {"has_rebuilt_buckets": 1}

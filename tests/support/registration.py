@@ -12,7 +12,7 @@ def uninstall() -> None:
     """Undo `ddpopt.backend.install`: the in-tree optimizer splits for every backend again."""
     places: tuple[tuple[Any, str], ...] = (
         (in_tree, "DDPOptimizer"),
-        (DistributedDataParallel, "_inside_ddp_forward"),
+        (DistributedDataParallel, "_run_ddp_forward"),
     )
     for owner, name in places:
         current = getattr(owner, name)

@@ -28,8 +28,8 @@ from ddpopt._torch.dynamo import (
     compiled_parts,
     context_apart,
     context_of,
-    frames,
     innermost_backend,
+    skip_frames,
     uncompiled,
     unwrap_compiled,
 )
@@ -361,62 +361,60 @@ def prepare_reducer(ddp: DistributedDataParallel) -> None:
 # ---- Forwards ----------------------------------------------------------------------------------
 
 
-def watch_ddp_forward(
-    before: Callable[[DistributedDataParallel], None],
-    after: Callable[[DistributedDataParallel, Any], None],
-) -> None:
-    """Call `before` and `after` around each DDP forward, with the DDP module.
+class Forward(NamedTuple):
+    """A forward of a DDP module: its arguments, on DDP's device, and what compiles around it.
 
-    `after` also gets the backend of the innermost `torch.compile` around the forward, or None. DDP
-    has no hook there, so the context that it opens around its forward is replaced by one that also
-    opens it; DDP's python_reducer, which Dynamo traces through, does not open it. Idempotent.
+    `callback` is Dynamo's in the innermost `torch.compile` around the forward, not callable outside
+    of any.
     """
-    original = names.INSIDE_DDP_FORWARD.get(DistributedDataParallel)
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    callback: Any
+
+    @property
+    def backend(self) -> Any:
+        """The backend of the innermost `torch.compile` around the forward, None outside of any."""
+        return innermost_backend(self.callback) if callable(self.callback) else None
+
+
+def watch_ddp_forward(
+    before: Callable[[DistributedDataParallel, Forward], None],
+    after: Callable[[DistributedDataParallel, Forward], None],
+) -> None:
+    """Call `before` and `after` around each DDP forward. Idempotent.
+
+    DDP's own hooks run before it has moved the arguments to its device, and at none of them is it
+    known which `torch.compile` is around the forward. So the method in which DDP calls its module
+    is replaced.
+    """
+    original = names.RUN_DDP_FORWARD.get(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
         return
-    current_callback, skip_code = names.FRAME_CALLBACK.get(), names.SKIP_CODE.get()
+    current_callback = names.FRAME_CALLBACK.get()
 
-    def report(ddp: DistributedDataParallel, callback: Any) -> None:
-        after(ddp, innermost_backend(callback) if callable(callback) else None)
+    @uncompiled
+    def notify(
+        what: Callable[[DistributedDataParallel, Forward], None],
+        ddp: DistributedDataParallel,
+        *forward: Any,
+    ) -> None:
+        what(ddp, Forward(*forward))
 
-    begin, end = uncompiled(before), uncompiled(report)
+    def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces through DDP's python_reducer
+            return original(self, *inputs, **kwargs)
+        callback = current_callback()  # asked here: `uncompiled` removes it
+        notify(before, self, inputs, kwargs, callback)
+        output = original(self, *inputs, **kwargs)
+        notify(after, self, inputs, kwargs, callback)
+        return output
 
-    class Watched:
-        """The context of one forward."""
-
-        def __init__(self, ddp: DistributedDataParallel) -> None:
-            self.ddp = ddp
-            self.original = original(ddp)
-
-        def __enter__(self) -> None:
-            begin(self.ddp)
-            self.original.__enter__()
-
-        def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-            is_handled = self.original.__exit__(kind, error, trace)
-            if kind is None:
-                end(self.ddp, current_callback())  # asked here: `disable` removes it
-            return is_handled
-
-    def inside_ddp_forward(self: DistributedDataParallel) -> Watched:
-        return Watched(self)
-
-    # Dynamo would compile these frames. With `disable` it would look at them in each step.
-    for function in (Watched.__init__, Watched.__enter__, Watched.__exit__, inside_ddp_forward):
-        skip_code(function.__code__)
-    watched: Any = functools.wraps(original)(inside_ddp_forward)
+    # Dynamo would compile this frame. With `disable` it would compile nothing in the forward.
+    skip_frames(run_ddp_forward)
+    watched: Any = functools.wraps(original)(run_ddp_forward)
     watched.ddpopt_replaces = original
-    names.INSIDE_DDP_FORWARD.set(watched, DistributedDataParallel)
-
-
-def forward_arguments(ddp: DistributedDataParallel) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the DDP forward that is running."""
-    code = names.RUN_DDP_FORWARD.get(DistributedDataParallel).__code__
-    for frame in frames():
-        if frame.f_code is code and frame.f_locals.get("self") is ddp:
-            found: Any = inspect.getargvalues(frame)
-            return found.locals[found.varargs], found.locals[found.keywords]
-    raise names.RUN_DDP_FORWARD.drift()
+    names.RUN_DDP_FORWARD.set(watched, DistributedDataParallel)
 
 
 # ---- Copies ------------------------------------------------------------------------------------

@@ -243,8 +243,7 @@ _DDP, _DIST = "DistributedDataParallel", "torch.distributed"
 _C10D = f"{_DIST}.distributed_c10d"
 
 GET_ACTIVE_DDP = PrivateName(_DDP, "_get_active_ddp_module", Need.SPLIT)
-RUN_DDP_FORWARD = PrivateName(_DDP, "_run_ddp_forward", Need.COPY)
-INSIDE_DDP_FORWARD = PrivateName(_DDP, "_inside_ddp_forward", Need.WATCH)
+RUN_DDP_FORWARD = PrivateName(_DDP, "_run_ddp_forward", Need.WATCH)
 REDUCER = PrivateName(_DDP, "reducer", Need.SPLIT)
 LOGGER = PrivateName(_DDP, "logger", Need.REBUCKET)
 HAS_REBUILT_BUCKETS = PrivateName(_DDP, "_has_rebuilt_buckets", Need.SPLIT)

@@ -73,7 +73,7 @@ class DryRun:
 
         Raises:
             OptionError: as `rehearse`; or the batch cannot be copied; or the copy used the model's
-                own parameters, which stay unchanged.
+                own parameters or buffers, which stay unchanged.
         """
         with self.stage("copying"):
             rehearsal, batch = rehearse(self.model, is_apart=is_apart), _copy_batch(self.batch)
@@ -89,6 +89,9 @@ class DryRun:
                 loss, _ = rehearsal.forward(batch, self.loss_fn)
             with self.stage("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
+                # The steps of `verify`, which communicate, would write to them as well.
+                for name in _written_buffers(self.ddp, rehearsal):
+                    _refuse_use(name.removeprefix("module."))
             return rehearsal, _randomness(self.ddp) != before
 
 
@@ -145,8 +148,8 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     """Return a copy of a compiled DDP model; see `_torch.copy_compiled`.
 
     Raises:
-        OptionError: the model cannot be copied, a copy would share state with it, or DDP is in a
-            mode that cannot be rehearsed.
+        OptionError: the model cannot be copied, a copy would run its forward, or DDP is in a mode
+            that cannot be rehearsed.
     """
     original = state.ddp_of(model)
     mode = find_mode(original, KEEPING_FROM_REHEARSAL)
@@ -163,7 +166,6 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
         ) from error
     for part, copied in made.copies.items():
         _refuse_foreign_forward(part, copied)
-    _refuse_shared_tensors(original, made.ddp)
     state.get(made.ddp).become_copy_of(state.get(original))
     tuner.share(original, made.ddp)
     buffers = {name: buffer.detach().clone() for name, buffer in made.ddp.named_buffers()}
@@ -200,7 +202,11 @@ def _deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
 
 
 def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
-    """Raise if a forward that was set on the instance would run the original module."""
+    """Raise if a forward that was set on the instance would run the original module.
+
+    `_shielded` would find out too, but only once it ran, which changes the model: Lightning's sets
+    the module's forward back, so that the first training forward would be another.
+    """
     cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
     held: list[Any] = []
     for cell in cells:
@@ -214,43 +220,46 @@ def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) ->
         )
 
 
-def _refuse_shared_tensors(ddp: DistributedDataParallel, twin: DistributedDataParallel) -> None:
-    own = {id(tensor) for tensor in (*ddp.parameters(), *ddp.buffers())}
-    for name, tensor in (*twin.module.named_parameters(), *twin.module.named_buffers()):
-        if id(tensor) in own:
-            raise OptionError(
-                f"a copy of this {type(ddp.module).__name__} would have the same {name}; a "
-                "__deepcopy__ in it has to copy parameters and buffers"
-            )
-
-
 @contextlib.contextmanager
 def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[None]:
     """Keep backwards in this block from `ddp`'s gradients and Reducer; restore its buffers.
 
-    A copy uses the original if a function that both call holds one of its parameters or modules.
+    A copy uses the original if a function that both call holds one of its parameters or modules, or
+    if a `__deepcopy__` shares them.
     """
-
-    def refuse(name: str, _gradients: object) -> None:
-        raise OptionError(
-            f"a copy of the module in DistributedDataParallel uses the original's {name}: a "
-            "function holds it, or a module that it is in (a lambda, a decorated forward); have it "
-            "take the module as an argument"
-        )
-
     trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
     nodes = {name: _torch.accumulate_node(parameter) for name, parameter in trained.items()}
-    hooks = [node.register_prehook(functools.partial(refuse, n)) for n, node in nodes.items()]
-    buffers = dict(ddp.named_buffers())
+    hooks = [node.register_prehook(functools.partial(_refuse_use, n)) for n, node in nodes.items()]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for name, buffer in buffers.items():
-            initial = rehearsal.initial_buffers[name]
-            if buffer.layout != torch.strided or not torch.equal(buffer, initial):
-                buffer.detach().copy_(initial)  # batch norm's writes change no version
+        for name in _written_buffers(ddp, rehearsal):
+            ddp.get_buffer(name).detach().copy_(rehearsal.initial_buffers[name])
+
+
+def _refuse_use(name: str, *_gradients: object) -> None:
+    raise OptionError(
+        f"a copy of the module in DistributedDataParallel uses the original's {name}: a function "
+        "holds it, or a module that it is in (a lambda, a decorated forward), or a __deepcopy__ "
+        "shares it; have the function take the module as an argument, or copy it"
+    )
+
+
+def _written_buffers(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> list[str]:
+    """The buffers of the original that are not, bit for bit, what they were when it was copied."""
+    written = []
+    for name, buffer in ddp.named_buffers():
+        # Not by their versions, which batch norm's writes leave as they are.
+        if not torch.equal(_bits(buffer), _bits(rehearsal.initial_buffers[name])):
+            written.append(name)
+    return written
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: a NaN is equal to itself in them."""
+    return tensor.detach().to_dense().contiguous().flatten().view(torch.uint8)
 
 
 def is_compiled_by_us(model: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
-from ddpopt._events import Observer, Priority, ignore
 from ddpopt._text import count
+from ddpopt._torch import Forward
 from ddpopt.checks.copies import (
     DryRun,
     Outcome,
@@ -360,47 +361,58 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
 # ---- Before the first training step ------------------------------------------------------------
 
 
-def observe(ddp: DistributedDataParallel) -> Observer | None:
-    """Return what verifies a module at its first training forward, if `config.verify` is set."""
-    return _FirstStep() if config.verify and not state.is_copy(ddp) else None
+_answered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""The modules that were verified, or of which was said why they were not."""
 
 
-class _FirstStep(Observer):
-    """Verifies a model, or says why it cannot, and is ignored from then on."""
+def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
+    """Verify a module before its first forward that trains it, if `config.verify` is set.
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
-        if not _trains(ddp):
-            return
-        try:
-            calling = _torch.calling_model(ddp)
-            model = ddp if calling is None else calling  # not `or`: a compiled model has a length
-            is_ours = is_compiled_by_us(model)
-        except TorchDriftError as error:
-            _decline(ddp, str(error), "use such a release")
-            return
-        if is_ours:
-            _verify_once(ddp, model)
+    Raises:
+        VerificationError: compiled code is wrong.
+        DisagreementError: as `warmup`.
+        PeerError: a rank was lost while ranks communicated.
+    """
+    if not _is_due(ddp):
+        return
+    try:
+        is_compiled_around = forward.backend is _torch.lookup_backend("ddpopt")
+        if is_compiled_around and not _torch.compiled_functions(ddp):
+            # By torch.compile(ddp), or by that of a function which calls DDP.
+            model = _torch.compiled_by(forward.callback, ddp)
+        elif is_compiled_by_us(ddp):
+            model = ddp
+        else:
+            return  # eager, or only `after_forward` will know better
+    except TorchDriftError as error:
+        _decline(ddp, str(error), "use such a release")
+        return
+    _verify_once(ddp, model, forward)
 
-    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        """Verify a model that did not show before its forward that it is compiled by us."""
-        if not _trains(ddp):
-            return
-        if is_ours:  # compiled around the DDP module, with nothing that could be called
-            reason = "it is compiled with a function around it"
-            _decline(ddp, reason, "compile DDP itself, torch.compile(ddp, backend='ddpopt')")
-        elif state.get(ddp).plans:
-            _verify_once(ddp, ddp)
+
+def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
+    """Verify a module that called something compiled which is no part of it.
+
+    Raises:
+        Exception: as `before_forward`.
+    """
+    if _is_due(ddp) and state.get(ddp).plans:
+        _verify_once(ddp, ddp, forward)
+
+
+def _is_due(ddp: DistributedDataParallel) -> bool:
+    return config.verify and ddp not in _answered and _trains(ddp) and not state.is_copy(ddp)
 
 
 def _trains(ddp: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in ddp.parameters())
 
 
-def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
+def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: Forward) -> None:
     """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
-    ignore(ddp, Priority.VERIFY)
+    _answered.add(ddp)
     try:
-        outcome = verify(model, Batch(*_torch.forward_arguments(ddp)))
+        outcome = verify(model, Batch(forward.arguments, forward.keywords))
     except (_BrokenOffError, DisagreementError):
         raise
     except Exception as error:
@@ -422,7 +434,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
 
 
 def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
-    ignore(ddp, Priority.VERIFY)
+    _answered.add(ddp)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
         "training goes on: %s; to verify it, %s",

@@ -14,7 +14,7 @@ from ddpopt.checks.copies import DryRun, Rehearsal, dtype_name, is_compiled_by_u
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
-from ddpopt.ranks.agree import Fact, compare
+from ddpopt.ranks.agree import Fact, compare_models
 from ddpopt.split import state
 from ddpopt.split.plan import SplitPlan
 
@@ -66,12 +66,12 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
         if not is_apart:  # the model gets what compiling the copy made or began
             own.code += copied.code
             tuner.continue_search(rehearsal.ddp, run.ddp)
-        facts = facts_of(run.ddp, copied.plans)
-    compare(run.ddp, facts)
+        facts = _facts_of(run.ddp, copied.plans)
+    compare_models(run.ddp, facts)
     return rehearsal
 
 
-def facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[Fact]:
+def _facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[Fact]:
     """Return what has to be equal on all ranks, from the most to the least telling.
 
     What else each rank compiled does not matter: sections, fallbacks and shapes of inputs may

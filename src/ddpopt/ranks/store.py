@@ -1,9 +1,10 @@
 """What ranks find out through their group's store: no collective, and a time limit on each wait.
 
 So none of the process group's timeouts runs. A store whose process is stopped, or whose machine is
-cut off, answers nobody, and torch waits forever for most answers; if the store has ended, torch
-tries to connect for minutes. So no other module calls a store, and this one makes each call in a
-thread.
+cut off, answers nobody, and torch waits forever for all answers, whatever `set_timeout` was given
+(2.13: `get` and `wait` notice their timeout, and then wait for the store to confirm it); if the
+store has ended, torch tries to connect for minutes. So no other module calls a store, and this one
+makes each call in a thread.
 
 [Note: meetings]
 In a *monitored block* each rank writes which phase it is in, and one of its threads that it is
@@ -77,14 +78,11 @@ class GroupStore:
 
     def set_own(self, value: str) -> None:
         """Write this rank's value, in place of the previous one."""
-        self.set(str(self.rank), value)
+        self._ask(lambda store: store.set(f"{self._key}/{self.rank}", value))
 
     def get_all(self) -> list[str]:
         """Return each rank's value, "" for those that wrote none."""
         return self.get(*map(str, range(self.size)))
-
-    def set(self, name: str, value: str) -> None:
-        self._ask(lambda store: store.set(f"{self._key}/{name}", value))
 
     def set_first(self, name: str, value: str) -> str:
         """Write a value unless there is one; return the one that exists then."""
@@ -102,11 +100,6 @@ class GroupStore:
             return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 
         return self._ask(read)
-
-    def increment(self, name: str) -> int:
-        """Add 1 to a counter, and return it."""
-        number: int = self._ask(lambda store: store.add(f"{self._key}/{name}", 1))
-        return number
 
     def _ask(self, call: Callable[[Any], T]) -> T:
         answers: list[T] = []
@@ -174,7 +167,10 @@ def monitored_block(
 
 @contextlib.contextmanager
 def _heartbeat(store: GroupStore, phase: str) -> Iterator[None]:
-    """Write a new value at intervals, from a thread."""
+    """Write a new value at intervals, from a thread: what runs in the block may compile for long.
+
+    The other ranks cannot tell that from a rank that has ended, of which the store knows nothing.
+    """
     is_over = threading.Event()
 
     def beat() -> None:
