@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +37,7 @@ from ddpopt._events import (
     watch_forwards,
     will_communicate,
 )
-from ddpopt._text import check_can_write, format_bytes
+from ddpopt._text import format_bytes
 from ddpopt.inspection.recording import (
     RecordedSection,
     RecordedStep,
@@ -61,43 +58,28 @@ _NO_STEPS = (
 
 
 @contextlib.contextmanager
-def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
+def record(model: torch.nn.Module) -> Iterator[Recording]:
     """Record the training steps in this block.
 
     For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
-    was launched and when it finished; see [Note: recording]. `explain` shows the medians, and
-    `Recording.save` writes a trace. Not a collective: any ranks may record, each by itself. Steps
-    that do not communicate (`no_sync`) are left out. Buckets are known from the fourth step of
-    training on.
+    was launched and when it finished; see [Note: recording]. `explain` shows the medians. Not a
+    collective: any ranks may record, each by itself. Steps that do not communicate (`no_sync`) are
+    left out. Buckets are known from the fourth step of training on.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` returned for one, with any
             backend or none; sections are those of ddpopt.
-        folder: Where to write this rank's trace, as `rank0.json`; it is created if missing. An
-            existing file or link of that name is replaced.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
         RuntimeError: another `record` block is open.
-        OSError: the trace cannot be written.
     """
     ddp = state.ddp_of(model)
-    rank, path = dist.get_rank(ddp.process_group), None
-    if folder is not None:  # find out that it cannot be written before training steps are spent
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / f"rank{rank}.json"
-        check_can_write(path)
+    recording = Recording(rank=dist.get_rank(ddp.process_group))
     clock = Clock(device_of(ddp))
     clock.finish()  # so that the device has caught up with the CPU
-    origin_unix_ns, origin_s = time.time_ns(), clock.now()
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    recording = Recording(
-        rank=rank,
-        world_size=dist.get_world_size(ddp.process_group),
-        host=socket.gethostname(),
-        machine=boot_id.read_text().strip() if boot_id.exists() else socket.gethostname(),
-        origin_unix_ns=origin_unix_ns,
-    )
+    # One moment by both clocks: events of the profiler have Unix time.
+    start_unix_ns, start_s = time.time_ns(), clock.now()
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
     is_on = _torch.shows_ranges()
     profile = contextlib.nullcontext() if is_on else _torch.profile_ranges(has_cuda)
@@ -105,7 +87,7 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
     with recorder.watching(ddp), profile as events:
         yield recording
         clock.finish()  # before the profiler, which would miss kernels that are still to run
-    reader = _Reader(ddp, functools.partial(clock.seconds, origin_s), origin_unix_ns, events)
+    reader = _Reader(ddp, clock, start_s, start_unix_ns, events)
     pairs = zip(recorder.timer.steps, recorder.sections, strict=True)
     recording.steps = tuple(
         reader.read(step, sections) for step, sections in pairs if step.backward_ended
@@ -114,8 +96,6 @@ def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator
         reader.notes.insert(0, _NO_STEPS)
     recording.notes = tuple(dict.fromkeys(reader.notes))
     state.get(ddp).recording = recording
-    if path is not None:
-        recording.save(path)
 
 
 class _Recorder(Observer):
@@ -225,21 +205,27 @@ class _Reader:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        since_origin_s: Callable[[float], float],
-        origin_ns: int,
+        clock: Clock,
+        start_s: float,
+        start_unix_ns: int,
         events: Sequence[Any] | None,
     ) -> None:
-        self._since_origin_s = since_origin_s
+        """Read the times of `clock`, and `events` of the profiler, None if it was not ours.
+
+        The recording began at `start_s`, which is `start_unix_ns` in Unix time.
+        """
+        self._clock = clock
+        self._start_s = start_s
         self.notes: list[str] = []
-        found = [
-            Allreduce(
-                (event.start_ns() - origin_ns) / 1e9,
-                (event.end_ns() - origin_ns) / 1e9,
-                math.prod(next(iter(event.shapes()), ())),
-            )
-            for event in events or ()
-            if _ALLREDUCE.match(event.name())
-        ]
+        found = []
+        for event in events or ():
+            if _ALLREDUCE.match(event.name()):
+                allreduce = Allreduce(
+                    start_s + (event.start_ns() - start_unix_ns) / 1e9,
+                    start_s + (event.end_ns() - start_unix_ns) / 1e9,
+                    num_elements=math.prod(next(iter(event.shapes()), ())),
+                )
+                found.append(allreduce)
         self._allreduces = None if events is None else sorted(found)
         parameters = _torch.reducer_parameters(ddp)
         self._num_bytes = {p.index: p.num_bytes for p in parameters.values()}
@@ -260,8 +246,8 @@ class _Reader:
         return dataclasses.replace(recorded, buckets=tuple(self._read_buckets(step, recorded)))
 
     def _at(self, time_s: float) -> float:
-        """Return when the device got to a place in its queue, 0 (unknown) for 0."""
-        return self._since_origin_s(time_s) if time_s else 0.0
+        """When the device got to a place in its queue; 0 (unknown) for 0."""
+        return self._start_s + self._clock.seconds(self._start_s, time_s) if time_s else 0.0
 
     def _read_times(self, value: Any) -> Any:
         return map_times(lambda times: self._at(times[0]), value)

@@ -1,23 +1,19 @@
-"""Recorded steps as data: made by `ddpopt.record`, shown by `explain` and in traces.
+"""Recorded steps as data: made by `ddpopt.record`, shown by `explain`.
 
-Times are in seconds after `Recording.origin_unix_ns`, by the clock of one rank's machine.
+Times are in seconds, as this rank's `time.perf_counter` has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ddpopt._text import count, format_ms, write_text
+from ddpopt._text import count, format_ms
 from ddpopt.planning.timeline import BucketTimes, bucket_table
-
-TRACE_FORMAT = "ddpopt trace 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +101,10 @@ class RecordedStep:
 class Recording:
     """The steps that one rank recorded. `notes` say what could not be recorded, and what to do.
 
-    It is filled in when the block of `ddpopt.record` ends. Ranks with the same `machine` share a
-    clock.
+    It is filled in when the block of `ddpopt.record` ends.
     """
 
     rank: int
-    world_size: int
-    host: str
-    machine: str
-    origin_unix_ns: int
     steps: tuple[RecordedStep, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -139,96 +130,6 @@ class Recording:
             lines += ["", *bucket_table(step.buckets, "sections begun", begun)]
         return "\n".join([*lines, *self.notes])
 
-    def save(self, path: str | Path) -> None:
-        """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
-
-        `ddpopt.inspection.merge_traces` merges the traces of several ranks. An existing file or
-        link of that name is replaced.
-
-        Raises:
-            OSError: the file cannot be written, or a folder or a device has that name.
-        """
-        write_text(path, json.dumps(self.trace()))
-
-    def trace(self) -> dict[str, Any]:
-        """Return what `save` writes: Chrome's trace format, times in microseconds."""
-        tracks: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("process_name", {"name": f"rank {self.rank} ({self.host})"}),
-            ("process_sort_index", {"sort_index": self.rank}),
-            ("thread_name", {"name": "computation"}),
-        )
-        events = [self._event("M", name, 0.0, args=args) for name, args in tracks]
-        for number, step in enumerate(self.steps):
-            events += self._step_events(number, step)
-        names = ("rank", "world_size", "host", "machine", "origin_unix_ns")
-        return {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {
-                "format": TRACE_FORMAT,
-                **{name: getattr(self, name) for name in names},
-                "notes": list(self.notes),
-                "allreduces": [
-                    [number, bucket.index, bucket.launched_s, bucket.finished_s]
-                    for number, step in enumerate(self.steps)
-                    for bucket in step.buckets
-                ],
-            },
-        }
-
-    def _step_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
-        """Yield a step's events; ranges of the computation are nested or disjoint."""
-        start_s, stop_s, end_s = step.forward_start_s, step.forward_stop_s, step.backward_stop_s
-        yield self._range(f"forward, step {number}", start_s, stop_s)
-        yield self._range(f"backward, step {number}", stop_s, end_s)
-        for s in step.sections:
-            yield self._range(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s)
-        for bucket in step.buckets:
-            details = {
-                "step": number,
-                "bucket": bucket.index,
-                "bytes": bucket.num_bytes,
-                "ready_ms": (bucket.ready_s - stop_s) * 1e3,
-                "launched_ms": (bucket.launched_s - stop_s) * 1e3,
-            }
-            name = f"bucket {bucket.index} ready"
-            yield self._event("i", name, bucket.ready_s, s="t", args=details)
-            yield from self._allreduce(bucket, details)
-
-    def _allreduce(self, bucket: BucketTimes, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield a bucket's allreduce, from launch to end, on the bucket's own track.
-
-        Buckets overlap, so one thread's track could not hold them; where the end is unknown, the
-        launch is shown as an instant.
-        """
-        track = {
-            "cat": "allreduce",
-            # A number, as Perfetto wants, that no other rank's track has.
-            "id": (self.rank << 40) + bucket.index,
-            "scope": "ddpopt",
-        }
-        name = f"allreduce bucket {bucket.index}"
-        if bucket.finished_s is None:
-            yield self._event("n", f"{name} launched", bucket.launched_s, args=args, **track)
-            return
-        yield self._event("b", name, bucket.launched_s, args=args, **track)
-        yield self._event("e", name, bucket.finished_s, **track)
-
-    def _range(self, name: str, start_s: float, stop_s: float, **more: Any) -> dict[str, Any]:
-        duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
-        return self._event("X", name, start_s, dur=duration_us, **more)
-
-    def _event(self, phase: str, name: str, at_s: float, **more: Any) -> dict[str, Any]:
-        """Return an event: M names a track, X is a range, i a mark; b, e and n those of an `id`."""
-        return {
-            "ph": phase,
-            "name": name,
-            "ts": _nanoseconds(at_s) / 1e3,
-            "pid": self.rank,
-            "tid": self.rank + 1,  # Perfetto takes threads with equal numbers for one thread
-            **more,
-        }
-
 
 def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
     """Merge values of equal structure into one, with `function` applied to each place's times.
@@ -246,8 +147,3 @@ def map_times(function: Callable[[list[float]], float | None], *values: Any) -> 
         return first
     known = [time_s for time_s in values if time_s is not None]
     return function(known) if known else None
-
-
-def _nanoseconds(time_s: float) -> int:
-    """Return a time as Perfetto reads it, so that adjacent ranges do not overlap there."""
-    return round(time_s * 1e9)
