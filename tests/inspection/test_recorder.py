@@ -27,8 +27,9 @@ import ddpopt
 from ddpopt import _events, _torch
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedStep
+from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
 from ddpopt.planning import timer
+from ddpopt.planning.timeline import BucketTimes
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -207,6 +208,30 @@ def test_the_page_has_the_recorded_allreduces(ranks: Ranks) -> None:
         for times, bucket in zip(shown, step.buckets, strict=True):
             for name, time_s in times.items():
                 assert time_s == pytest.approx(getattr(bucket, name) - step.forward_stop_s)
+
+
+def _step(at_s: float, finished_s: float | None, num_bytes: int = 8) -> RecordedStep:
+    """Of one section and one bucket; forward ends 1 s after the step's begin."""
+    return RecordedStep(
+        forward_start_s=at_s,
+        forward_stop_s=at_s + 1,
+        backward_stop_s=at_s + 9,
+        sections=(RecordedSection("0/0", 0, "backward", at_s + 2, at_s + 3),),
+        buckets=(BucketTimes(0, num_bytes, at_s + 3, at_s + 4, finished_s),),
+    )
+
+
+def test_medians_are_of_steps_like_the_last_one() -> None:
+    """Others had other buckets; a finish that is not known of a step does not count."""
+    steps = (_step(0, 1, num_bytes=4), _step(10, 17), _step(20, None), _step(30, 39))
+    assert Recording(rank=0, steps=steps).median_step() == RecordedStep(
+        forward_start_s=-1,
+        forward_stop_s=0,
+        backward_stop_s=8,
+        sections=(RecordedSection("0/0", 0, "backward", 1, 2),),
+        buckets=(BucketTimes(0, 8, 2, 3, 7),),
+    )
+    assert Recording(rank=0).median_step() is None
 
 
 def _record_between(rank: int) -> tuple[int, int]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddpopt._text import count, format_ms
 from ddpopt.planning.timeline import BucketTimes, bucket_table
@@ -32,8 +31,7 @@ class RecordedStep:
     """One or more forwards, and the backward whose gradients were reduced.
 
     `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
-    and the finish is known for all of them or for none. Every float in it is a time, as `map_times`
-    assumes.
+    and the finish is known for all of them or for none.
     """
 
     forward_start_s: float
@@ -63,6 +61,7 @@ class RecordedStep:
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without the time that one waited for the one before it."""
+        # They run one at a time, so one begins when it is launched or when the one before it ends.
         total_s, end_s = 0.0, -math.inf
         for bucket in self.buckets:
             if bucket.finished_s is None:
@@ -75,12 +74,33 @@ class RecordedStep:
     @property
     def shape(self) -> object:
         """What is equal for steps that ran the same sections and buckets."""
-        return map_times(lambda _: None, self)
+        sections = [(section.graph, section.section, section.kind) for section in self.sections]
+        buckets = [(bucket.index, bucket.num_bytes) for bucket in self.buckets]
+        return sections, buckets
 
     def since_forward(self) -> RecordedStep:
-        """Return this step with times that count from the end of forward."""
-        moved: RecordedStep = map_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
-        return moved
+        """This step with times that count from the end of forward."""
+        zero_s = self.forward_stop_s
+        sections = []
+        for section in self.sections:
+            start_s, stop_s = section.start_s - zero_s, section.stop_s - zero_s
+            sections.append(dataclasses.replace(section, start_s=start_s, stop_s=stop_s))
+        buckets = []
+        for bucket in self.buckets:
+            moved = dataclasses.replace(
+                bucket,
+                ready_s=bucket.ready_s - zero_s,
+                launched_s=bucket.launched_s - zero_s,
+                finished_s=None if bucket.finished_s is None else bucket.finished_s - zero_s,
+            )
+            buckets.append(moved)
+        return RecordedStep(
+            forward_start_s=self.forward_start_s - zero_s,
+            forward_stop_s=0.0,
+            backward_stop_s=self.backward_stop_s - zero_s,
+            sections=tuple(sections),
+            buckets=tuple(buckets),
+        )
 
     def num_started(self, time_s: float) -> int:
         """Return how many backward sections had started by `time_s`."""
@@ -109,7 +129,7 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     def median_step(self) -> RecordedStep | None:
-        """Return a step of medians, with times since the end of forward; None without steps.
+        """A step of medians, with times since the end of forward; None without steps.
 
         Only steps like the last one count: earlier ones may have had other buckets, or compiled.
         """
@@ -117,8 +137,16 @@ class Recording:
             return None
         shape = self.steps[-1].shape
         alike = [step.since_forward() for step in self.steps if step.shape == shape]
-        median: RecordedStep = map_times(statistics.median, *alike)
-        return median
+        # The k-th section, or bucket, is the same one in all of these steps.
+        runs_by_section = zip(*(step.sections for step in alike), strict=True)
+        times_by_bucket = zip(*(step.buckets for step in alike), strict=True)
+        return RecordedStep(
+            forward_start_s=statistics.median(step.forward_start_s for step in alike),
+            forward_stop_s=0.0,
+            backward_stop_s=statistics.median(step.backward_stop_s for step in alike),
+            sections=tuple(map(_median_section, runs_by_section)),
+            buckets=tuple(map(_median_bucket, times_by_bucket)),
+        )
 
     def __str__(self) -> str:
         step = self.median_step()
@@ -131,19 +159,21 @@ class Recording:
         return "\n".join([*lines, *self.notes])
 
 
-def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
-    """Merge values of equal structure into one, with `function` applied to each place's times.
+def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
+    """Of the same section's runs in several steps."""
+    return dataclasses.replace(
+        runs[0],
+        start_s=statistics.median(run.start_s for run in runs),
+        stop_s=statistics.median(run.stop_s for run in runs),
+    )
 
-    Every float or None in such a structure of dataclasses and tuples is a time.
-    """
-    first = values[0]
-    if dataclasses.is_dataclass(first):
-        names = [field.name for field in dataclasses.fields(first)]
-        merged = {name: map_times(function, *(getattr(v, name) for v in values)) for name in names}
-        return dataclasses.replace(values[0], **merged)
-    if isinstance(first, tuple):
-        return tuple(map_times(function, *items) for items in zip(*values, strict=True))
-    if not isinstance(first, float | None):
-        return first
-    known = [time_s for time_s in values if time_s is not None]
-    return function(known) if known else None
+
+def _median_bucket(times: Sequence[BucketTimes]) -> BucketTimes:
+    """Of the same bucket in several steps; the finish of those in which it is known."""
+    finished = [each.finished_s for each in times if each.finished_s is not None]
+    return dataclasses.replace(
+        times[0],
+        ready_s=statistics.median(each.ready_s for each in times),
+        launched_s=statistics.median(each.launched_s for each in times),
+        finished_s=statistics.median(finished) if finished else None,
+    )
