@@ -41,13 +41,6 @@ class PlanError(DDPOptError, ValueError):
     """
 
 
-class TraceError(DDPOptError, ValueError):
-    """A trace cannot be read, or does not match the other ranks' traces.
-
-    Record the same steps on all ranks, in one run.
-    """
-
-
 class AttachError(DDPOptError, RuntimeError):
     """A communication algorithm cannot be attached or used as requested, on some rank.
 

@@ -27,10 +27,8 @@ from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group
 from ddpopt.cli.main import find_command
 from ddpopt.cli.output import InputError
 from ddpopt.errors import TorchDriftError
-from ddpopt.inspection.recording import RecordedStep, Recording
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
-from ddpopt.planning.timeline import BucketTimes
 from tests.support.models import MLP
 from tests.system.documents import ROOT, environment
 
@@ -386,70 +384,6 @@ def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixtu
     assert "there is no peer 'fast'; there are eager, intree" in error
 
 
-# ---- trace merge ------------------------------------------------------------------------------
-
-
-def _record(path: Path, rank: int, ahead_s: float) -> None:
-    """Write what a rank would record whose clock is ahead, with an allreduce of 0.1 s."""
-    bucket = BucketTimes(0, 64, ahead_s + 0.1, ahead_s + 0.1, ahead_s + 0.2)
-    step = RecordedStep(
-        forward_start_s=ahead_s,
-        forward_stop_s=ahead_s + 0.05,
-        backward_stop_s=ahead_s + 0.2,
-        sections=(),
-        buckets=(bucket,),
-    )
-    Recording(
-        rank=rank,
-        world_size=2,
-        host=f"host{rank}",
-        machine=f"machine{rank}",
-        origin_unix_ns=10**18,
-        steps=(step,),
-    ).save(path)
-
-
-def test_trace_merge_writes_one_trace_and_tells_the_clocks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From a folder of ranks' files; the second clock is 5 s ahead."""
-    for rank, ahead_s in enumerate((0.0, 5.0)):
-        _record(tmp_path / f"rank{rank}.json", rank, ahead_s)
-    output = tmp_path / "merged.json"
-    assert main(("trace", "merge", str(tmp_path), "-o", str(output))) == 0
-    assert re.search(r"^ +1  5000\.000$", capsys.readouterr().out, re.MULTILINE)
-    assert {event["pid"] for event in json.loads(output.read_text())["traceEvents"]} == {0, 1}
-    assert main(("trace", "merge", str(tmp_path), "-o", str(output), "--json")) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["clock_offsets_s"]["1"] == pytest.approx(5.0)
-    assert report["output"] == str(output)
-
-
-def test_trace_merge_refuses_what_is_no_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And a file that is missing, and a folder that is."""
-    (tmp_path / "x.json").write_text("{}")
-    output = str(tmp_path / "merged.json")
-    for path, message in (("x.json", "is no trace"), ("none.json", "cannot be read")):
-        assert message in _refused(capsys, "trace", "merge", str(tmp_path / path), "-o", output)
-    nowhere = str(tmp_path / "nowhere" / "merged.json")
-    assert "no folder" in _refused(capsys, "trace", "merge", str(tmp_path), "-o", nowhere)
-
-
-def test_trace_merge_does_not_write_over_what_it_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the path to it."""
-    path = tmp_path / "rank0.json"
-    _record(path, 0, 0.0)
-    before = path.read_text()
-    for output_path in (path, tmp_path / ".." / tmp_path.name / "rank0.json"):
-        error = _refused(capsys, "trace", "merge", str(tmp_path), "-o", str(output_path))
-        assert "which is one of the traces; name another" in error
-    assert path.read_text() == before
-
-
 # ---- process groups ---------------------------------------------------------------------------
 
 
@@ -640,10 +574,9 @@ def test_on_a_terminal_tables_are_drawn(folder: Path) -> None:
 
 def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     """`ddpopt --help` names all, and each has a help of its own."""
-    for command in ((), ("explain",), ("simulate",), ("sweep",), ("calibrate",), ("bench",),
-                    ("trace", "merge"), ("doctor",)):  # fmt: skip
+    for command in ("", "explain", "simulate", "sweep", "calibrate", "bench", "doctor"):
         with pytest.raises(SystemExit) as stopped:
-            main((*command, "--help"))
+            main((*command.split(), "--help"))
         assert stopped.value.code == 0
         assert "Exit status: 0 fine" in capsys.readouterr().out
 
@@ -652,7 +585,7 @@ def test_every_command_can_be_imported() -> None:
     """Each name of `module:function` in main.py."""
     source = inspect.getsource(sys.modules["ddpopt.cli.main"])
     names = re.findall(r'"(\w+:run\w*)"', source)
-    assert len(names) == 7
+    assert len(names) == 6
     assert all(callable(find_command(name)) for name in names)
 
 

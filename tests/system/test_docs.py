@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
 import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -57,7 +59,7 @@ import error_tables
 
 # What a page says that its commands write.
 WRITTEN = {
-    "docs/getting-started.md": ("explanation.html", "trace.json"),
+    "docs/getting-started.md": ("explanation.html",),
     "docs/reading-the-logs.md": ("dumps",),
 }
 ON_TWO_NODES = "run on two emulated nodes"
@@ -89,6 +91,11 @@ COMPILE_ONLY = {
 
 def _python(page: str) -> list[Block]:
     return [b for b in blocks(page) if b.language == "python"]
+
+
+def _runnable(page: str) -> list[Block]:
+    """The page's Python blocks but those that name a file, or say why they are not run."""
+    return [b for b in _python(page) if not b.title and not b.how]
 
 
 def _use_aot_eager(text: str) -> str:
@@ -156,17 +163,25 @@ def _exec_blocks(rank: int, blocks: list[Block], folder: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if _python(page)])
 def test_python_blocks_run(ranks: Ranks, tmp_path: Path, page: str) -> None:
     """On two ranks; those that name a file, or say why not to, are compiled."""
-    to_run = []
     for block in _python(page):
         compile(block.text, f"{page}:{block.line}", "exec")
-        if not block.title and not block.how and page not in COMPILE_ONLY:
-            to_run.append(block)
     _prepare(page, tmp_path)
-    if to_run:
+    to_run = _runnable(page)
+    if to_run and page not in COMPILE_ONLY:
         ranks.run(_exec_blocks, to_run, str(tmp_path))
-        for command in _commands(page):  # those that read what the snippets have written
-            if command.startswith("ddpopt trace"):
-                _run(command, tmp_path)
+
+
+def test_profiles_have_the_ranges_that_their_page_names(ranks: Ranks, tmp_path: Path) -> None:
+    """Sections and allreduces of each rank; and buckets, where steps are recorded too."""
+    ranks.run(_exec_blocks, _runnable("docs/reading-the-logs.md"), str(tmp_path))
+    section, bucket = r"ddpopt: \d+/0 section \d backward", r"ddpopt: bucket \d ready \(.* KiB\)"
+    for rank in range(2):
+        scheduled = gzip.decompress((tmp_path / "profiles" / f"rank{rank}.json.gz").read_bytes())
+        recorded = (tmp_path / f"profile{rank}.json").read_bytes()
+        for text, expected in ((scheduled, [section]), (recorded, [section, bucket])):
+            names = [str(event.get("name")) for event in json.loads(text)["traceEvents"]]
+            for pattern in (*expected, "gloo:all_reduce"):
+                assert any(re.fullmatch(pattern, name) for name in names), pattern
 
 
 # ---- commands ---------------------------------------------------------------------------------
@@ -198,10 +213,8 @@ def _run(command: str, folder: Path) -> None:
 def test_commands_run(tmp_path: Path, page: str) -> None:
     """One after another, in a folder with the files that the page shows; each exits with 0."""
     _prepare(page, tmp_path)
-    has_snippets = any(not block.title and not block.how for block in _python(page))
     for command in _commands(page):
-        if not (has_snippets and command.startswith("ddpopt trace")):  # test_python_blocks_run
-            _run(command, tmp_path)
+        _run(command, tmp_path)
     for name in WRITTEN.get(page, ()):
         assert (tmp_path / name).exists()
 
@@ -310,7 +323,7 @@ def test_the_command_line_page_has_every_command() -> None:
     """With all of its options."""
     names = [name for name, _ in command_line.commands()]
     text = command_line.render()
-    for name in ("explain", "simulate", "sweep", "calibrate", "bench", "trace merge", "doctor"):
+    for name in ("explain", "simulate", "sweep", "calibrate", "bench", "doctor"):
         assert f"ddpopt {name}" in names
         assert f"## ddpopt {name}\n" in text
     for _, parser in command_line.commands():

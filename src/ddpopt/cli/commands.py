@@ -1,4 +1,4 @@
-"""The commands that explain a model, predict from a plan, measure the network and merge traces."""
+"""The commands that explain a model, predict from a plan and measure the network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group, torchrun_gro
 from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
 from ddpopt.errors import PlanError
 from ddpopt.inspection.explain import Explanation, explain
-from ddpopt.inspection.traces import merge_traces, trace_files
 from ddpopt.options import resolve_options
 from ddpopt.planning.batch import call_model, find_loss
 from ddpopt.planning.calibrate import calibrate
@@ -174,26 +173,3 @@ def run_calibrate(args: argparse.Namespace, _screen: Screen) -> Report | None:
             write_text(args.output, json.dumps(data, indent=1) + "\n")
         parts.append(f"written: {args.output}")
     return Report(data=data, parts=parts)
-
-
-def run_merge(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Merge all ranks' traces, write one, and report by how much each rank's clock was set back."""
-    if args.output.resolve() in [path.resolve() for path in trace_files(args.paths)]:
-        raise InputError(f"--output is {args.output}, which is one of the traces; name another")
-    with explained("a trace cannot be read"):
-        merged = merge_traces(args.paths)
-    with explained(f"{args.output} cannot be written"):
-        write_text(args.output, json.dumps(merged))
-    offsets: dict[str, float | None] = merged["otherData"]["clock_offsets_s"]
-    rows = [
-        (rank, "unknown" if offset is None else f"{offset * 1e3:.3f}")
-        for rank, offset in offsets.items()
-    ]
-    num_events = len(merged["traceEvents"])
-    return Report(
-        data={"output": str(args.output), "num_events": num_events, "clock_offsets_s": offsets},
-        parts=[
-            Table(header=("rank", "clock ahead by ms"), rows=rows),
-            f"written: {args.output}; open it in https://ui.perfetto.dev or chrome://tracing",
-        ],
-    )

@@ -92,15 +92,9 @@ def make_parser() -> _Parser:
         ("calibrate", "measure what an allreduce costs, under torchrun", _calibrate),
         ("bench", "measure a model under each way to train, under torchrun", _bench),
         ("doctor", "check whether training can be split here", _doctor),
-        ("trace merge", "make one trace of all ranks' traces", _merge),
     )
-    groups = {"": top}
-    for path, summary, add_arguments in rows:
-        group, _, name = path.rpartition(" ")
-        if group not in groups:
-            below = top.add_parser(group, help="work on traces that ddpopt.record wrote")
-            groups[group] = below.add_subparsers(metavar="COMMAND", required=True)
-        command = groups[group].add_parser(
+    for name, summary, add_arguments in rows:
+        command = top.add_parser(
             name, help=summary, description=f"{summary.capitalize()}.", epilog=_EXIT_STATUS
         )
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -177,13 +171,6 @@ def _bench(command: _Parser) -> None:
 
 def _doctor(command: _Parser) -> None:
     command.set_defaults(command="doctor:run")
-
-
-def _merge(command: _Parser) -> None:
-    command.set_defaults(command="commands:run_merge")
-    command.add_argument("paths", nargs="+", metavar="FILE", help="traces, or folders of them")
-    output = "the trace to write; open it in https://ui.perfetto.dev or chrome://tracing"
-    command.add_argument("-o", "--output", type=_output, required=True, metavar="FILE", help=output)
 
 
 def _add_factory(command: _Parser) -> None:

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +37,8 @@ from ddpopt._events import (
     watch_forwards,
     will_communicate,
 )
-from ddpopt._text import check_can_write, format_bytes
-from ddpopt.inspection.recording import (
-    RecordedSection,
-    RecordedStep,
-    Recording,
-    map_times,
-)
+from ddpopt._text import format_bytes
+from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
 from ddpopt.planning.timeline import BucketTimes
 from ddpopt.planning.timer import Clock, Step, StepTimer, device_of
 from ddpopt.split import state
@@ -61,61 +53,44 @@ _NO_STEPS = (
 
 
 @contextlib.contextmanager
-def record(model: torch.nn.Module, folder: str | Path | None = None) -> Iterator[Recording]:
+def record(model: torch.nn.Module) -> Iterator[Recording]:
     """Record the training steps in this block.
 
     For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
-    was launched and when it finished; see [Note: recording]. `explain` shows the medians, and
-    `Recording.save` writes a trace. Not a collective: any ranks may record, each by itself. Steps
-    that do not communicate (`no_sync`) are left out. Buckets are known from the fourth step of
-    training on.
+    was launched and when it finished; see [Note: recording]. `explain` shows the medians. Not a
+    collective: any ranks may record, each by itself. Steps that do not communicate (`no_sync`) are
+    left out. Buckets are known from the fourth step of training on.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` returned for one, with any
             backend or none; sections are those of ddpopt.
-        folder: Where to write this rank's trace, as `rank0.json`; it is created if missing. An
-            existing file or link of that name is replaced.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
         RuntimeError: another `record` block is open.
-        OSError: the trace cannot be written.
     """
     ddp = state.ddp_of(model)
-    rank, path = dist.get_rank(ddp.process_group), None
-    if folder is not None:  # find out that it cannot be written before training steps are spent
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / f"rank{rank}.json"
-        check_can_write(path)
+    recording = Recording(rank=dist.get_rank(ddp.process_group))
     clock = Clock(device_of(ddp))
     clock.finish()  # so that the device has caught up with the CPU
-    origin_unix_ns, origin_s = time.time_ns(), clock.now()
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    recording = Recording(
-        rank=rank,
-        world_size=dist.get_world_size(ddp.process_group),
-        host=socket.gethostname(),
-        machine=boot_id.read_text().strip() if boot_id.exists() else socket.gethostname(),
-        origin_unix_ns=origin_unix_ns,
-    )
+    # One moment by both clocks: events of the profiler have Unix time.
+    start_unix_ns, start_s = time.time_ns(), clock.now()
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-    is_on = _torch.shows_ranges()
+    is_on = _torch.shows_ranges()  # torch's profiler, which cannot be on twice
     profile = contextlib.nullcontext() if is_on else _torch.profile_ranges(has_cuda)
     recorder = _Recorder(ddp, clock)
     with recorder.watching(ddp), profile as events:
         yield recording
         clock.finish()  # before the profiler, which would miss kernels that are still to run
-    reader = _Reader(ddp, functools.partial(clock.seconds, origin_s), origin_unix_ns, events)
-    pairs = zip(recorder.timer.steps, recorder.sections, strict=True)
-    recording.steps = tuple(
-        reader.read(step, sections) for step, sections in pairs if step.backward_ended
-    )
-    if not recording.steps:
-        reader.notes.insert(0, _NO_STEPS)
-    recording.notes = tuple(dict.fromkeys(reader.notes))
+    reader = _Reader(ddp, clock, start_s, start_unix_ns, events)
+    steps = []
+    for step, sections in zip(recorder.timer.steps, recorder.sections, strict=True):
+        if step.backward_ended:  # not of a last step that the block did not finish
+            steps.append(reader.read(step, sections))
+    recording.steps = tuple(steps)
+    notes = reader.notes if steps else [_NO_STEPS, *reader.notes]
+    recording.notes = tuple(dict.fromkeys(notes))  # each once, however many steps had it
     state.get(ddp).recording = recording
-    if path is not None:
-        recording.save(path)
 
 
 class _Recorder(Observer):
@@ -125,7 +100,7 @@ class _Recorder(Observer):
         self.sections: list[list[RecordedSection]] = []  # of each of the timer's steps
         self._clock = clock
         self._is_skipped = False  # in a forward that does not communicate
-        self._range = contextlib.ExitStack()  # of the profiler, while a bucket becomes ready
+        self._range = contextlib.ExitStack()  # of the profiler, from a bucket's end to its launch
         self._buckets = state.get(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
         self._sizes = [len(bucket) for bucket in self._buckets]  # how many gradients are watched
@@ -167,8 +142,7 @@ class _Recorder(Observer):
         if self.timer.step is None or self._is_skipped:
             yield
             return
-        # Of the step in which it begins.
-        sections = self.sections[-1]
+        sections = self.sections[-1]  # of the step in which this one begins
         with show_range(label, kind):
             start_s = self._clock.now()
             yield
@@ -203,7 +177,7 @@ class Allreduce(NamedTuple):
 
 
 def in_order_of_launch(started: Sequence[Allreduce], sizes: Sequence[int]) -> list[Allreduce]:
-    """Return allreduces, given in the order of their starts, in the order of their launches.
+    """Allreduces, given in the order of their starts, in the order of their launches.
 
     gloo's threads take what is launched one by one, but may start the second of two before the
     first. Sizes tell them apart; among equal sizes, and where sizes are unknown, the order of the
@@ -220,26 +194,35 @@ def in_order_of_launch(started: Sequence[Allreduce], sizes: Sequence[int]) -> li
 
 
 class _Reader:
-    """Turns raw times into steps; `notes` collects what could not be found out."""
+    """Turns the times that were noted into recorded steps.
+
+    `notes` collects what could not be found out.
+    """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        since_origin_s: Callable[[float], float],
-        origin_ns: int,
+        clock: Clock,
+        start_s: float,
+        start_unix_ns: int,
         events: Sequence[Any] | None,
     ) -> None:
-        self._since_origin_s = since_origin_s
+        """Read the times of `clock`, and `events` of the profiler, None if it was not ours.
+
+        The recording began at `start_s`, which is `start_unix_ns` in Unix time.
+        """
+        self._clock = clock
+        self._start_s = start_s
         self.notes: list[str] = []
-        found = [
-            Allreduce(
-                (event.start_ns() - origin_ns) / 1e9,
-                (event.end_ns() - origin_ns) / 1e9,
-                math.prod(next(iter(event.shapes()), ())),
-            )
-            for event in events or ()
-            if _ALLREDUCE.match(event.name())
-        ]
+        found = []
+        for event in events or ():
+            if _ALLREDUCE.match(event.name()):
+                allreduce = Allreduce(
+                    start_s + (event.start_ns() - start_unix_ns) / 1e9,
+                    start_s + (event.end_ns() - start_unix_ns) / 1e9,
+                    num_elements=math.prod(next(iter(event.shapes()), ())),
+                )
+                found.append(allreduce)
         self._allreduces = None if events is None else sorted(found)
         parameters = _torch.reducer_parameters(ddp)
         self._num_bytes = {p.index: p.num_bytes for p in parameters.values()}
@@ -250,58 +233,66 @@ class _Reader:
             self.notes.append(note)
 
     def read(self, step: Step, sections: Sequence[RecordedSection]) -> RecordedStep:
-        recorded = RecordedStep(
+        """A step, given the sections that ran in it."""
+        read_sections = []
+        for section in sections:
+            start_s, stop_s = self._at(section.start_s), self._at(section.stop_s)
+            read_sections.append(dataclasses.replace(section, start_s=start_s, stop_s=stop_s))
+        forward_stop_s = self._at(step.forward_ended)
+        backward_stop_s = self._at(step.backward_ended)
+        return RecordedStep(
             forward_start_s=self._at(step.began),
-            forward_stop_s=self._at(step.forward_ended),
-            backward_stop_s=self._at(step.backward_ended),
-            sections=tuple(map(self._read_times, sections)),
-            buckets=(),
+            forward_stop_s=forward_stop_s,
+            backward_stop_s=backward_stop_s,
+            sections=tuple(read_sections),
+            buckets=tuple(self._read_buckets(step, forward_stop_s, backward_stop_s)),
         )
-        return dataclasses.replace(recorded, buckets=tuple(self._read_buckets(step, recorded)))
 
     def _at(self, time_s: float) -> float:
-        """Return when the device got to a place in its queue, 0 (unknown) for 0."""
-        return self._since_origin_s(time_s) if time_s else 0.0
+        """When the device got to a place in its queue; 0 (unknown) for 0."""
+        return self._start_s + self._clock.seconds(self._start_s, time_s) if time_s else 0.0
 
-    def _read_times(self, value: Any) -> Any:
-        return map_times(lambda times: self._at(times[0]), value)
-
-    def _read_buckets(self, step: Step, recorded: RecordedStep) -> Iterator[BucketTimes]:
+    def _read_buckets(
+        self, step: Step, forward_stop_s: float, backward_stop_s: float
+    ) -> Iterator[BucketTimes]:
         arrived = [[index for index in bucket if index in step.ready] for bucket in self._buckets]
         if not all(arrived):
             self.notes.append("buckets: not all of them got a gradient in each step")
             return
-        allreduces = self._allreduces_of(recorded)
-        after_s, end_s = 0.0, recorded.backward_stop_s
+        allreduces = self._allreduces_between(forward_stop_s, backward_stop_s)
+        after_s = 0.0
         for k, bucket in enumerate(self._buckets):
             last = max(arrived[k], key=step.ready.__getitem__)
             ready_s = self._at(step.ready[last])
             # Buckets are launched in order.
             after_s = max(after_s, self._at(step.launched.get(last, 0.0)))
-            start_s, stop_s = allreduces[k] if allreduces else (after_s, None)
+            launched_s, finished_s = after_s, None
+            if allreduces:
+                launched_s = min(allreduces[k].start_s, after_s)
+                # The profiler hears of it a little later than DDP, which waits for all allreduces.
+                finished_s = min(allreduces[k].stop_s, backward_stop_s)
             yield BucketTimes(
                 index=k,
                 num_bytes=sum(self._num_bytes[index] for index in bucket),
                 ready_s=ready_s,
                 # gloo is called before a GPU has computed the gradients, and waits for them.
-                launched_s=max(ready_s, min(start_s, after_s)),
-                # The profiler hears of it a little later than DDP, which waits for all allreduces.
-                finished_s=None if stop_s is None else min(stop_s, end_s),
+                launched_s=max(ready_s, launched_s),
+                finished_s=finished_s,
             )
 
-    def _allreduces_of(self, step: RecordedStep) -> list[tuple[float, float]]:
-        """Return when each bucket's allreduce started and finished, nothing if that is unknown."""
+    def _allreduces_between(self, start_s: float, stop_s: float) -> list[Allreduce]:
+        """The allreduce of each bucket of a backward; none of them if one is unknown."""
         if self._allreduces is None:
             note = "finish: torch.profiler was on already; its profile has the allreduces"
             self.notes.append(note)
             return []
-        start_s, stop_s = step.forward_stop_s, step.backward_stop_s
-        own = [each for each in self._allreduces if start_s <= each.start_s <= stop_s]
-        if len(own) == len(self._buckets):
-            sizes = [sum(map(self._num_elements.__getitem__, bucket)) for bucket in self._buckets]
-            return [(each.start_s, each.stop_s) for each in in_order_of_launch(own, sizes)]
+        started = [each for each in self._allreduces if start_s <= each.start_s <= stop_s]
+        if len(started) == len(self._buckets):
+            sizes = [sum(self._num_elements[index] for index in bucket) for bucket in self._buckets]
+            return in_order_of_launch(started, sizes)
         self.notes.append(
-            f"finish: the profiler saw {len(own)} allreduces in a backward of {len(self._buckets)} "
-            "buckets, so it is not known which is which (a comm hook or a layer communicates too)"
+            f"finish: the profiler saw {len(started)} allreduces in a backward of "
+            f"{len(self._buckets)} buckets, so it is not known which is which (a comm hook or a "
+            "layer communicates too)"
         )
         return []

@@ -1,23 +1,18 @@
-"""Recorded steps as data: made by `ddpopt.record`, shown by `explain` and in traces.
+"""Recorded steps as data: made by `ddpopt.record`, shown by `explain`.
 
-Times are in seconds after `Recording.origin_unix_ns`, by the clock of one rank's machine.
+Times are in seconds, as this rank's `time.perf_counter` has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from ddpopt._text import count, format_ms, write_text
+from ddpopt._text import count, format_ms
 from ddpopt.planning.timeline import BucketTimes, bucket_table
-
-TRACE_FORMAT = "ddpopt trace 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +31,7 @@ class RecordedStep:
     """One or more forwards, and the backward whose gradients were reduced.
 
     `backward_stop_s` is when DDP was done, all allreduces included; buckets are in launch order,
-    and the finish is known for all of them or for none. Every float in it is a time, as `map_times`
-    assumes.
+    and the finish is known for all of them or for none.
     """
 
     forward_start_s: float
@@ -67,6 +61,7 @@ class RecordedStep:
     @property
     def communication_s(self) -> float | None:
         """The sum of all allreduces, without the time that one waited for the one before it."""
+        # They run one at a time, so one begins when it is launched or when the one before it ends.
         total_s, end_s = 0.0, -math.inf
         for bucket in self.buckets:
             if bucket.finished_s is None:
@@ -79,12 +74,33 @@ class RecordedStep:
     @property
     def shape(self) -> object:
         """What is equal for steps that ran the same sections and buckets."""
-        return map_times(lambda _: None, self)
+        sections = [(section.graph, section.section, section.kind) for section in self.sections]
+        buckets = [(bucket.index, bucket.num_bytes) for bucket in self.buckets]
+        return sections, buckets
 
     def since_forward(self) -> RecordedStep:
-        """Return this step with times that count from the end of forward."""
-        moved: RecordedStep = map_times(lambda times_s: times_s[0] - self.forward_stop_s, self)
-        return moved
+        """This step with times that count from the end of forward."""
+        zero_s = self.forward_stop_s
+        sections = []
+        for section in self.sections:
+            start_s, stop_s = section.start_s - zero_s, section.stop_s - zero_s
+            sections.append(dataclasses.replace(section, start_s=start_s, stop_s=stop_s))
+        buckets = []
+        for bucket in self.buckets:
+            moved = dataclasses.replace(
+                bucket,
+                ready_s=bucket.ready_s - zero_s,
+                launched_s=bucket.launched_s - zero_s,
+                finished_s=None if bucket.finished_s is None else bucket.finished_s - zero_s,
+            )
+            buckets.append(moved)
+        return RecordedStep(
+            forward_start_s=self.forward_start_s - zero_s,
+            forward_stop_s=0.0,
+            backward_stop_s=self.backward_stop_s - zero_s,
+            sections=tuple(sections),
+            buckets=tuple(buckets),
+        )
 
     def num_started(self, time_s: float) -> int:
         """Return how many backward sections had started by `time_s`."""
@@ -105,20 +121,15 @@ class RecordedStep:
 class Recording:
     """The steps that one rank recorded. `notes` say what could not be recorded, and what to do.
 
-    It is filled in when the block of `ddpopt.record` ends. Ranks with the same `machine` share a
-    clock.
+    It is filled in when the block of `ddpopt.record` ends.
     """
 
     rank: int
-    world_size: int
-    host: str
-    machine: str
-    origin_unix_ns: int
     steps: tuple[RecordedStep, ...] = ()
     notes: tuple[str, ...] = ()
 
     def median_step(self) -> RecordedStep | None:
-        """Return a step of medians, with times since the end of forward; None without steps.
+        """A step of medians, with times since the end of forward; None without steps.
 
         Only steps like the last one count: earlier ones may have had other buckets, or compiled.
         """
@@ -126,8 +137,16 @@ class Recording:
             return None
         shape = self.steps[-1].shape
         alike = [step.since_forward() for step in self.steps if step.shape == shape]
-        median: RecordedStep = map_times(statistics.median, *alike)
-        return median
+        # The k-th section, or bucket, is the same one in all of these steps.
+        runs_by_section = zip(*(step.sections for step in alike), strict=True)
+        times_by_bucket = zip(*(step.buckets for step in alike), strict=True)
+        return RecordedStep(
+            forward_start_s=statistics.median(step.forward_start_s for step in alike),
+            forward_stop_s=0.0,
+            backward_stop_s=statistics.median(step.backward_stop_s for step in alike),
+            sections=tuple(map(_median_section, runs_by_section)),
+            buckets=tuple(map(_median_bucket, times_by_bucket)),
+        )
 
     def __str__(self) -> str:
         step = self.median_step()
@@ -139,115 +158,22 @@ class Recording:
             lines += ["", *bucket_table(step.buckets, "sections begun", begun)]
         return "\n".join([*lines, *self.notes])
 
-    def save(self, path: str | Path) -> None:
-        """Write the steps as a trace that Chrome (chrome://tracing) and Perfetto open.
 
-        `ddpopt.inspection.merge_traces` merges the traces of several ranks. An existing file or
-        link of that name is replaced.
-
-        Raises:
-            OSError: the file cannot be written, or a folder or a device has that name.
-        """
-        write_text(path, json.dumps(self.trace()))
-
-    def trace(self) -> dict[str, Any]:
-        """Return what `save` writes: Chrome's trace format, times in microseconds."""
-        tracks: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("process_name", {"name": f"rank {self.rank} ({self.host})"}),
-            ("process_sort_index", {"sort_index": self.rank}),
-            ("thread_name", {"name": "computation"}),
-        )
-        events = [self._event("M", name, 0.0, args=args) for name, args in tracks]
-        for number, step in enumerate(self.steps):
-            events += self._step_events(number, step)
-        names = ("rank", "world_size", "host", "machine", "origin_unix_ns")
-        return {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {
-                "format": TRACE_FORMAT,
-                **{name: getattr(self, name) for name in names},
-                "notes": list(self.notes),
-                "allreduces": [
-                    [number, bucket.index, bucket.launched_s, bucket.finished_s]
-                    for number, step in enumerate(self.steps)
-                    for bucket in step.buckets
-                ],
-            },
-        }
-
-    def _step_events(self, number: int, step: RecordedStep) -> Iterator[dict[str, Any]]:
-        """Yield a step's events; ranges of the computation are nested or disjoint."""
-        start_s, stop_s, end_s = step.forward_start_s, step.forward_stop_s, step.backward_stop_s
-        yield self._range(f"forward, step {number}", start_s, stop_s)
-        yield self._range(f"backward, step {number}", stop_s, end_s)
-        for s in step.sections:
-            yield self._range(f"{s.graph} section {s.section} {s.kind}", s.start_s, s.stop_s)
-        for bucket in step.buckets:
-            details = {
-                "step": number,
-                "bucket": bucket.index,
-                "bytes": bucket.num_bytes,
-                "ready_ms": (bucket.ready_s - stop_s) * 1e3,
-                "launched_ms": (bucket.launched_s - stop_s) * 1e3,
-            }
-            name = f"bucket {bucket.index} ready"
-            yield self._event("i", name, bucket.ready_s, s="t", args=details)
-            yield from self._allreduce(bucket, details)
-
-    def _allreduce(self, bucket: BucketTimes, args: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield a bucket's allreduce, from launch to end, on the bucket's own track.
-
-        Buckets overlap, so one thread's track could not hold them; where the end is unknown, the
-        launch is shown as an instant.
-        """
-        track = {
-            "cat": "allreduce",
-            # A number, as Perfetto wants, that no other rank's track has.
-            "id": (self.rank << 40) + bucket.index,
-            "scope": "ddpopt",
-        }
-        name = f"allreduce bucket {bucket.index}"
-        if bucket.finished_s is None:
-            yield self._event("n", f"{name} launched", bucket.launched_s, args=args, **track)
-            return
-        yield self._event("b", name, bucket.launched_s, args=args, **track)
-        yield self._event("e", name, bucket.finished_s, **track)
-
-    def _range(self, name: str, start_s: float, stop_s: float, **more: Any) -> dict[str, Any]:
-        duration_us = (_nanoseconds(stop_s) - _nanoseconds(start_s)) / 1e3
-        return self._event("X", name, start_s, dur=duration_us, **more)
-
-    def _event(self, phase: str, name: str, at_s: float, **more: Any) -> dict[str, Any]:
-        """Return an event: M names a track, X is a range, i a mark; b, e and n those of an `id`."""
-        return {
-            "ph": phase,
-            "name": name,
-            "ts": _nanoseconds(at_s) / 1e3,
-            "pid": self.rank,
-            "tid": self.rank + 1,  # Perfetto takes threads with equal numbers for one thread
-            **more,
-        }
+def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
+    """Of the same section's runs in several steps."""
+    return dataclasses.replace(
+        runs[0],
+        start_s=statistics.median(run.start_s for run in runs),
+        stop_s=statistics.median(run.stop_s for run in runs),
+    )
 
 
-def map_times(function: Callable[[list[float]], float | None], *values: Any) -> Any:
-    """Merge values of equal structure into one, with `function` applied to each place's times.
-
-    Every float or None in such a structure of dataclasses and tuples is a time.
-    """
-    first = values[0]
-    if dataclasses.is_dataclass(first):
-        names = [field.name for field in dataclasses.fields(first)]
-        merged = {name: map_times(function, *(getattr(v, name) for v in values)) for name in names}
-        return dataclasses.replace(values[0], **merged)
-    if isinstance(first, tuple):
-        return tuple(map_times(function, *items) for items in zip(*values, strict=True))
-    if not isinstance(first, float | None):
-        return first
-    known = [time_s for time_s in values if time_s is not None]
-    return function(known) if known else None
-
-
-def _nanoseconds(time_s: float) -> int:
-    """Return a time as Perfetto reads it, so that adjacent ranges do not overlap there."""
-    return round(time_s * 1e9)
+def _median_bucket(times: Sequence[BucketTimes]) -> BucketTimes:
+    """Of the same bucket in several steps; the finish of those in which it is known."""
+    finished = [each.finished_s for each in times if each.finished_s is not None]
+    return dataclasses.replace(
+        times[0],
+        ready_s=statistics.median(each.ready_s for each in times),
+        launched_s=statistics.median(each.launched_s for each in times),
+        finished_s=statistics.median(finished) if finished else None,
+    )
