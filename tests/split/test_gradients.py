@@ -1,4 +1,4 @@
-"""Parameters that have no gradient in eager DDP have none when the forward is split."""
+"""Which parameters get gradients in a split graph: those that get them in the unsplit one."""
 
 from __future__ import annotations
 
@@ -108,17 +108,19 @@ class TwoHeads(nn.Module):
 
 
 def _train_first_head(
-    rank: int, aside: bool, options: dict[str, Any], inner: str | None
-) -> tuple[list[str], dict[str, torch.Tensor], list[int]]:
-    """As `_train`, on a loss of the first head, and on rank 1 of both in the last step."""
+    rank: int, aside: bool, options: dict[str, Any], inner: str, is_split: bool
+) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+    """Train on a loss of the first head, and on rank 1 of both in the last step.
+
+    Returns the gradients that there are after each step, and the numbers of sections.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ddp = model = DistributedDataParallel(TwoHeads(aside), **options)
-    if inner is not None:
-        chosen = {"inner": inner, "split": "backward"}
-        model = torch.compile(ddp, backend="ddpopt", options=chosen)
+    ddp = DistributedDataParallel(TwoHeads(aside), **options)
+    chosen = {"inner": inner, "split": "backward", "enabled": is_split}
+    model = torch.compile(ddp, backend="ddpopt", options=chosen)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, weight_decay=0.5)
-    without = []
+    gradients = []
     for step, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
         optimizer.zero_grad()
         output = model(x)
@@ -127,10 +129,9 @@ def _train_first_head(
             loss = loss + output["second"].pow(2).mean()
         loss.backward()
         optimizer.step()
-        named = dict(ddp.module.named_parameters())
-        without.append(", ".join(n for n, parameter in named.items() if parameter.grad is None))
-    state = {name: parameter.detach().clone() for name, parameter in named.items()}
-    return without, state, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+        named = ddp.module.named_parameters()
+        gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+    return gradients, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
 
 
 @pytest.mark.parametrize(
@@ -142,20 +143,22 @@ def _train_first_head(
         (True, "static_graph", "aot_eager"),  # eager DDP refuses it with an output that it sees
     ],
 )
-def test_parameters_behind_outputs_that_the_loss_does_not_use_keep_none(
+def test_parameters_behind_outputs_that_the_loss_does_not_use_get_zeros_as_unsplit(
     ranks: Ranks, aside: bool, option: str, inner: str
 ) -> None:
-    """Zeros, which AOTAutograd fills in, would have AdamW change them. Any rank's use counts."""
+    """AOTAutograd fills in zeros for outputs without a gradient. Any rank's use counts."""
     options = {option: True, "bucket_cap_mb": 200 / 2**20}
-    expected = ranks.run(_train_first_head, aside, options, None)
-    found = ranks.run(_train_first_head, aside, options, inner)
-    for (without, parameters, sections), (eager, eager_parameters, _) in zip(
-        found, expected, strict=True
-    ):
-        assert without == eager
-        assert "second.0.weight" in eager[0]
+    found = ranks.run(_train_first_head, aside, options, inner, True)
+    expected = ranks.run(_train_first_head, aside, options, inner, False)
+    for (gradients, sections), (of_unsplit, no_sections) in zip(found, expected, strict=True):
         assert sections[0] >= 3
-        torch.testing.assert_close(parameters, eager_parameters)
+        assert max(no_sections) == 0
+        for step, (of_step, expected_of_step) in enumerate(zip(gradients, of_unsplit, strict=True)):
+            assert of_step.keys() == expected_of_step.keys()
+            assert len(of_step) == 12, "four of the trunk and of each head"
+            for name, gradient in of_step.items():
+                assert torch.equal(gradient, expected_of_step[name]), (step, name)
+        assert not gradients[0]["second.0.weight"].any()
 
 
 def _passing(forward: Forward) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Models with which a gradient could be withheld, moved or cut on a guess: all train as eager's."""
+"""Models with which a gradient could be moved or cut on a guess: all train as eager's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.split import runtime
 from ddpopt.split.backward_cut import SectionGraph, _compile_sections
 from ddpopt.split.backward_plan import read_backward, refuse_linked_calls
 from ddpopt.split.forward_plan import read_facts
@@ -201,29 +200,12 @@ def test_gradients_are_those_of_eager_ddp(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["effect", "effect in backward"])
 def test_gradients_are_those_of_eager_ddp_with_inductor(one_rank: None, name: str) -> None:
-    """Which takes effect tokens out of the graphs, but not out of their descriptions."""
+    """Which takes effect tokens out of the graphs."""
     model, make_input, expected, _ = _MODELS[name]
     eager, ddp = twins(model(), **CAP)
     trained = _train(ddp, make_input, _compile(ddp, inner="inductor"))
     assert_equal_states(trained, _train(eager, make_input))
     assert expected in (_plan(ddp).backward_fallback, _plan(ddp).split)
-
-
-def test_if_the_autograd_node_has_other_outputs_all_gradients_are_released(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch does: nothing says which of them have gradients."""
-    noted = []
-
-    def note(num_outputs: int, gradients: Any) -> None:
-        original(num_outputs + 1, gradients)
-        noted.append(num_outputs)
-
-    original = runtime._note_given
-    monkeypatch.setattr(runtime, "_note_given", note)
-    eager, ddp = twins(Layers(), **CAP)
-    assert_equal_states(_train(ddp, _input, _compile(ddp)), _train(eager, _input))
-    assert noted == [3] * 3, "two outputs and the token"
 
 
 def test_descriptions_that_do_not_match_are_a_named_reason(

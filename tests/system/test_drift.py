@@ -307,18 +307,6 @@ def _train_under_autocast(rank: int) -> None:
     loss.backward()
 
 
-class _TwoOutputs(MLP):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layers[0](x).relu(), self.layers[1](x).relu()
-
-
-def _train_on_one_output(rank: int) -> None:
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(_TwoOutputs(2), bucket_cap_mb=0.01, find_unused_parameters=True)
-    compiled = torch.compile(ddp, backend="ddpopt", options=BACKWARD)
-    compiled(batches(rank, [SHAPE])[0])[0].sum().backward()
-
-
 class _Mapping(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(torch.vmap(torch.sin)(x))
@@ -405,7 +393,6 @@ DOORS: dict[str, Callable[[int], None]] = {
     "bench": _search_settings,
     "verify, compiled apart": _verify_apart,
     "autocast": _train_under_autocast,
-    "an output that the loss does not use": _train_on_one_output,
     "vmap": _train_with_vmap,
     "checkpoint": _train_checkpointed,
     "nothing compiled": _compile_nothing,
@@ -419,7 +406,6 @@ COMPILING |= {
     "verify, compiled in place",
     "verify, compiled apart",
     "autocast",
-    "an output that the loss does not use",
     "vmap",
     "checkpoint",
     "a compiler that fails",
@@ -514,7 +500,6 @@ def test_doctor_names_what_a_small_model_lacks(row: PrivateName) -> None:
 
 UNASKED: dict[PrivateName, str] = {
     names.BOXED_CALL: "written on functions of ours alone",
-    names.BACKWARD_TOKEN: "read where there are effects; the graph is cut in forward without it",
     names.DELAYED_HOOK: "read where DDP delays parameters; the graph is left whole without it",
     names.TENSOR_HOOKS: "as above",
 }

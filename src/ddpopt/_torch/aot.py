@@ -11,7 +11,6 @@ import contextvars
 import copy
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -271,8 +270,9 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
         NotCutError: values and descriptions do not match one to one.
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
-    described = _outputs_described(backward)
-    if described is None:
+    (output,) = backward.graph.find_nodes(op="output")
+    described = output.meta.get("desc", ())
+    if len(described) != len(output.args[0]):
         raise NotCutError(Reason.NOT_DESCRIBED)
     return [
         text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
@@ -280,54 +280,14 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     ]
 
 
-def _outputs_described(gm: fx.GraphModule) -> list[Any] | None:
-    """Return AOTAutograd's (hashable) description of each value that a graph returns.
-
-    None if values and descriptions do not match one to one.
-    """
-    (output,) = gm.graph.find_nodes(op="output")
-    described, num_values = list(output.meta.get("desc", ())), len(output.args[0])
-    if len(described) > num_values:  # Inductor has taken effect tokens out of the values only
-        tokens = (names.FORWARD_TOKEN.get(), names.BACKWARD_TOKEN.get())
-        described = [text for text in described if not isinstance(text, tokens)]
-    return described if len(described) == num_values else None
-
-
-def differentiable_outputs(forward: fx.GraphModule) -> list[Any]:
-    """Return the descriptions of a forward's outputs as its autograd node numbers them.
-
-    They end at the first that is not understood, such as a tensor subclass. So there are fewer than
-    outputs of the node then; none if AOTAutograd describes none, as with functional random state.
-    """
-    token = names.FORWARD_TOKEN.get()
-    rows = (names.PLAIN_OUTPUT, names.MUTATION_OUTPUT, names.BASE_OUTPUT)
-    kinds = tuple(row.get() for row in rows)
-    described = (text for text in _outputs_described(forward) or () if not isinstance(text, token))
-    return list(itertools.takewhile(lambda text: isinstance(text, kinds), described))
-
-
-def tangents(backward: fx.GraphModule) -> dict[fx.Node, Any] | None:
-    """Return which of a backward graph's inputs are gradients of which outputs of the forward.
-
-    None if one of them is anything else, such as a part of a tensor subclass's gradient.
-    """
-    found = {node: text.output for node, text in _described(backward, names.TANGENT_INPUT.get())}
-    placeholders = backward.graph.find_nodes(op="placeholder")
-    is_known = all(node in found for node in placeholders if node.name.startswith("tangents_"))
-    return found if is_known else None
-
-
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
     """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
-    return {node: text.idx for node, text in _described(forward, names.PLAIN_INPUT.get())}
-
-
-def _described(gm: fx.GraphModule, kind: type) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield the inputs of a graph that AOTAutograd describes by this kind, with the description."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        description = node.meta.get("desc")
-        if isinstance(description, kind):
-            yield node, description
+    plain = names.PLAIN_INPUT.get()
+    return {
+        node: node.meta["desc"].idx
+        for node in forward.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("desc"), plain)
+    }
 
 
 def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:

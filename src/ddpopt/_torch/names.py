@@ -293,7 +293,6 @@ _C, _C_AUTOGRAD = "torch._C", "torch._C._autograd"
 _ENGINE = "torch.autograd.Variable._execution_engine"
 
 TASK_ID = PrivateName(_C, "_current_graph_task_id", Need.SPLIT)
-AUTOGRAD_NODE = PrivateName(_C, "_current_autograd_node", Need.BACKWARD)
 QUEUE_CALLBACK = PrivateName(_ENGINE, "queue_callback", Need.RECORD)
 RECORD_SCOPE = PrivateName("torch._C._profiler", "RecordScope", Need.RECORD)
 PREPARE_PROFILER = PrivateName(_C_AUTOGRAD, "_prepare_profiler", Need.RECORD)
@@ -344,12 +343,6 @@ REMOTE_AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "enable_remote_autograd_cache",
 BUNDLED_AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "bundled_autograd_cache", Need.BACKWARD)
 GRADIENT_OUTPUT = PrivateName(_AOT, "GradAOTOutput", Need.BACKWARD)
 PLAIN_INPUT = PrivateName(_AOT, "PlainAOTInput", Need.BACKWARD)
-TANGENT_INPUT = PrivateName(_AOT, "TangentAOTInput", Need.BACKWARD)
-PLAIN_OUTPUT = PrivateName(_AOT, "PlainAOTOutput", Need.BACKWARD)
-MUTATION_OUTPUT = PrivateName(_AOT, "InputMutationAOTOutput", Need.BACKWARD)
-BASE_OUTPUT = PrivateName(_AOT, "IntermediateBaseAOTOutput", Need.BACKWARD)
-FORWARD_TOKEN = PrivateName(_AOT, "ForwardTokenAOTOutput", Need.BACKWARD)
-BACKWARD_TOKEN = PrivateName(_AOT, "BackwardTokenAOTOutput", Need.BACKWARD)
 BOXED_CALL = PrivateName("boxed function", "_boxed_call", Need.BACKWARD)
 # Earlier releases were not examined; with them everything is compiled anew.
 OUTPUT_CODE = PrivateName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))

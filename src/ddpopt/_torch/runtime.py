@@ -23,10 +23,6 @@ def running_backward() -> int:
     return task
 
 
-def autograd_node() -> Any:
-    return names.AUTOGRAD_NODE.get()()
-
-
 class BackwardEnds:
     """Calls a function at the end of each backward in which it was asked to `watch`.
 

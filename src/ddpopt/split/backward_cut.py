@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -30,8 +30,6 @@ from ddpopt import _torch
 from ddpopt._events import Label
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward_plan import (
-    ANY,
-    find_descent,
     gradient_nodes,
     memory_of,
     refuse_linked_calls,
@@ -182,15 +180,13 @@ class _Kept:
     """What is needed to run compiled sections, in this process or in another.
 
     `sections` are those fields of `CompiledSection` that are data, each with the index of its
-    callable among the distinct compiled ones; `arguments` is as for `run_first_section`,
-    `num_outputs` as for `GatedGraph`.
+    callable among the distinct compiled ones; `arguments` is as for `run_first_section`.
     """
 
     plan: SplitPlan
     nodes: Nodes
     sections: Sequence[tuple[int, dict[str, Any]]]
     arguments: Sequence[int | None]
-    num_outputs: int
 
 
 def compile_gated(
@@ -220,7 +216,7 @@ def compile_gated(
     compiled = aot(gm, [*example_inputs, token], cutting)
     kept = cutting.kept
     assert kept is not None, "AOTAutograd returned a forward without its backward"
-    gated = GatedGraph(compiled, cutting.further, device, kept.num_outputs)
+    gated = GatedGraph(compiled, cutting.further, device)
     return dataclasses.replace(kept.plan, graph=graph_name(gm)), kept.nodes, gated
 
 
@@ -237,12 +233,9 @@ class _Cutting(_torch.Cutting):
     further: list[CompiledSection] = dataclasses.field(default_factory=list)
     _was_autocast_on: bool = dataclasses.field(default_factory=_torch.is_autocast_on)
     _saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    _places: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
         self._saved = saved_arguments(forward)
-        outputs = _torch.differentiable_outputs(forward)
-        self._places = {output: place for place, output in enumerate(outputs)}
         _return_token_itself(forward)
 
     def compile(
@@ -261,12 +254,7 @@ class _Cutting(_torch.Cutting):
         plan, nodes, sections = self._cut(backward, self._saved)
         if not sections:
             finish = compile_section(backward, inputs, list(range(len(inputs))))
-            return [finish()], _Kept(
-                plan=plan, nodes=nodes, sections=(), arguments=arguments, num_outputs=0
-            )
-        descent = find_descent(backward, self._places)
-        if descent:
-            _torch.autograd_node()  # backwards need it; find out now if it has moved
+            return [finish()], _Kept(plan=plan, nodes=nodes, sections=(), arguments=arguments)
         placeholders = backward.graph.find_nodes(op="placeholder")
         saved = {k for k, n in enumerate(placeholders) if not n.name.startswith("tangents_")}
         compiled, places = _compile_sections(sections, inputs, saved, compile_section, self._graph)
@@ -276,17 +264,11 @@ class _Cutting(_torch.Cutting):
                 "keeps": section.keeps,
                 "drops": section.drops,
                 "releases": section.releases,
-                "descent": tuple(descent.get(argument, ANY) for argument in section.releases),
             }
             for section in sections
         ]
-        return compiled, _Kept(
-            plan=plan,
-            nodes=nodes,
-            sections=list(zip(places, flows, strict=True)),
-            arguments=arguments,
-            num_outputs=len(self._places) if descent else 0,
-        )
+        kept_sections = list(zip(places, flows, strict=True))
+        return compiled, _Kept(plan=plan, nodes=nodes, sections=kept_sections, arguments=arguments)
 
     def run(self, sections: Sequence[Any], data: _Kept) -> Callable[[list[Any]], Any]:
         self.kept = data
@@ -304,9 +286,7 @@ class _Cutting(_torch.Cutting):
             for index, (place, flow) in enumerate(data.sections)
         ]
         num_kept = sum(len(flow["keeps"]) for _, flow in data.sections)
-        return run_first_section(
-            first, data.arguments, self._num_inputs, num_kept, self._device, data.num_outputs > 0
-        )
+        return run_first_section(first, data.arguments, self._num_inputs, num_kept, self._device)
 
 
 def _add_token(gm: fx.GraphModule) -> None:

@@ -27,7 +27,7 @@ import bisect
 import collections
 import enum
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -199,32 +199,6 @@ def _is_generated(node: fx.Node) -> bool:
 _GENERATED_TAGS = {
     getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)
 }
-
-
-# All bits: a gradient that does not depend on outputs, or outputs that all have gradients.
-ANY = -1
-
-
-def find_descent(backward: fx.GraphModule, places: Mapping[Hashable, int]) -> dict[int, int]:
-    """Return from which of the forward's outputs the gradient of each argument descends, as bits.
-
-    AOTAutograd fills in zeros for the gradients of outputs that the loss does not use. In eager, a
-    parameter behind only such outputs has no gradient, so optimizers leave it alone.
-
-    `places` gives the index of each output of the forward, as AOTAutograd describes it. The result
-    is empty if there is nothing to choose: only one output besides the token can have a gradient,
-    or one of them is not understood.
-    """
-    tangents = _torch.tangents(backward)
-    if tangents is None or len(tangents) <= 2 or not places.keys() >= set(tangents.values()):
-        return {}
-    descent = {placeholder: 1 << places[output] for placeholder, output in tangents.items()}
-    for node in backward.graph.nodes:
-        for source in node.all_input_nodes:
-            descent[node] = descent.get(node, 0) | descent.get(source, 0)
-    return {
-        argument: descent.get(node, 0) or ANY for argument, node in gradient_nodes(backward).items()
-    }
 
 
 def final_positions(

@@ -16,16 +16,14 @@ gates in a chain that ends in AOTAutograd's node.
     backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
 
 The first section returns a *handle* as the token's gradient: a tensor that carries the *run*, the
-list of values on which the other sections of this one backward work. The last item of a run says
-which outputs of the forward have gradients. Autograd gives the handle to gate 1, which passes it on
-to gate 2, and so on. Accumulation comes before any gate, because autograd runs AccumulateGrad nodes
-first; so DDP's hooks launch the allreduce of a bucket before the next section starts. An abandoned
-backward drops the handle, which frees the run's values.
+list of values on which the other sections of this one backward work. Autograd gives the handle to
+gate 1, which passes it on to gate 2, and so on. Accumulation comes before any gate, because
+autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the
+next section starts. An abandoned backward drops the handle, which frees the run's values.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,6 @@ from ddpopt import _events, _logs, _torch
 from ddpopt._events import Label
 from ddpopt.reducer import find_misplaced, predict_buckets
 from ddpopt.split import state
-from ddpopt.split.backward_plan import ANY
 from ddpopt.split.plan import SplitPlan
 
 Compiled = Callable[..., Any]
@@ -194,9 +191,8 @@ class CompiledSection:
     """A section as it is run; the numbers are those of `SectionGraph`.
 
     `call` takes its values as a list, which it empties. Its gradients come in the order of
-    `releases`. `descent` has, as bits, the outputs that each descends from; if none of these has a
-    gradient, None is released. If autocast was on in forward, `call` runs `without_autocast`:
-    all casts are in the graph already. `label` says which section it is.
+    `releases`. If autocast was on in forward, `call` runs `without_autocast`: all casts are in the
+    graph already. `label` says which section it is.
     """
 
     call: Boxed
@@ -204,7 +200,6 @@ class CompiledSection:
     keeps: tuple[int, ...]
     drops: tuple[int, ...]
     releases: tuple[int, ...]
-    descent: tuple[int, ...]
     label: Label
     without_autocast: bool = False
 
@@ -228,11 +223,7 @@ class CompiledSection:
         num_kept = len(self.keeps)
         for slot, value in zip(self.keeps, made, strict=False):
             run[slot] = value
-        given = run[-1]
-        return [
-            _in_own_memory(gradient) if descent & given else None
-            for gradient, descent in zip(made[num_kept:], self.descent, strict=True)
-        ]
+        return [_in_own_memory(gradient) for gradient in made[num_kept:]]
 
 
 def _in_own_memory(gradient: Any) -> Any:
@@ -252,21 +243,18 @@ def run_first_section(
     token_argument: int,
     num_kept: int,
     device: torch.device,
-    has_descent: bool,
 ) -> Boxed:
     """Return what AOTAutograd is to run as its backward: one section, and the start of a run.
 
     `arguments` gives the argument to which each gradient that AOTAutograd expects belongs;
-    `num_kept` is how many values all sections keep; if it `has_descent`, sections ask which outputs
-    have gradients.
+    `num_kept` is how many values all sections keep.
     """
     places = {argument: place for place, argument in enumerate(arguments)}
     released = [places[argument] for argument in section.releases]
     token_place = places[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
-        given = getattr(_torch.autograd_node(), "ddpopt_given", ANY) if has_descent else ANY
-        run: Run = [*inputs, *[None] * num_kept, given]
+        run: Run = [*inputs, *[None] * num_kept]
         inputs.clear()
         gradients: list[Any] = [None] * len(arguments)
         for place, gradient in zip(released, section.run(run), strict=True):
@@ -276,17 +264,6 @@ def run_first_section(
         return gradients
 
     return _torch.boxed(backward)
-
-
-def _note_given(num_outputs: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Note for the node that is about to run which of its outputs have gradients.
-
-    If it has more or fewer than expected, it is not known which is which: all count as given.
-    """
-    given = ANY
-    if len(gradients) == num_outputs:
-        given = sum(1 << i for i, gradient in enumerate(gradients) if gradient is not None)
-    _torch.autograd_node().ddpopt_given = given
 
 
 class Gate(torch.autograd.Function):
@@ -340,8 +317,7 @@ class GatedGraph:
     """The compiled forward of a graph, with a gate for each backward section after the first.
 
     It has the signature of Dynamo's graph. `compiled` takes the token as an additional argument and
-    returns an additional output. `num_outputs` is how many outputs its autograd node should have
-    if sections ask which of them have gradients, and 0 if none asks.
+    returns an additional output.
     """
 
     def __init__(
@@ -349,19 +325,15 @@ class GatedGraph:
         compiled: Callable[..., Sequence[Any]],
         further: Sequence[CompiledSection],
         device: torch.device,
-        num_outputs: int,
     ) -> None:
         self._compiled = compiled
         # The last section's gate is made first: autograd runs later-made nodes first.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]
         self._device = device
-        self._note_given = functools.partial(_note_given, num_outputs) if num_outputs else None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         token = torch.empty(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
         for section, is_last in self._gates:
             token = _gate(section, is_last, token, *[args[i] for i in section.releases])
-        *outputs, token = self._compiled(*args, token)
-        if self._note_given is not None and token.grad_fn is not None:
-            token.grad_fn.register_prehook(self._note_given)
+        *outputs, _token = self._compiled(*args, token)
         return outputs

@@ -32,8 +32,8 @@ KEPT: dict[str, Case] = {
         batches=((3,),) * 4,
         freezes=("", "", "", "thawed"),
     ),
-    # Forward's effect tokens shifted the places of outputs, by which gradients were taken for none.
-    "zeros beside an effect and several outputs": Case(
+    # Forward's effect tokens shifted the places of outputs.
+    "an effect beside several outputs": Case(
         blocks=(Block(kind="linear"), Block(kind="told")),
         outputs=("detached", "view", "hidden"),
         container="dict",
