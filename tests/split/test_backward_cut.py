@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -117,54 +118,32 @@ def test_where_inductor_prefers_channels_last_backward_is_cut_too(one_rank: None
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
 
-class _Compilation:
-    """What Inductor did, in its order; waiting for kernels fails on call `failing`."""
+def _train_failing(at: int) -> tuple[list[torch.Tensor], SplitPlan]:
+    """Train with an Inductor that fails when it waits for the kernels of graph `at`, from 1 on."""
+    wait, num_waits = AsyncCompile.wait, itertools.count(1)
 
-    def __init__(self, failing: int = 0) -> None:
-        self.events: list[str] = []
-        self._failing = failing
+    def wait_for(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+        if next(num_waits) == at:
+            raise ZeroDivisionError("no such register")
+        wait(compiler, scope)
 
-    def train(self) -> tuple[list[torch.Tensor], SplitPlan]:
-        inner_compile, wait = compile_fx.compile_fx_inner, AsyncCompile.wait
-
-        def compile_inner(*args: Any, **kwargs: Any) -> Any:
-            self.events.append("begin")
-            return inner_compile(*args, **kwargs)
-
-        def wait_for(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
-            self.events.append("wait")
-            if self.events.count("wait") == self._failing:
-                raise ZeroDivisionError("no such register")
-            wait(compiler, scope)
-
-        with (
-            mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),
-            mock.patch.object(AsyncCompile, "wait", wait_for),
-            torch._inductor.config.patch(fx_graph_cache=False),
-            torch._functorch.config.patch(enable_autograd_cache=False),
-        ):
-            return _train(_stack(2), split="backward")
-
-
-def test_nobody_waits_for_kernels_before_all_sections_have_begun(one_rank: None) -> None:
-    """So the C++ of one is compiled beside the next one's lowering."""
-    compilation = _Compilation()
-    _, plan = compilation.train()
-    num_begun = compilation.events.index("wait")
-    assert num_begun > 3
-    assert num_begun == compilation.events.count("begin") == compilation.events.count("wait")
-    assert len(plan.sections) >= num_begun - 1, "equal ones are compiled once"
+    with (
+        mock.patch.object(AsyncCompile, "wait", wait_for),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        return _train(_stack(2), split="backward")
 
 
 def test_kernels_that_fail_cost_overlap_not_training(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Although their error comes late; one warning names the section and the error."""
-    right, _ = _Compilation().train()
-    trained, plan = _Compilation(failing=2).train()
+    """One warning names the section and the error."""
+    right, _ = _train_failing(at=0)
+    trained, plan = _train_failing(at=3)  # after the forward and the first section
     assert plan.fallback is Reason.SECTION_FAILED
     (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
-    assert re.search(r"ZeroDivisionError on backward section 1 of \d+: no such register", said)
+    assert re.search(r"on backward section 1 of \d+: ZeroDivisionError: no such register", said)
     for a, b in zip(trained, right, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -326,5 +326,5 @@ def test_sections_share_a_compile_only_if_the_same_inputs_are_saved_tensors() ->
     fields: Any = {"graph": gm, "keeps": (), "drops": (), "releases": ()}
     sections = [SectionGraph(takes=takes, **fields) for takes in ((0, 1), (1, 2), (2, 1), (1, 2))]
     values = [torch.ones(2, 2) for _ in range(3)]
-    _, places = _compile_sections(sections, values, {0, 1}, lambda *_: lambda: gm.forward, "0/0")
+    _, places = _compile_sections(sections, values, {0, 1}, lambda *_: gm.forward, "0/0")
     assert places == [0, 1, 2, 1]

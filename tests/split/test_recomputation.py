@@ -68,3 +68,62 @@ def test_it_is_right_where_the_layer_that_breaks_the_graph_is_not_compiled(one_r
     assert [len(plan.sections) for plan in ddpopt.explain(ddp).plans] == [2]
     for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad)
+
+
+class _Scaled(nn.Module):
+    """A residual block of three layers in three buckets, scaled by the length of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # A number in the first block's code, a symbol in the second's, which no cut can pass on.
+        scale = x.shape[1] ** -0.5
+        y = x * scale
+        for layer in self.layers:
+            y = layer(y)
+        return x + y * scale
+
+
+class _Shortened(nn.Module):
+    """Two checkpointed blocks of one class, of which the second gets every other position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(_Scaled() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)[:, ::2].contiguous()
+        return x
+
+
+def _step_on_sequence(split: str | None) -> DistributedDataParallel:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(_Shortened(), bucket_cap_mb=0.0005)
+    if split is not None:
+        for block in ddp.module.blocks:
+            block.compile(backend="ddpopt", options={"inner": "aot_eager", "split": split})
+    ddp(torch.randn(4, 32, WIDTH)).square().sum().backward()
+    return ddp
+
+
+@pytest.mark.parametrize("split", ["forward", "auto"])
+def test_a_block_is_recomputed_by_the_version_that_its_forward_ran(
+    one_rank: None, split: str
+) -> None:
+    """The second block's version, for any length, would fit the first block too.
+
+    Dynamo offers it first, since it ran last. With `split="forward"` it is whole and saves fewer
+    tensors than the first block's, which is cut.
+    """
+    eager, ddp = _step_on_sequence(None), _step_on_sequence(split)
+    num_sections = [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+    assert len(num_sections) == 2
+    assert num_sections == [3, 0] or split == "auto"
+    for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)

@@ -1,17 +1,11 @@
-"""AOTAutograd and Inductor: compiling a section, cutting a backward, and what both describe.
-
-Inductor would wait for the C++ kernels of each graph; here those of sections are compiled side by
-side.
-"""
+"""AOTAutograd and Inductor: compiling a section, cutting a backward, and what both describe."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
-import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -96,10 +90,8 @@ def _tagging_cache(tag: str) -> contextlib.AbstractContextManager[None]:
 
 
 Compiled = Callable[..., Any]  # takes a list and empties it
-Finish = Callable[[], Compiled]  # waits until it is compiled
-# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> function to
-# be called once compilation of all sections has begun
-CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Finish]
+# (section graph, inputs, which of the whole graph's inputs each is, None for others) -> compiled
+CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Compiled]
 
 
 class Cutting(Protocol):
@@ -135,37 +127,34 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         cached = None if cutting.key is None else _cached()
         tag = _cache_tag() + _NOT_DONATED
 
-        def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> tuple[Any, Finish]:
+        def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
             # Inductor's own cache, which bundling turns off, need not know what this belongs to.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
-            with _tagging_cache(tag), not_bundled, collecting() as waits:
-                compiled = compile_fx_inner(graph, values, **options)
-            return compiled, functools.partial(finish, waits, compiled)
+            with _tagging_cache(tag), not_bundled:
+                return compile_fx_inner(graph, values, **options)
 
-        forwards: list[Finish] = []
+        forwards: list[Any] = []
 
         def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
             if not options.get("is_backward", False):
                 cutting.edit_forward(graph)
-                compiled, finish_forward = compile_inner(graph, graph_inputs, **options)
-                forwards.append(finish_forward)
-                return compiled
+                forwards.append(compile_inner(graph, graph_inputs, **options))
+                return forwards[-1]
             static = set(options.pop("static_input_idxs", ()))
 
             def compile_section(
                 section: fx.GraphModule, section_inputs: list[Any], origins: list[int | None]
-            ) -> Finish:
+            ) -> Compiled:
                 (output,) = section.graph.find_nodes(op="output")
                 values: Any = output.args[0]
                 # Inductor keeps the strides of these; the next section relies on them.
                 output.meta["user_visible_output_idxs"] = list(range(len(values)))
                 kept = [i for i, origin in enumerate(origins) if origin in static]
-                return compile_inner(section, section_inputs, static_input_idxs=kept, **options)[1]
+                return compile_inner(section, section_inputs, static_input_idxs=kept, **options)
 
             sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
-            graphs = [*(finish_forward() for finish_forward in forwards), *sections]
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
-            if cached is not None and cached.are_storable(graphs):
+            if cached is not None and cached.are_storable([*forwards, *sections]):
                 return cached.CutBackward(sections, data)
             # Without bundling nothing is stored. The block around restores it, changed or not.
             names.BUNDLED_AUTOGRAD_CACHE.set(False)
@@ -174,7 +163,6 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(inductor)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_cut_backward_settings(cutting.key if cached else None))
-            stack.enter_context(coming_later(inputs))
             if cached is not None:
                 stack.enter_context(cached.running_by(cutting.run))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
@@ -202,9 +190,8 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         return boxed_nop(graph, graph_inputs)
 
     def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
-        def compile_section(section: fx.GraphModule, values: list[Any], _: object) -> Finish:
-            compiled = boxed_nop(section, values)
-            return lambda: compiled
+        def compile_section(section: fx.GraphModule, values: list[Any], _: object) -> Compiled:
+            return boxed_nop(section, values)
 
         return cutting.run(*cutting.compile(graph, list(graph_inputs), compile_section))
 
@@ -312,64 +299,3 @@ def has_cuda_graphs(inductor: CompilerFn) -> bool:
 def drawing_as_eager() -> contextlib.AbstractContextManager[None]:
     """Make Inductor compile random operators in this block so that they draw what eager draws."""
     return names.settings({names.FALLBACK_RANDOM: True})
-
-
-# ---- Kernels -----------------------------------------------------------------------------------
-
-
-Wait = Callable[[], None]
-# What this thread is to wait for later, None if it waits at once
-_waits: contextvars.ContextVar[list[Wait] | None]
-_waits = contextvars.ContextVar("ddpopt_waits", default=None)
-
-
-@contextlib.contextmanager
-def coming_later(inputs: Iterable[Any]) -> Iterator[None]:
-    """Allow `collecting` in this block, if that is possible for graphs with such inputs.
-
-    It is possible neither on devices other than the CPU, where Inductor collects results right
-    after each graph, nor if Inductor runs each graph once to measure it.
-    """
-    with contextlib.ExitStack() as stack:
-        is_on_cpu = {v.device.type for v in inputs if isinstance(v, torch.Tensor)} <= {"cpu"}
-        with names.doing_without(names.Need.SIDE_BY_SIDE):
-            if is_on_cpu and not names.PROFILE_BANDWIDTH_OUTPUT.get():
-                stack.enter_context(_replaced_wait())
-        yield
-
-
-@contextlib.contextmanager
-def _replaced_wait() -> Iterator[None]:
-    """Replace it for the process; blocks do not overlap, since Dynamo compiles under a lock."""
-    wait = names.WAIT_FOR_KERNELS.get()
-
-    def wait_later(compiler: Any, scope: dict[str, Any]) -> None:
-        waits = _waits.get()
-        if waits is None:
-            wait(compiler, scope)
-        else:
-            waits.append(lambda: wait(compiler, scope))
-
-    with names.WAIT_FOR_KERNELS.replaced_by(wait_later):
-        yield
-
-
-@contextlib.contextmanager
-def collecting() -> Iterator[list[Wait]]:
-    """Yield what waits for the kernels of a graph that Inductor's threads compile in this block.
-
-    The graph must not be called earlier. There is nothing to wait for outside `coming_later`.
-    """
-    waits: list[Wait] = []
-    token = _waits.set(waits)
-    try:
-        yield waits
-    finally:
-        _waits.reset(token)
-
-
-def finish(waits: Iterable[Wait], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled graph once its kernels are compiled."""
-    for wait in waits:
-        wait()
-    return compiled

@@ -50,7 +50,6 @@ class Need(enum.Enum):
     WHOLE = "getting whole graphs from Dynamo"
     BACKWARD = "split='backward'"
     CACHE = "taking cut backwards from torch's cache"
-    SIDE_BY_SIDE = "compiling the C++ of sections side by side"
     LAZY = "making the code of a graph only where it is needed"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
     WATCH = "telling when a DDP forward begins and ends"
@@ -360,10 +359,6 @@ INDUCTOR = PrivateName("torch", "_TorchCompileInductorWrapper", Need.SPLIT)
 INDUCTOR_CONFIG = PrivateName("Inductor wrapper", "config", Need.BACKWARD)
 INDUCTOR_OPTIONS = PrivateName(_INDUCTOR, "list_options", Need.SPLIT)
 CUDAGRAPHS = PrivateName(f"{_INDUCTOR}.config.triton", "cudagraphs", Need.BACKWARD)
-WAIT_FOR_KERNELS = PrivateName(f"{_INDUCTOR}.async_compile.AsyncCompile", "wait", Need.SIDE_BY_SIDE)
-PROFILE_BANDWIDTH_OUTPUT = PrivateName(
-    f"{_INDUCTOR}.config", "profile_bandwidth_output", Need.SIDE_BY_SIDE
-)
 FALLBACK_RANDOM = PrivateName(f"{_INDUCTOR}.config", "fallback_random", Need.COPY)
 
 # ---- Modules and logs --------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ddpopt.split.backward_plan import (
     repeats_of,
     saved_arguments,
 )
-from ddpopt.split.forward_cut import SectionCompiler, naming_section
+from ddpopt.split.forward_cut import SectionCompiler
 from ddpopt.split.nodes import IS_COPY, call_nodes, graph_name, has_ragged_sizes, output_values
 from ddpopt.split.plan import BackwardCuts, SplitPlan
 from ddpopt.split.runtime import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
@@ -253,8 +253,8 @@ class _Cutting(_torch.Cutting):
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
         plan, nodes, sections = self._cut(backward, self._saved)
         if not sections:
-            finish = compile_section(backward, inputs, list(range(len(inputs))))
-            return [finish()], _Kept(plan=plan, nodes=nodes, sections=(), arguments=arguments)
+            whole = compile_section(backward, inputs, list(range(len(inputs))))
+            return [whole], _Kept(plan=plan, nodes=nodes, sections=(), arguments=arguments)
         placeholders = backward.graph.find_nodes(op="placeholder")
         saved = {k for k, n in enumerate(placeholders) if not n.name.startswith("tangents_")}
         compiled, places = _compile_sections(sections, inputs, saved, compile_section, self._graph)
@@ -325,7 +325,7 @@ def _compile_sections(
     `inputs` are the fake values of the whole graph's inputs, of which those `saved` in forward are
     at fixed addresses for Inductor; `graph` is its name.
     """
-    begun: list[_torch.Finish] = []
+    compiled: list[Callable[..., Any]] = []
     place_of: dict[object, int] = {}
     places = []
     compiler = SectionCompiler(graph, len(sections))
@@ -338,15 +338,12 @@ def _compile_sections(
         ]
         key = _identity(section.graph, values, [origin in saved for origin in origins]) or index
         if key not in place_of:
-            place_of[key] = len(begun)
+            place_of[key] = len(compiled)
+            compile_it = functools.partial(compile_section, section.graph, values, origins)
             where = f"backward section {index} of {len(sections)}"
-            begin: Callable[[], _torch.Finish] = functools.partial(
-                compile_section, section.graph, values, origins
-            )
-            finish = compiler.compile(index, where, begin)
-            begun.append(functools.partial(naming_section, where, finish))
+            compiled.append(compiler.compile(index, where, compile_it))
         places.append(place_of[key])
-    return [finish() for finish in begun], places
+    return compiled, places
 
 
 def _identity(

@@ -198,24 +198,23 @@ class SectionCompiler:
     _reported_s: float = 0.0
 
     def compile(self, index: int, where: str, compile_it: Callable[[], _T]) -> _T:
-        """Compile a section as `naming_section` does; at times report which, if that takes long."""
+        """Compile a section by `compile_it`; at times report which, if all of them take long.
+
+        Raises:
+            NotCutError: `compile_it` raised; `where` says on which section.
+        """
         taken_s = time.monotonic() - self._began_s
         if taken_s >= self._reported_s + _QUIET_S:
             self._reported_s = taken_s
             text = "graph %s: compiling section %d of %d, after %.0f s"
             _logs.progress(text, self.graph, index + 1, self.num_sections, taken_s)
-        return naming_section(where, compile_it)
-
-
-def naming_section(where: str, compile_it: Callable[[], _T]) -> _T:
-    """Return what `compile_it` returns; raise NotCutError if it raises an error."""
-    try:
-        return compile_it()
-    except _torch.control_flow_exceptions():
-        raise
-    except Exception as error:
-        detail = f"{type(error).__name__} on {where}: {error}"
-        raise NotCutError(Reason.SECTION_FAILED, detail) from error
+        try:
+            return compile_it()
+        except _torch.control_flow_exceptions():
+            raise
+        except Exception as error:  # whatever the inner compiler raises
+            detail = f"{type(error).__name__} on {where}: {error}"
+            raise NotCutError(Reason.SECTION_FAILED, detail) from error
 
 
 def compile_sections(
