@@ -16,14 +16,22 @@ from ddpopt.split.backward_plan import BackwardFacts, Tie, plan_backward
 from ddpopt.split.plan import BackwardCuts, SplitPlan
 
 
-def _facts(
+def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     reads: Sequence[dict[int, Tie]],
     gradients: dict[int, tuple[int, ...]],
     num_bytes: Sequence[int] | None = None,
     ordered: Sequence[int] = (),
     argument_reads: dict[int, tuple[int, ...]] | None = None,
+    write_backs: dict[int, int] | None = None,
+    forward_reads: dict[int, frozenset[int]] | None = None,
 ) -> BackwardFacts:
+    """Facts in which each call is an autograd node of its own."""
     count = len(reads)
+    bound = {*ordered, *itertools.chain.from_iterable((argument_reads or {}).values())}
+    bound_places = {call: call for call in bound - (forward_reads or {}).keys()}
+    for call, argument in (write_backs or {}).items():
+        others = [other for other in (argument_reads or {}).get(argument, ()) if other < call]
+        bound_places[call] = max((*reads[call], *others))
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
         is_repeat=[False] * count,
@@ -32,6 +40,10 @@ def _facts(
         num_bytes=num_bytes or [1] * count,
         gradients=gradients,
         argument_reads=argument_reads or {},
+        write_backs=write_backs or {},
+        bound_places=bound_places,
+        release_places={a: max(calls, default=-1) for a, calls in gradients.items()},
+        forward_reads=forward_reads or {},
     )
 
 

@@ -95,7 +95,7 @@ def _cut(
         split="backward",
         arrival=tuple(parameters.values()),
     )
-    return Backward(gm, plan, cut_backward(gm, cuts), saved, arguments)
+    return Backward(gm, plan, cut_backward(gm, cuts, saved or {}), saved, arguments)
 
 
 def _example() -> Backward:

@@ -267,6 +267,16 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     ]
 
 
+def autograd_number(node: fx.Node) -> int | None:
+    """The number of the autograd node for which a call of a backward graph was traced.
+
+    None if AOTAutograd does not tell. A call of the forward that is recomputed has the number of
+    the node that it made.
+    """
+    number = node.meta.get("seq_nr")
+    return number if isinstance(number, int) else None
+
+
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
     """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
     plain = names.PLAIN_INPUT.get()

@@ -30,6 +30,7 @@ from ddpopt import _torch
 from ddpopt._events import Label
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward_plan import (
+    argument_of,
     gradient_nodes,
     memory_of,
     refuse_linked_calls,
@@ -59,13 +60,22 @@ class SectionGraph:
     releases: tuple[int, ...]
 
 
-def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, ...]:
-    """Return the section graphs, in the order in which they run. `gm` is left unchanged."""
+def cut_backward(
+    gm: fx.GraphModule, cuts: BackwardCuts, saved: Mapping[str, int]
+) -> tuple[SectionGraph, ...]:
+    """Return the section graphs, in the order in which they run. `gm` is left unchanged.
+
+    `saved` is as in `read_backward`.
+    """
+    snapshots: list[fx.Node] = []
     calls = call_nodes(gm.graph)
+    if cuts.late_forward_reads:
+        gm, calls, snapshots = _with_snapshots(gm, cuts.late_forward_reads, saved)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
     repeats = repeats_of(gm)
     made = [[calls[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
+    made[0] = [*snapshots, *made[0]]
     released = [[gradients[argument] for argument in arguments] for arguments in cuts.releases]
     symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
     taken = [
@@ -100,6 +110,56 @@ def cut_backward(gm: fx.GraphModule, cuts: BackwardCuts) -> tuple[SectionGraph, 
             )
         )
     return tuple(sections)
+
+
+def _with_snapshots(
+    gm: fx.GraphModule, late_reads: Mapping[int, AbstractSet[int]], saved: Mapping[str, int]
+) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """A copy of a graph in which these calls read snapshots of these arguments.
+
+    Returns the copy, its calls, numbered as those of `gm`, and the snapshots, which come first.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.output(graph.graph_copy(gm.graph, copies))
+    (original_output,) = gm.graph.find_nodes(op="output")
+    output.meta = dict(original_output.meta)
+    calls = [copies[node] for node in call_nodes(gm.graph)]
+    repeats = {copies[node] for node in repeats_of(gm)}
+    snapshots: dict[fx.Node, fx.Node] = {}
+    for placeholder in list(graph.find_nodes(op="placeholder")):
+        argument = argument_of(placeholder, saved)
+        if any(argument in read for read in late_reads.values()):
+            with graph.inserting_before(calls[0]):
+                snapshots[placeholder] = _clone(graph, placeholder)
+
+    def snapshot_of(node: fx.Node, read: AbstractSet[int]) -> fx.Node:
+        """The same value as a node's, in the memory of snapshots where it is one of `read`."""
+        if node in snapshots and argument_of(node, saved) in read:
+            return snapshots[node]
+        if node not in repeats:
+            return node
+        sources = {source: snapshot_of(source, read) for source in node.all_input_nodes}
+        if all(source is other for source, other in sources.items()):
+            return node
+        with graph.inserting_before(node):
+            view = graph.node_copy(node, sources.__getitem__)
+        repeats.add(view)
+        return view
+
+    for call, read in late_reads.items():
+        for source in calls[call].all_input_nodes:
+            calls[call].replace_input_with(source, snapshot_of(source, read))
+    return _torch.graph_module(gm, graph), calls, list(snapshots.values())
+
+
+def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """A copy of a value in memory of its own."""
+    copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+    copied.meta = {**value.meta, IS_COPY: True}
+    if isinstance(value.meta.get("val"), torch.Tensor):
+        copied.meta["val"] = value.meta["val"].clone()
+    return copied
 
 
 def _taken(
@@ -147,11 +207,7 @@ class _Builder:
 
     def clone_of(self, value: fx.Node) -> fx.Node:
         """Return a copy of one of this section's values, in memory of its own."""
-        copied = self._graph.call_function(torch.ops.aten.clone.default, (value,))
-        copied.meta = {**value.meta, IS_COPY: True}
-        if isinstance(value.meta.get("val"), torch.Tensor):
-            copied.meta["val"] = value.meta["val"].clone()
-        return copied
+        return _clone(self._graph, value)
 
     def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
         self._graph.output(tuple(outputs))

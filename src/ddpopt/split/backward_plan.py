@@ -10,6 +10,25 @@ gradient for each argument of the forward. Some calls cost next to nothing: view
 Such a call is a *repeat*: each section that needs it makes its own, so its value never crosses a
 cut, and no two values that cross a cut share memory. `reads` looks through repeats.
 
+[Note: order, as a hook sees it]
+A hook runs where a gradient is released, and may read and write all that the program can reach:
+parameters, buffers, inputs. In eager it finds there what the backward did before, and the backward
+has read what it reads before. So whatever stands before a gradient's release in the graph runs
+before it here as well: effects, and reads of the memory of arguments. Only pure computation on the
+graph's own values may move behind a release. What stands behind a release may run before it: so it
+does in the unsplit compile, which runs the whole graph before all releases.
+
+A release stands behind the last call of the autograd node that makes the gradient. A call stands
+where it is in the graph, but for one kind: AOTAutograd makes a graph functional, and puts the
+writes to its arguments, the *write-backs*, at the end. In the program such a write came no earlier
+than the last call that makes its value or that reads the old one, so that is where it stands.
+
+Calls that need no gradient of an output are the forward's: the partitioner has them made again,
+rather than save what they return. The program made them before any release, wherever they stand
+here. To run all of them first would take the memory that it saves, so if one reads a buffer or an
+input in a later section, it reads a copy of that, a *snapshot*, which the first section makes.
+(A trained parameter is not written before its own gradient is there, by anybody that we know of.)
+
 [Note: stages and cuts]
 The calls for which bucket k waits, but no earlier bucket, are *stage* k; a call for which no bucket
 waits belongs to the stage in which it stands, or to the last one. A hook that gets a gradient may
@@ -64,8 +83,14 @@ class BackwardFacts:
     `reads[i]` maps each call whose value call i uses to their tie; it is empty for a repeat.
     `gradients` maps an argument of the forward to the calls that its gradient is computed from
     (none if it is an input passed through); `argument_reads` maps it to the calls that read its
-    memory. `num_bytes[i]` is the size of what call i returns, `is_ordered[i]` whether call i has
-    effects and must keep its place among such calls.
+    memory, or write it. `num_bytes[i]` is the size of what call i returns, `is_ordered[i]` whether
+    call i has effects. `write_backs` maps calls with effects to the argument that they write; all
+    other calls with effects keep their order.
+
+    `bound_places` has the calls that may not run behind a release before which they stand, and
+    where they stand; `release_places` has where each argument's gradient is released.
+    `forward_reads` maps calls of the forward to the arguments that they read, of which they may as
+    well read snapshots: they stand before all releases. See [Note: order, as a hook sees it].
     """
 
     call_names: Sequence[str]
@@ -75,6 +100,10 @@ class BackwardFacts:
     num_bytes: Sequence[int]
     gradients: Mapping[int, tuple[int, ...]]
     argument_reads: Mapping[int, Sequence[int]]
+    write_backs: Mapping[int, int]
+    bound_places: Mapping[int, int]
+    release_places: Mapping[int, int]
+    forward_reads: Mapping[int, frozenset[int]]
 
 
 def refuse_linked_calls(gm: fx.GraphModule) -> None:
@@ -126,11 +155,11 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
     sources: dict[fx.Node, tuple[int, ...]] = {}  # the calls and the arguments behind a value
-    arguments = {
-        node: {saved[node.name]}
-        for node in gm.graph.find_nodes(op="placeholder")
-        if node.name in saved
-    }
+    arguments: dict[fx.Node, set[int]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        argument = argument_of(node, saved)
+        if argument is not None:
+            arguments[node] = {argument}
     reads: list[dict[int, Tie]] = []
     argument_reads: dict[int, list[int]] = {}
     for call, node in enumerate(calls):
@@ -149,15 +178,145 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
             reads.append(found)
             for argument in read:
                 argument_reads.setdefault(argument, []).append(call)
+    is_ordered = [not is_pure(node) for node in calls]
+    gradients = {a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()}
+    write_backs: dict[int, int] = {}
+    for call, node in enumerate(calls):
+        target = written_back(node, saved)
+        if target is not None:
+            write_backs[call] = target
+    bound_places = _bound_places(reads, is_ordered, argument_reads, write_backs)
+    forward_reads = _forward_reads(gm, saved, set(gradients))
+    for call in forward_reads:
+        del bound_places[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
         is_repeat=[node in repeats for node in calls],
-        is_ordered=[not is_pure(node) for node in calls],
+        is_ordered=is_ordered,
         reads=reads,
         num_bytes=[num_bytes_of(node.meta.get("val")) for node in calls],
-        gradients={a: sources.get(node, ()) for a, node in gradient_nodes(gm).items()},
+        gradients=gradients,
         argument_reads=argument_reads,
+        write_backs=write_backs,
+        bound_places=bound_places,
+        release_places=_release_places(calls, reads, gradients, is_ordered, bound_places),
+        forward_reads=forward_reads,
     )
+
+
+def argument_of(placeholder: fx.Node, saved: Mapping[str, int]) -> int | None:
+    """The argument in whose memory a tensor is that a backward graph takes; None for others."""
+    if not isinstance(placeholder.meta.get("val"), torch.Tensor):
+        return None  # a size is in nobody's memory
+    return saved.get(placeholder.name)
+
+
+def _has_true_copy(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor has its strides, as one of an expanded tensor has not."""
+    return tensor.layout is torch.strided and torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _forward_reads(
+    gm: fx.GraphModule, saved: Mapping[str, int], trained: AbstractSet[int]
+) -> dict[int, frozenset[int]]:
+    """Calls of the forward that are made again, and read buffers or inputs that have a snapshot.
+
+    `trained` are the arguments that get gradients. Without a gradient of an output among its inputs
+    a graph does not tell which of its calls are the forward's.
+    """
+    repeats = repeats_of(gm)
+    needs_tangent: set[fx.Node] = set()
+    read_by: dict[fx.Node, frozenset[int]] = {}  # the arguments in whose memory a value is
+    for node in gm.graph.find_nodes(op="placeholder"):
+        argument = argument_of(node, saved)
+        if node.name.startswith("tangents_"):
+            needs_tangent.add(node)
+        elif argument is not None and argument not in trained and _has_true_copy(node.meta["val"]):
+            read_by[node] = frozenset([argument])
+    found: dict[int, frozenset[int]] = {}
+    if not needs_tangent:
+        return found
+    for call, node in enumerate(call_nodes(gm.graph)):
+        if not needs_tangent.isdisjoint(node.all_input_nodes):
+            needs_tangent.add(node)
+        read = frozenset[int]().union(*(read_by.get(n, ()) for n in node.all_input_nodes))
+        if node in repeats:
+            read_by[node] = read
+        elif read and node not in needs_tangent and is_pure(node):
+            found[call] = read
+    return found
+
+
+def written_back(node: fx.Node, saved: Mapping[str, int]) -> int | None:
+    """The argument that a call writes and nothing else, as AOTAutograd's last calls do; else None.
+
+    `saved` is as in `read_backward`. A call whose result is used does something else as well.
+    """
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return None
+    target = node.args[0]
+    return argument_of(target, saved) if isinstance(target, fx.Node) else None
+
+
+def _bound_places(
+    reads: Sequence[Mapping[int, Tie]],
+    is_ordered: Sequence[bool],
+    argument_reads: Mapping[int, Sequence[int]],
+    write_backs: Mapping[int, int],
+) -> dict[int, int]:
+    """Where the calls stand that see or change what the program can reach."""
+    places = {call: call for call, is_effect in enumerate(is_ordered) if is_effect}
+    for calls in argument_reads.values():
+        places.update((call, call) for call in calls)
+    for call, argument in write_backs.items():
+        # Other writes to the same argument count: they are in this order.
+        others = (other for other in argument_reads[argument] if other < call)
+        places[call] = max((*reads[call], *(places[other] for other in others)), default=-1)
+    return places
+
+
+def _release_places(
+    calls: Sequence[fx.Node],
+    reads: Sequence[Mapping[int, Tie]],
+    gradients: Mapping[int, tuple[int, ...]],
+    is_ordered: Sequence[bool],
+    bound_places: Mapping[int, int],
+) -> dict[int, int]:
+    """Where the gradient of each argument is released: behind the autograd node that makes it.
+
+    The calls of a node stand together and have its number. Calls in traced `autograd.Function`s all
+    have the same number, one above those of all nodes, and two Functions may stand together. So of
+    the calls behind a gradient with that number only effects that need the gradient count, such as
+    a note of how large it is.
+    """
+    numbers = [_torch.autograd_number(node) for node in calls]
+    of_functions = max((number for number in numbers if number is not None), default=None)
+    stands_at = [bound_places.get(call, call) for call in range(len(calls))]
+    effects = [call for call, is_effect in enumerate(is_ordered) if is_effect]
+    places: dict[int, int] = {}
+    for argument, made_by in gradients.items():
+        last = place = max(made_by, default=-1)
+        if made_by and numbers[last] is not None:
+            end = last
+            while end + 1 < len(calls) and numbers[end + 1] == numbers[last]:
+                end += 1
+            if numbers[last] != of_functions:
+                place = end
+            else:
+                needing = _descendants(reads, last) if effects else set()
+                noted = (stands_at[c] for c in effects if c in needing and stands_at[c] <= end)
+                place = max((place, *noted))
+        places[argument] = place
+    return places
+
+
+def _descendants(reads: Sequence[Mapping[int, Tie]], origin: int) -> set[int]:
+    """The calls that need a call's value."""
+    found = {origin}
+    for call in range(origin + 1, len(reads)):
+        if not found.isdisjoint(reads[call]):
+            found.add(call)
+    return found
 
 
 def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
@@ -254,32 +413,52 @@ def plan_backward(
     )
     released_in = {arguments[p.index]: section for p, section in section_of.items()}
     releases = _choose_releases(facts, order, bounds, released_in)
-    return BackwardCuts(order=tuple(order), sections=sections, releases=releases)
+    of_first = set(order[: bounds[1]])
+    return BackwardCuts(
+        order=tuple(order),
+        sections=sections,
+        releases=releases,
+        late_forward_reads={c: a for c, a in facts.forward_reads.items() if c not in of_first},
+    )
 
 
 def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
     """Return the stage of each call: the first bucket that waits for it."""
     last = len(released) - 1
     stage = [last] * len(facts.reads)
-    reached = -1  # where in graph order the last gradient of the buckets so far is made
+    reached = -1  # where the last gradient of the buckets so far is released, in graph order
     reached_by = []
     for k, arguments in enumerate(released):
         for argument in arguments:
-            reached = max((reached, *facts.gradients[argument]))
+            reached = max(reached, facts.release_places[argument])
             for call in (*facts.gradients[argument], *facts.argument_reads.get(argument, ())):
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
+    # Not behind a release that they stand before, see [Note: order, as a hook sees it].
+    at_most = dict(facts.bound_places)
     in_bucket = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
-        for call in calls if argument not in in_bucket else ():
-            stage[call] = min(stage[call], bisect.bisect_left(reached_by, call))
-    ordered = last
+        if argument not in in_bucket:
+            at_most.update((call, call) for call in calls if call not in at_most)
+    for call, place in at_most.items():
+        stage[call] = min(stage[call], bisect.bisect_left(reached_by, place))
+    _stage_needed_calls(facts, stage)
+    return stage
+
+
+def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
+    """Move calls to the stages of those that have to come after them."""
+    following = len(stage)  # the stage of the effect after this one
     for call in reversed(range(len(facts.reads))):
-        if facts.is_ordered[call]:
-            ordered = stage[call] = min(stage[call], ordered)
+        if call in facts.write_backs:
+            # What reads the old value comes first. Other effects have nothing to do with it.
+            for reader in facts.argument_reads[facts.write_backs[call]]:
+                if reader < call:
+                    stage[reader] = min(stage[reader], stage[call])
+        elif facts.is_ordered[call]:
+            following = stage[call] = min(stage[call], following)
         for source in facts.reads[call]:
             stage[source] = min(stage[source], stage[call])
-    return stage
 
 
 def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
@@ -405,12 +584,17 @@ def _choose_releases(
     """Return the arguments whose gradients each section releases.
 
     Those of buckets are `released_in` the given sections. Any other gradient is released as soon as
-    it exists and its argument is no longer read.
+    it exists, its argument is no longer read, and all has run that stands before its release.
     """
     place = {call: index for index, call in enumerate(order)}
+    # How far in `order` the calls are that stand before each place of the graph.
+    bound = sorted(facts.bound_places.items(), key=lambda item: item[1])
+    bound_places = [stands_at for _, stands_at in bound]
+    reached = list(itertools.accumulate((place[call] for call, _ in bound), max, initial=0))
     result: list[list[int]] = [[] for _ in bounds[1:]]
     for argument, calls in facts.gradients.items():
         reads = facts.argument_reads.get(argument, ())
-        made = max((place[call] for call in (*calls, *reads)), default=0)
+        num_before = bisect.bisect_right(bound_places, facts.release_places[argument])
+        made = max(reached[num_before], *(place[call] for call in (*calls, *reads)), 0)
         result[released_in.get(argument, bisect.bisect_right(bounds, made) - 1)].append(argument)
     return tuple(tuple(sorted(arguments)) for arguments in result)

@@ -292,7 +292,7 @@ def _split_backward(
             return BackwardCut(survey.left_whole(plan, refusal.reason), (calls,), ())
         plan = dataclasses.replace(plan, sections=cuts.sections, num_nodes=len(cuts.order))
         plan = plan.with_buckets(plan.buckets)
-        sections = cut_backward(backward, cuts)
+        sections = cut_backward(backward, cuts, saved)
         validate_backward(backward, plan, sections, saved, arguments)
         outputs = [dict(zip(s.keeps, output_values(s.graph), strict=False)) for s in sections]
         crossings = find_crossings(outputs, [section.takes for section in sections])

@@ -51,11 +51,14 @@ class BackwardCuts:
 
     `order` leaves out repeats (see [Note: calls and repeats] in backward_plan.py).
     `releases[k]` are the arguments of the forward whose gradients section k releases.
+    `late_forward_reads` maps calls of sections after the first to the arguments of which they read
+    snapshots; see [Note: order, as a hook sees it] in backward_plan.py.
     """
 
     order: tuple[int, ...]
     sections: tuple[Section, ...]
     releases: tuple[tuple[int, ...], ...]
+    late_forward_reads: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 class NodeText(NamedTuple):

@@ -9,25 +9,38 @@ is equal to the original. A call that writes, or is not known to be pure, is the
 is made once, in the same order. A write changes the *version* of the memory, and a value read at
 another version is another argument. Sections are right if each output has its expression, effects
 are equal, and each section does what the plan says of it.
+
+Of a backward it is shown besides that no call runs behind a gradient's release before which it
+stands, if it has an effect or reads memory that the program can reach; see [Note: order, as a hook
+sees it] in backward_plan.py.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from ddpopt import _torch
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward_cut import SectionGraph
-from ddpopt.split.backward_plan import gradient_nodes, repeats_of
+from ddpopt.split.backward_plan import (
+    BackwardFacts,
+    argument_of,
+    gradient_nodes,
+    read_backward,
+    repeats_of,
+)
 from ddpopt.split.nodes import (
     IS_COPY,
     attribute_of,
+    call_nodes,
     is_differentiable,
     is_pure,
     name_of,
@@ -54,11 +67,21 @@ class _Program:
     `numbers` are those of the expressions so far. `memory_of` gives the memory of what a call
     returns, from the call and the values that it reads. `num_fixed` counts as plans do, for each
     graph that was run; `_modes` are those of autocast, and False under no_grad.
+
+    Calls for which `writes_back` is true write to an argument and do nothing else: they are in
+    `writes`, by memory, and not among the other effects. `events` has, in the order in which they
+    were run, all effects, write-backs and calls that read the memory of an argument: what it is,
+    equal in equal programs, the call, and `section` as it was. A call that reads a copy of an
+    argument's memory reads that when the copy is made.
     """
 
     numbers: dict[Hashable, int]
     memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
+    writes_back: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
     effects: list[Hashable] = field(default_factory=list)
+    writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
+    section: int = 0
+    events: list[tuple[Hashable, fx.Node, int]] = field(default_factory=list)
     num_fixed: list[int] = field(default_factory=list)
     _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
     _modes: list[Hashable] = field(default_factory=list)
@@ -86,6 +109,8 @@ class _Program:
         read = [values[source] for source in node.all_input_nodes]
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
+            if any(map(is_argument, read[0].memory)):
+                memory = tuple(("snapshot", self.section, place) for place in memory)
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
             return _Value(self.number(("attribute", id(attribute_of(gm, node)))), memory)
@@ -97,11 +122,27 @@ class _Program:
         call = (node.op, target, arguments, *self._modes)
         written, is_fixed = written_by(node), not is_pure(node)
         self.num_fixed[-1] += is_fixed
-        if written or is_fixed:
+        if self.writes_back(node, read):
+            written_back = self.writes.setdefault(read[0].memory, [])
+            written_back.append(call)
+            call = ("written back", read[0].memory, len(written_back))
+            self.events.append((call, node, self.section))
+        elif written or is_fixed:
             self.effects.append(call)
             call = ("effect", len(self.effects))
+            self.events.append((call, node, self.section))
+        elif not read or memory != read[0].memory:  # else it is a view, which reads nothing
+            self._note_reads(("read", self.number(call)), node, read)
         self._versions.update({place for source in written for place in values[source].memory})
         return _Value(self.number(call), memory)
+
+    def _note_reads(self, event: Hashable, node: fx.Node, read: Sequence[_Value]) -> None:
+        """Note the event if the call reads the memory of arguments, now or in a snapshot."""
+        for place in itertools.chain.from_iterable(value.memory for value in read):
+            if is_argument(place):
+                self.events.append((event, node, self.section))
+            elif isinstance(place, tuple) and place[0] == "snapshot":
+                self.events.append((event, node, place[1]))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
         is_grad_mode = name_of(node) == "_set_grad_enabled"
@@ -127,6 +168,11 @@ class _Program:
         return (type(value), value if isinstance(value, int) else repr(value))
 
 
+def is_argument(place: Hashable) -> bool:
+    """Whether memory is that of an argument of the forward, which the program can reach."""
+    return isinstance(place, tuple) and place[0] == "argument"
+
+
 def validate_backward(
     gm: fx.GraphModule,
     plan: SplitPlan,
@@ -148,17 +194,24 @@ def validate_backward(
     def memory_of(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
         return read[0].memory if read and node in views[node.graph] else (next(places),)
 
+    def writes_back(node: fx.Node, read: Sequence[_Value]) -> bool:
+        # Names of inputs are other ones in sections: their memory tells which argument it is.
+        is_copy = node.target is torch.ops.aten.copy_.default and not node.users
+        return is_copy and len(read[0].memory) == 1 and is_argument(read[0].memory[0])
+
     numbers: dict[Hashable, int] = {}
-    whole, cut = (_Program(numbers, memory_of) for _ in range(2))
+    whole, cut = (_Program(numbers, memory_of, writes_back) for _ in range(2))
     inputs = []
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        held = ("argument", saved[node.name]) if node.name in saved else next(places)
+        argument = argument_of(node, saved)
+        held = next(places) if argument is None else ("argument", argument)
         inputs.append(_Value(whole.number(("input", place)), (held,)))
     made = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
     expected = {a: whole.freeze(made[node]) for a, node in gradient_nodes(gm).items()}
-    argument_of = {p.name: arguments[p.index] for p in plan.arrival}
+    argument_by_name = {p.name: arguments[p.index] for p in plan.arrival}
     slots: dict[int, Any] = dict(enumerate(inputs))
     released: dict[int, Hashable] = {}
+    released_in: dict[int, int] = {}
     handed_out: set[Hashable] = set()
     for section, planned in zip(sections, plan.sections, strict=True):
         where = f"backward section {planned.index}"
@@ -168,18 +221,54 @@ def validate_backward(
         _require(read.isdisjoint(handed_out), f"{where} reads what was handed out")
         for slot in section.drops:
             slots.pop(slot, None)
+        cut.section = planned.index
         returned = cut.run(section.graph, taken)
         num_kept = len(section.keeps)
         slots.update(zip(section.keeps, returned[:num_kept], strict=True))
         for argument, gradient in zip(section.releases, returned[num_kept:], strict=True):
             _require(argument not in released, f"{where} releases gradient {argument} again")
             released[argument] = cut.freeze(gradient)
+            released_in[argument] = planned.index
             handed_out.update((*gradient.memory, ("argument", argument)))
-        due = {argument_of[name] for name in planned.parameters}
+        due = {argument_by_name[name] for name in planned.parameters}
         _require(due <= {*section.releases}, f"{where} does not release what is planned")
         _require(cut.num_fixed[-1] == planned.num_fixed, f"{where} has other calls with effects")
     _require(released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == cut.effects, "calls with effects differ, or their order")
+    _require(whole.writes == cut.writes, "what is written to arguments differs")
+    _require_order(read_backward(gm, saved), call_nodes(gm.graph), whole, cut, released_in)
+
+
+def _require_order(
+    facts: BackwardFacts,
+    calls: Sequence[fx.Node],
+    whole: _Program,
+    cut: _Program,
+    released_in: Mapping[int, int],
+) -> None:
+    """Require that no event is behind a release before which it stands in the whole graph.
+
+    `facts` and `calls` are the whole graph's. Gradients are released in the sections given.
+    """
+    ran_in: dict[Hashable, int] = {}
+    for event, _, section in cut.events:
+        ran_in[event] = max(section, ran_in.get(event, 0))
+    place_of_call = {node: facts.bound_places.get(k, k) for k, node in enumerate(calls)}
+    place_of_call.update((calls[k], -1) for k in facts.forward_reads)
+    stands_at: dict[Hashable, int] = {}
+    for event, node, _ in whole.events:
+        _require(event in ran_in, f"{node.name} is left out")
+        # Two equal reads are one event: both have to come before what the first one stands before.
+        stands_at[event] = min(stands_at.get(event, len(calls)), place_of_call[node])
+    ordered = sorted(stands_at, key=stands_at.__getitem__)
+    places = [stands_at[event] for event in ordered]
+    last_sections = list(itertools.accumulate((ran_in[e] for e in ordered), max, initial=0))
+    for argument, section in released_in.items():
+        num_before = bisect.bisect_right(places, facts.release_places[argument])
+        _require(
+            last_sections[num_before] <= section,
+            f"a call that stands before the release of gradient {argument} runs behind it",
+        )
 
 
 def validate_forward(

@@ -1,0 +1,233 @@
+"""What a hook finds: all effects and reads that stand before a gradient's release came before it.
+
+Each case trains a model with hooks that read or write what a backward writes or reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from tests.support.models import assert_equal_states, twins
+
+SIZE = 16
+CAP = {"bucket_cap_mb": 0.0005, "broadcast_buffers": False}  # each layer has a bucket of its own
+
+
+class _NotesSize(torch.autograd.Function):
+    """The identity; its backward notes how large the gradient is, as FP8's delayed scaling does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(size)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (size,) = ctx.saved_tensors
+        size.copy_(gradient.abs().max())
+        return gradient, None
+
+
+class _NotesOwnSize(torch.autograd.Function):
+    """A linear layer whose backward notes how large the weight's gradient is, when it has that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, size)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, size = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        size.copy_(of_weight.abs().max())
+        return gradient @ weight, of_weight, None
+
+
+class Layers(nn.Module):
+    """Layers, each with a buffer of one number and one of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))
+        for k in range(4):
+            self.register_buffer(f"size{k}", torch.ones(()))
+            self.register_buffer(f"vector{k}", torch.linspace(0.5, 1.5, SIZE))
+
+    def sizes(self, k: int) -> torch.Tensor:
+        return getattr(self, f"size{k}")
+
+    def vectors(self, k: int) -> torch.Tensor:
+        return getattr(self, f"vector{k}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(self.step(k, layer, x))
+        return x
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return _NotesSize.apply(layer(x), self.sizes(k))
+
+
+class NotesOwnSize(Layers):
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return _NotesOwnSize.apply(x, layer.weight, self.sizes(k)) + layer.bias
+
+
+class TiedAndScaled(Layers):
+    """The first layer's weight is the last one's too, scaled by a buffer that backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Parameter(torch.randn(SIZE, SIZE) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.tied
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x @ (self.tied * self.vectors(0)).t()
+
+
+class Shifts(Layers):
+    """Adds a buffer, which eager does not read in backward; a compiled one may, to add it again."""
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(layer(x) + self.vectors(k)) * torch.sigmoid(x + self.vectors(k))
+
+
+def _divide_by_note(model: Layers) -> None:
+    for k, layer in enumerate(model.layers):
+        layer.weight.register_hook(lambda gradient, k=k: gradient / (model.sizes(k) + 1e-6))
+
+
+def _divide_accumulated(model: Layers) -> None:
+    def divide(k: int, parameter: torch.Tensor) -> None:
+        parameter.grad.div_(model.sizes(k) + 1e-6)
+
+    for k, layer in enumerate(model.layers):
+        layer.weight.register_post_accumulate_grad_hook(functools.partial(divide, k))
+
+
+@torch.no_grad()
+def _halve(model: Layers, names: tuple[str, ...], gradient: torch.Tensor) -> None:
+    for name in names:
+        getattr(model, name).mul_(0.5)
+
+
+def _halve_vectors(model: Layers) -> None:
+    """A hook on the last layer changes what backward has read of the tied weight's scale."""
+    model.layers[3].weight.register_hook(functools.partial(_halve, model, ("vector0",)))
+
+
+def _halve_all_vectors(model: Layers) -> None:
+    names = tuple(f"vector{k}" for k in range(4))
+    model.layers[3].bias.register_hook(functools.partial(_halve, model, names))
+    model.layers[3].weight.register_hook(functools.partial(_halve, model, names))
+
+
+ONLY_FORWARD_READS = "a hook writes a buffer that only forward has read"
+CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
+    "a tensor hook reads what backward notes": (Layers, _divide_by_note),
+    "a hook after accumulation reads what backward notes": (Layers, _divide_accumulated),
+    "a hook reads a note of its own gradient": (NotesOwnSize, _divide_by_note),
+    "a hook writes a buffer that backward has read": (TiedAndScaled, _halve_vectors),
+    ONLY_FORWARD_READS: (Shifts, _halve_all_vectors),
+}
+
+
+def _train(ddp: DistributedDataParallel, model: Any) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().mean().backward()
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.grad is not None:
+                found[f"{step} {name}"] = parameter.grad.clone()
+        optimizer.step()
+    return found | {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
+
+
+def _compile(ddp: nn.Module, split: str, inner: str = "aot_eager") -> Any:
+    return torch.compile(ddp, backend="ddpopt", options={"split": split, "inner": inner})
+
+
+def _check(name: str, split: str, inner: str) -> None:
+    kind, hook = CASES[name]
+    eager, ddp = twins(kind(), **CAP)
+    for each in (eager, ddp):
+        hook(each.module)
+    assert_equal_states(_train(ddp, _compile(ddp, split, inner)), _train(eager, eager))
+    (plan,) = ddpopt.explain(ddp).plans
+    assert plan.fallback is None
+    assert plan.backward_fallback is None
+    assert len(plan.sections) >= 3
+
+
+@pytest.mark.parametrize("split", ["auto", "forward"])
+@pytest.mark.parametrize("name", CASES)
+def test_hooks_find_what_they_find_in_eager(one_rank: None, name: str, split: str) -> None:
+    """Gradients, and what was noted, are eager's; graphs are cut nevertheless.
+
+    The sections of a forward are graphs of their own, as after graph breaks: autograd refuses to go
+    on where one is to read anew what was written since.
+    """
+    refuses = name == ONLY_FORWARD_READS and split == "forward"
+    error = pytest.raises(RuntimeError, match="modified by an inplace operation")
+    with error if refuses else contextlib.nullcontext():
+        _check(name, split, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_hooks_find_what_they_find_in_eager_with_inductor(one_rank: None, name: str) -> None:
+    """Whose graphs are decomposed, and recompute what is cheap."""
+    _check(name, "auto", "inductor")
+
+
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_a_comm_hook_finds_what_backward_noted_before(one_rank: None, split: str) -> None:
+    """It skips the bucket if the layer's own backward has not noted anything yet."""
+    found = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Layers(), **CAP)
+
+        def hook(state: Any, bucket: Any, ddp: DistributedDataParallel = ddp) -> Any:
+            values = bucket.buffer()
+            if ddp.module.size3.item() == 1.0:
+                values.zero_()
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(values)
+            return done
+
+        hook.__annotations__.clear()  # DDP compares types with its own, and they are strings here
+        ddp.register_comm_hook(None, hook)
+        found.append(_train(ddp, _compile(ddp, split) if is_compiled else ddp))
+    assert_equal_states(*found)
+
+
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_a_backward_of_a_part_notes_what_stands_before_it(one_rank: None, split: str) -> None:
+    """`torch.autograd.grad` of the last layer alone runs no further sections."""
+    sizes = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Layers(), **CAP)
+        model = _compile(ddp, split) if is_compiled else ddp
+        with ddp.no_sync():
+            loss = model(torch.ones(4, SIZE)).square().mean()
+            torch.autograd.grad(loss, ddp.module.layers[3].weight)
+        sizes.append(ddp.module.size3.clone())
+    assert torch.equal(*sizes)
+    assert sizes[0] != 1
