@@ -31,7 +31,7 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     bound_places = {call: call for call in bound - (forward_reads or {}).keys()}
     for call, argument in (write_backs or {}).items():
         others = [other for other in (argument_reads or {}).get(argument, ()) if other < call]
-        bound_places[call] = max((*reads[call], *others))
+        bound_places[call] = max((*reads[call], *others), default=-1)
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
         is_repeat=[False] * count,
@@ -153,6 +153,40 @@ def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
     assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
+def test_what_a_hook_could_write_is_read_before_a_release_that_the_read_stands_before() -> None:
+    """Call 1 reads argument 9 for gradient 1, and stands before gradient 0, call 2."""
+    reads = [{}, {0: NO}, {0: NO}, {1: NO}]
+    gradients = {0: (2,), 1: (3,)}
+    assert _sections(_plan(_facts(reads, gradients), [[0], [1]])) == [[0, 2], [1, 3]]
+    facts = _facts(reads, gradients, argument_reads={9: (1,)})
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3]]
+    behind = _facts([{}, {0: NO}, {0: NO}, {2: NO}], {0: (1,), 1: (3,)}, argument_reads={9: (2,)})
+    assert _sections(_plan(behind, [[0], [1]])) == [[0, 1], [2, 3]]
+
+
+def test_a_write_back_stands_where_its_value_is_made_and_the_old_one_was_read() -> None:
+    """Calls 4 and 5 write what calls 0 and 3 make, before and behind gradient 0, call 1."""
+    reads = [{}, {0: NO}, {1: NO}, {2: NO}, {0: NO}, {3: NO}]
+    gradients = {0: (1,), 1: (3,)}
+    written = {"argument_reads": {8: (4,), 9: (5,)}, "write_backs": {4: 8, 5: 9}}
+    facts = _facts(reads, gradients, ordered=(4, 5), **written)
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 4], [2, 3, 5]]
+    read_late = {**written, "argument_reads": {8: (2, 4), 9: (5,)}}
+    facts = _facts(reads, gradients, ordered=(4, 5), **read_late)
+    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1], [2, 3, 4, 5]]
+
+
+def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_sections() -> None:
+    """Calls 0 and 2 read argument 9; call 0 is in the first section."""
+    reads = [{}, {0: NO}, {}, {2: NO}]
+    again = {0: frozenset([9]), 2: frozenset([9])}
+    facts = _facts(reads, {0: (1,), 1: (3,)}, argument_reads={9: (0, 2)}, forward_reads=again)
+    plan = _plan(facts, [[0], [1]])
+    assert _sections(plan) == [[0, 1], [2, 3]]
+    assert isinstance(plan, BackwardCuts)
+    assert plan.late_forward_reads == {2: frozenset([9])}
+
+
 def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
     """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1."""
     facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
@@ -212,7 +246,15 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     read_by = st.dictionaries(
         st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
     )
-    facts = _facts(reads, gradients, sizes, sorted(ordered), draw(read_by))
+    argument_reads = draw(read_by)
+    # The last call may write back to an argument that others read, and that has no gradient.
+    write_backs = {}
+    if Tie.TUPLE not in reads[-1].values() and count - 1 not in makers and draw(st.booleans()):
+        readers = draw(st.sets(st.integers(0, count - 2), max_size=2)) | {count - 1}
+        argument_reads[len(gradients)] = tuple(sorted(readers))
+        write_backs[count - 1] = len(gradients)
+        ordered.add(count - 1)
+    facts = _facts(reads, gradients, sizes, sorted(ordered), argument_reads, write_backs)
     return facts, [bucket for bucket in buckets if bucket]
 
 
@@ -242,8 +284,10 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     place = {call: i for i, call in enumerate(plan.order)}
     assert sorted(plan.order) == list(range(len(facts.reads)))
     assert all(place[source] < place[call] for call in place for source in facts.reads[call])
-    ordered = [call for call in plan.order if facts.is_ordered[call]]
+    ordered = [c for c in plan.order if facts.is_ordered[c] and c not in facts.write_backs]
     assert ordered == sorted(ordered)
+    for write_back, argument in facts.write_backs.items():
+        assert all(place[c] <= place[write_back] for c in facts.argument_reads[argument])
     section_of = {c: k for k, calls in enumerate(_sections(plan)) for c in calls}
     for call, reads in enumerate(facts.reads):
         if Tie.TUPLE in reads.values() and len(reads) == 1:
@@ -253,6 +297,10 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
         assert all(section_of[c] <= k for a in arguments for c in facts.argument_reads.get(a, ()))
     for k, arguments in enumerate(plan.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
+    for k, arguments in enumerate(plan.releases):
+        behind = [call for call in facts.bound_places if section_of[call] > k]
+        for a in arguments:
+            assert all(facts.bound_places[c] > facts.release_places[a] for c in behind)
     completed = [bucket for section in plan.sections for bucket in section.completes]
     assert completed == list(range(len(buckets)))
     for k, section in enumerate(plan.sections):

@@ -6,6 +6,7 @@ Each case trains a model with hooks that read or write what a backward writes or
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt.errors import Reason
+from ddpopt.split import driver
+from ddpopt.split.backward_plan import plan_backward
+from ddpopt.split.plan import BackwardCuts
 from tests.support.models import assert_equal_states, twins
 
 SIZE = 16
@@ -193,6 +198,24 @@ def test_hooks_find_what_they_find_in_eager(one_rank: None, name: str, split: st
 def test_hooks_find_what_they_find_in_eager_with_inductor(one_rank: None, name: str) -> None:
     """Whose graphs are decomposed, and recompute what is cheap."""
     _check(name, "auto", "inductor")
+
+
+def test_a_cut_without_snapshots_is_not_accepted(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof finds that a call of the forward would read what a hook may have written."""
+
+    def plan_without(*given: Any) -> BackwardCuts:
+        cuts = plan_backward(*given)
+        assert cuts.late_forward_reads
+        return dataclasses.replace(cuts, late_forward_reads={})
+
+    monkeypatch.setattr(driver, "plan_backward", plan_without)
+    ddp = DistributedDataParallel(Shifts(), **CAP)
+    _train(ddp, _compile(ddp, "auto"))
+    (plan,) = ddpopt.explain(ddp).plans
+    assert plan.fallback is Reason.NOT_PROVEN
+    assert "stands before the release" in plan.detail
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])

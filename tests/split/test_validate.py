@@ -65,8 +65,12 @@ def _cut(
     buckets: Sequence[Sequence[int]],
     num_inputs: int = 3,
     saved: dict[str, int] | None = None,
+    **forgotten: Any,
 ) -> Backward | None:
-    """Make a backward graph whose k-th gradient is value `gradients[k]`, and cut it at buckets."""
+    """Make a backward graph whose k-th gradient is value `gradients[k]`, and cut it at buckets.
+
+    It is planned with these facts in place of the true ones.
+    """
     graph = fx.Graph()
     values = [graph.placeholder(f"saved_{i}") for i in range(num_inputs)]
     tensors = [torch.randn(4, 4) for _ in values]
@@ -82,7 +86,7 @@ def _cut(
     saved = saved or {}
     arguments = {a: a for a in range(len(gradients))}
     parameters, made = buckets_of(arguments, buckets)
-    facts = read_backward(gm, saved)
+    facts = dataclasses.replace(read_backward(gm, saved), **forgotten)
     try:
         cuts = plan_backward(facts, made, arguments, final_positions(facts, arguments, ()))
     except NotCutError:
@@ -213,6 +217,42 @@ def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> N
     mutate, said = _MUTATIONS[mutation]
     with pytest.raises(NotCutError, match=said):
         mutate(right).validate()
+
+
+def _noting(**forgotten: Any) -> Backward:
+    """A backward that reads a buffer, then overwrites it with what stands before gradient 1.
+
+    Only gradient 2 needs what is read.
+    """
+    calls: list[Call] = [
+        (_aten.relu.default, (1,)),
+        (_aten.neg.default, (3,)),  # gradient 0
+        (_aten.mul.Tensor, (3, 0)),  # reads the buffer
+        (_aten.neg.default, (2,)),  # gradient 1
+        (_aten.mm.default, (5, 2)),  # gradient 2
+        (_aten.copy_.default, (0, 3)),
+    ]
+    cut = _cut(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
+    assert cut is not None
+    return cut
+
+
+def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> None:
+    """A read and a write that a planner leaves behind a release are found."""
+    right = _noting()
+    right.validate()
+    assert len(right.sections) == 3
+    (copied,) = (k for k, s in enumerate(right.sections) if _has(s.graph, _aten.copy_.default))
+    assert copied == 1
+    with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
+        _noting(bound_places={}).validate()
+    read_alone = {2: 2}
+    with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
+        _noting(bound_places=read_alone).validate()
+
+
+def _has(gm: fx.GraphModule, target: Any) -> bool:
+    return any(node.target is target for node in gm.graph.nodes)
 
 
 _FUNCTIONS = (
