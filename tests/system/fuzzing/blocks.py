@@ -194,6 +194,57 @@ class Buffers(Part):
         return self.layer(x) - self.mean.to(x.dtype)
 
 
+class _NotesGradient(torch.autograd.Function):
+    """The identity, whose backward notes in a buffer how large the gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(size)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (size,) = ctx.saved_tensors
+        size.copy_(gradient.abs().max())
+        return gradient, None
+
+
+class _NotesWeight(torch.autograd.Function):
+    """A product, whose backward notes how large the weight's gradient is once it has that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, size)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, size = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        size.copy_(of_weight.abs().max())
+        return gradient @ weight, of_weight, None
+
+
+class Noted(Part):
+    """A layer whose backward writes a buffer, which a hook on the layer's weight reads."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.choice % 2:
+            return _NotesWeight.apply(x, self.layer.weight, self.size) + self.layer.bias
+        return _NotesGradient.apply(self.layer(x), self.size)
+
+    def hook(self) -> None:
+        """Put the hook on the weight, unless that is frozen."""
+        if self.layer.weight.requires_grad:
+            self.layer.weight.register_hook(
+                lambda gradient: gradient / (self.size + 1).to(gradient.dtype)
+            )
+
+
 class InPlace(Part):
     def make(self, earlier: list[nn.Linear]) -> None:
         self.weight = nn.Parameter(torch.randn(WIDTH))

@@ -124,6 +124,7 @@ KINDS: dict[str, type[Part]] = {
     "empty": blocks.Empty,
     "flat": blocks.Flat,
     "buffers": blocks.Buffers,
+    "noted": blocks.Noted,
     "inplace": blocks.InPlace,
     "dropout": blocks.Dropout,
     "attention": blocks.Attention,

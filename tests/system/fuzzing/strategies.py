@@ -27,6 +27,7 @@ PLAIN = (
     "cell",
     "parametrized",
     "pruned",
+    "noted",
 )
 EFFECTS = ("counted", "noisy", "ordered", "told", "checked", "linalg", "linalg")
 COLLECTIVES = ("collective", "statistics")
@@ -185,7 +186,9 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, broadcasts_buffers=False)
     more = max(len(case.freezes), len(case.extras)) - len(case.batches)
     case = dataclasses.replace(case, batches=case.batches + case.batches[-1:] * more)
-    if case.copied:  # hooks of tensors are not copied
+    if "noted" in kinds:  # hooks of tensors are not copied
+        case = dataclasses.replace(case, copied="")
+    if case.copied:
         case = dataclasses.replace(case, hooks=(), delayed="")
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")

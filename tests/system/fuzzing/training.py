@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from tests.system.fuzzing import effects, loops, subclasses
-from tests.system.fuzzing.blocks import WIDTH
+from tests.system.fuzzing.blocks import WIDTH, Noted
 from tests.system.fuzzing.building import Model
 from tests.system.fuzzing.loops import Loop
 from tests.system.fuzzing.spec import Case
@@ -241,6 +241,9 @@ def _chosen(model: nn.Module, which: str) -> list[tuple[str, nn.Parameter]]:
 
 def _hook(case: Case, model: nn.Module) -> None:
     """Put the hooks of a case on every other parameter."""
+    for module in model.modules():
+        if isinstance(module, Noted):
+            module.hook()
     for parameter in [p for p in model.parameters() if p.requires_grad][::2]:
         if "gradient" in case.hooks:
             parameter.register_hook(lambda gradient: gradient * 1.5)
