@@ -18,6 +18,7 @@ LAYERS = (
     "reducer",
     "_text",
     "config",
+    "_traced",
     "_torch",
     "_logs",
     "_events",

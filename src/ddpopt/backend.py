@@ -162,6 +162,7 @@ def install() -> None:
             "each whole: %s",
             error,
         )
+    _torch.hide_from_dynamo()
     try:
         _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
     except TorchDriftError as error:

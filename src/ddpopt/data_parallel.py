@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _torch, _traced
 
 Hook = Callable[..., Any]
 Share = tuple[tuple[Any, ...], dict[str, Any]]  # what one replica is called with
@@ -98,6 +98,7 @@ class DataParallel(nn.Module):
         self._begin()
 
     def _begin(self) -> None:
+        _torch.hide_from_dynamo()
         self._compiled = torch.compile(_call_of_its_own(self.module), **self.compile_options)
         self._last_calls: Hashable = None
         self._hooks = _Hooks()
@@ -111,7 +112,6 @@ class DataParallel(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on the batch, divided along `dim`, and join what the replicas return.
 
@@ -178,17 +178,13 @@ def _run_all(jobs: Sequence[Callable[[], Any]], *, one_by_one: bool) -> list[Any
         return [first(), *(future.result() for future in futures)]
 
 
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module(*args, **kwargs)
-
-
 def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
     """Return a function whose code belongs to this DataParallel alone.
 
     Dynamo counts compiles per code object, and learns by its name which sizes change.
     """
     name = f"call_{type(module).__name__}_{next(_numbers)}"
-    return types.FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+    return types.FunctionType(_traced.call.__code__.replace(co_name=name), globals(), name)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -459,7 +455,7 @@ def _uncompiled(hook: Hook) -> Hook:
     def call(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
-    return _torch.uncompiled(call)
+    return call  # which is hidden from Dynamo
 
 
 # ---- A thread's modes ---------------------------------------------------------------------------

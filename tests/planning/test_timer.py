@@ -45,6 +45,27 @@ def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: No
     assert measured.iteration_s == 7
 
 
+def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank: None) -> None:
+    """As with Lightning's manual optimization: the rest is backward's, or lies between steps."""
+    ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
+    with mock.patch.object(timer, "time", clock):
+        watch = timer.Stopwatch(ddp, num_untimed=1)
+        for _ in range(7):
+            watch.begin_forward()
+            clock.compute(1)
+            output = ddp(torch.ones(4, WIDTH))
+            output.register_hook(lambda _: clock.compute(2))
+            hook = ddp.module.layers[0].weight.register_hook(lambda _: clock.compute(4))
+            output.sum().backward()
+            hook.remove()
+            clock.compute(8)
+            watch.end_forward()
+        measured = watch.measured()
+    watch.stop()
+    assert (measured.forward_s, measured.backward_s, measured.between_s) == (3, 4, 8)
+    assert min(measured.ready_s) == 0
+
+
 class _Checkpointed(MLP):
     """Two layers have a backward of their own in the backward, which go on for a second each."""
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch._dynamo.backends.distributed as in_tree
+from torch._dynamo import trace_rules
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.nn.parallel import DistributedDataParallel
 
 
 def uninstall() -> None:
-    """Undo `ddpopt.backend.install`: the in-tree optimizer splits for every backend again."""
+    """Undo `ddpopt.backend.install`, so that torch's classes and modules are as torch has them."""
     places: tuple[tuple[Any, str], ...] = (
         (in_tree, "DDPOptimizer"),
         (DistributedDataParallel, "_run_ddp_forward"),
+        (trace_rules, "check_file"),
+        (CatchErrorsWrapper, "__call__"),
     )
     for owner, name in places:
         current = getattr(owner, name)

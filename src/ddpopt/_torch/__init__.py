@@ -8,5 +8,6 @@ of DDP refuses what, and how users are told, is decided elsewhere. Each wrapper 
 from ddpopt._torch.aot import *
 from ddpopt._torch.ddp import *
 from ddpopt._torch.dynamo import *
+from ddpopt._torch.hidden import *
 from ddpopt._torch.names import LOG_NAME as LOG_NAME
 from ddpopt._torch.runtime import *

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import _traced
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import (
     compiled_functions,
@@ -29,10 +30,9 @@ from ddpopt._torch.dynamo import (
     context_apart,
     context_of,
     innermost_backend,
-    skip_frames,
-    uncompiled,
     unwrap_compiled,
 )
+from ddpopt._torch.hidden import calls_users_code
 from ddpopt._torch.runtime import queue_callback
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Parameter
@@ -391,27 +391,14 @@ def watch_ddp_forward(
     original = names.RUN_DDP_FORWARD.get(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
         return
-    current_callback = names.FRAME_CALLBACK.get()
-
-    @uncompiled
-    def notify(
-        what: Callable[[DistributedDataParallel, Forward], None],
-        ddp: DistributedDataParallel,
-        *forward: Any,
-    ) -> None:
-        what(ddp, Forward(*forward))
-
-    def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # Dynamo traces through DDP's python_reducer
-            return original(self, *inputs, **kwargs)
-        callback = current_callback()  # asked here: `uncompiled` removes it
-        notify(before, self, inputs, kwargs, callback)
-        output = original(self, *inputs, **kwargs)
-        notify(after, self, inputs, kwargs, callback)
-        return output
-
-    # Dynamo would compile this frame. With `disable` it would compile nothing in the forward.
-    skip_frames(run_ddp_forward)
+    run_ddp_forward = calls_users_code(
+        _traced.around_ddp_forward(
+            original,
+            lambda ddp, *forward: before(ddp, Forward(*forward)),
+            lambda ddp, *forward: after(ddp, Forward(*forward)),
+            names.FRAME_CALLBACK.get(),
+        )
+    )
     watched: Any = functools.wraps(original)(run_ddp_forward)
     watched.ddpopt_replaces = original
     names.RUN_DDP_FORWARD.set(watched, DistributedDataParallel)

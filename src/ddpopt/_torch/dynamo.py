@@ -120,11 +120,6 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
-def skip_frames(function: Callable[..., Any]) -> None:
-    """Let Dynamo compile no frames of a function but as parts of others."""
-    names.SKIP_CODE.get()(function.__code__)
-
-
 def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
     """Whether Dynamo never compiles frames of this function because of where it is defined."""
     return names.TRACE_RULES_CHECK.get()(function)

@@ -52,6 +52,7 @@ class Need(enum.Enum):
     CACHE = "taking cut backwards from torch's cache"
     LAZY = "making the code of a graph only where it is needed"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
+    HIDE = "keeping Dynamo out of ddpopt's own code"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
     ERRORS = "telling Dynamo's own exceptions from errors"
@@ -225,7 +226,14 @@ GUARD_MANAGER = PrivateName("CheckFunctionManager", "guard_manager", Need.GUARD)
 ID_MATCHED_OBJS = PrivateName("GuardManagerWrapper", "id_matched_objs", Need.GUARD)
 FRAME_CALLBACK = PrivateName(_EVAL, "get_eval_frame_callback", Need.WATCH)
 CACHE_ENTRIES = PrivateName(_EVAL, "_debug_get_cache_entry_list", Need.WATCH)
-SKIP_CODE = PrivateName(f"{_DYNAMO}.eval_frame", "skip_code", Need.WATCH)
+# Dynamo can be told to skip a directory, but neither to spare a file of it nor to leave alone what
+# its functions call.
+CHECK_FILE = PrivateName(f"{_DYNAMO}.trace_rules", "check_file", Need.HIDE)
+SKIP_RESULT = PrivateName(f"{_DYNAMO}.trace_rules", "SkipResult", Need.HIDE)
+CATCH_ERRORS = PrivateName(f"{_DYNAMO}.convert_frame", "CatchErrorsWrapper", Need.HIDE)
+CALLBACK_RESULT = PrivateName(f"{_DYNAMO}.types", "ConvertFrameReturn", Need.HIDE)
+FRAME_STRATEGY = PrivateName(f"{_DYNAMO}.types", "FrameExecStrategy", Need.HIDE)
+FRAME_ACTION = PrivateName(f"{_DYNAMO}.types", "FrameAction", Need.HIDE)
 
 OPTIMIZED_MODULE = PrivateName(_DYNAMO, "OptimizedModule", Need.COPY)
 ORIG_MOD = PrivateName("OptimizedModule", "_orig_mod", Need.COPY)

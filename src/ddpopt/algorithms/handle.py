@@ -88,7 +88,6 @@ class ModuleHook:
 
     def __init__(self, call: Callable[..., Any] = lambda *_: None) -> None:
         self._call = call
-        _torch.skip_frames(ModuleHook.__call__)  # not at import, which would import Dynamo
 
     def __call__(self, *arguments: Any) -> Any:
         return self._call(*arguments)
@@ -243,10 +242,10 @@ class Handle:
         self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
         metrics.set_source(training.ddp, weakref.WeakMethod(self.metrics))
-        hook = ModuleHook(_torch.uncompiled(self._before_forward))  # the model keeps this alive
+        _torch.hide_from_dynamo()
+        hook = ModuleHook(self._before_forward)  # the model keeps this alive
         self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        before = _torch.uncompiled(weakly(self._before_update))
-        after = _torch.uncompiled(weakly(self._after_update))
+        before, after = weakly(self._before_update), weakly(self._after_update)
         for optimizer in training.optimizers:
             self._removable.append(optimizer.register_step_pre_hook(before))
             self._removable.append(optimizer.register_step_post_hook(after))

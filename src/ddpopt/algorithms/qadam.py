@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from ddpopt import _torch
 from ddpopt.algorithms import handle
 from ddpopt.algorithms.bytegrad import average_in_8_bits
 from ddpopt.errors import OptionError
@@ -83,6 +84,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
 
     @torch.no_grad()
+    @_torch.calls_users_code  # the closure
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # one signature for torch's two
         """Update the parameters.
 

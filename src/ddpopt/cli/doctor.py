@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch, config
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
+from ddpopt._traced import TrialModel
 from ddpopt.cli.inputs import one_rank_group
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.inspection.explain import explain
@@ -54,7 +55,7 @@ def run(_args: argparse.Namespace, screen: Screen) -> Report:
     """Check; the status is 1 if no model could be trained, or a small one not split."""
     found = find_names(None)
     with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
-        found = find_names(DistributedDataParallel(_TrialModel(), static_graph=True))
+        found = find_names(DistributedDataParallel(TrialModel(_WIDTH), static_graph=True))
     trials = [_try(split) for split in screen.track(SPLITS[1:], "checking")]
     compiler = _compiler()
     checks = [*_installed(), compiler, *_environment(), _names(found), *trials]
@@ -194,17 +195,6 @@ def _names(found: Mapping[PrivateName, bool]) -> Check:
     return _look("private names", all_found, problem, _INSTALL_TORCH)
 
 
-class _TrialModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
 def _try(split: str) -> Check:
     name = f"split {split}"
     try:
@@ -225,7 +215,7 @@ def _try(split: str) -> Check:
 
 
 def _train(split: str) -> tuple[SplitPlan, ...]:
-    ddp = DistributedDataParallel(_TrialModel(), bucket_cap_mb=_CAP_MB)
+    ddp = DistributedDataParallel(TrialModel(_WIDTH), bucket_cap_mb=_CAP_MB)
     options: dict[str, Any] = {"inner": "aot_eager", "split": split}
     # Dynamic sizes need more of torch's private names than fixed ones.
     compiled: Any = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)

@@ -153,8 +153,9 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
             for parameter in reduced
         ]
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
-    begin = _torch.uncompiled(lambda module, _inputs: _allow_backward(module))
-    state.get(ddp).guards = [*handles, ddp.register_forward_pre_hook(begin)]
+    _torch.hide_from_dynamo()
+    begin = ddp.register_forward_pre_hook(lambda module, _inputs: _allow_backward(module))
+    state.get(ddp).guards = [*handles, begin]
     observe(ddp, Priority.REBUCKET, _Permission())
 
 

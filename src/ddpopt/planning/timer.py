@@ -194,6 +194,8 @@ class StepTimer:
         if step.backward_ended and index in step.ready and not self._ends.is_pending:
             self._is_over = True
             return
+        # With Lightning's manual optimization forward runs the backward, and goes on after it.
+        self.end_forward()
         self._ends.watch()
         step.backwards[_torch.running_backward()] = index
         step.ready[index] = self._clock.now()

@@ -1,0 +1,56 @@
+"""The functions of ddpopt's that Dynamo may look into: it sees nothing else of this package.
+
+Everything in the package's other files is hidden from it by `_torch/hidden.py`. So a function goes
+here if Dynamo is to compile it, and nothing else does. It calls nothing of ours by name: that would
+be hidden, and break the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a replica of `DataParallel`'s, which compiles this function."""
+    return module(*args, **kwargs)
+
+
+def around_ddp_forward(
+    original: Callable[..., Any],
+    before: Callable[..., None],
+    after: Callable[..., None],
+    current_callback: Callable[[], Any],
+) -> Callable[..., Any]:
+    """Return a method for DDP in which it calls its module, between calls of `before` and `after`.
+
+    These get the DDP module, the arguments, the keyword arguments and Dynamo's callback.
+    """
+
+    def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces through DDP's python_reducer
+            return original(self, *inputs, **kwargs)
+        callback = current_callback()  # asked here: what is hidden runs without one
+        before(self, inputs, kwargs, callback)
+        output = original(self, *inputs, **kwargs)
+        after(self, inputs, kwargs, callback)
+        return output
+
+    return run_ddp_forward
+
+
+class TrialModel(nn.Module):
+    """The small model that `ddpopt doctor` compiles: layers of equal width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x

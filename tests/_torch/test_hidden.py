@@ -1,0 +1,499 @@
+"""Dynamo compiles nothing of ddpopt's, and of the user's what it compiles without ddpopt."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import importlib
+import inspect
+import itertools
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import trace_rules
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+import ddpopt.backend
+from ddpopt import _torch, _traced, algorithms
+from ddpopt.algorithms import attach
+from ddpopt.errors import PlanError
+from ddpopt.planning import AllreduceCost, rebucket, timer, tuner
+from tests.support.models import MLP, WIDTH, assert_equal_states, batches
+from tests.support.ranks import Ranks
+from tests.support.registration import uninstall
+
+ROOT = Path(ddpopt.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TRACED = Path(_traced.__file__)
+CAP = 0.02  # MB; a bucket a layer
+NUM_STEPS = 4
+
+
+# ---- The rule ---------------------------------------------------------------------------------
+
+
+def _function_in(path: Path) -> Callable[..., Any]:
+    """A function that a file would define, and that Dynamo has not met."""
+    text = "def function(call, x):\n    return call(x)\n"
+    space: dict[str, Any] = {}
+    exec(compile(text, str(path), "exec"), space)
+    function: Callable[..., Any] = space["function"]
+    return function
+
+
+def _graphs_around(function: Callable[..., Any]) -> int:
+    """How many graphs a compiled function has that calls `function` with one of the user's."""
+    torch._dynamo.reset()  # another counter may get the place in memory of the last one
+    counter = CompileCounter()
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @torch.compile(backend=counter)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return function(double, x.sin()).cos()
+
+    x = torch.ones(2)
+    assert torch.equal(compiled(x), (x.sin() * 2).cos())
+    return counter.frame_count
+
+
+def test_a_new_function_in_any_file_is_hidden_with_what_it_calls(one_rank: None) -> None:
+    """It breaks the graph; only in the file of what Dynamo may see it becomes part of it."""
+    assert len(FILES) > 60
+    for path in FILES:
+        function = _function_in(path)
+        assert trace_rules.check(function) == (path != TRACED), path
+        assert _graphs_around(function) == (1 if path == TRACED else 2), path
+
+
+def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """The functions and methods that a module defines, without those that Python generates."""
+    for value in vars(module).values():
+        holders = [value]
+        if inspect.isclass(value):
+            holders = list(vars(value).values())
+        for held in holders:
+            function = inspect.unwrap(getattr(held, "__func__", held))
+            if inspect.isfunction(function) and function.__code__.co_filename == module.__file__:
+                yield function
+
+
+def test_dynamo_skips_every_function_but_those_that_it_is_to_see(one_rank: None) -> None:
+    """What is to be seen is called by functions of ours alone, or is the user's call."""
+    seen, num_skipped = set(), 0
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        try:
+            module = importlib.import_module(name.removesuffix(".__init__"))
+        except ImportError:  # a callback for a package that is not installed
+            assert path.parent.name == "integrations"
+            continue
+        for function in _functions_of(module):
+            if trace_rules.check(function):
+                num_skipped += 1
+            else:
+                seen.add(function.__qualname__)
+    assert seen == {"call", "around_ddp_forward", "TrialModel.__init__", "TrialModel.forward"}
+    assert num_skipped > 800
+
+
+def test_what_calls_a_function_of_the_users_has_that_compiled(one_rank: None) -> None:
+    """Beside the graphs before and after it, there is one of what it calls."""
+    function = _torch.calls_users_code(_function_in(ROOT / "backend.py"))
+    assert _graphs_around(function) == 3
+
+
+def test_importing_ddpopt_changes_nothing_in_dynamo() -> None:
+    """What registers hooks does, also where no backend is loaded; twice is as once."""
+    code = """
+import sys, torch
+import ddpopt, ddpopt.algorithms, ddpopt.planning
+assert "torch._dynamo" not in sys.modules
+ddpopt.DataParallel(torch.nn.Linear(2, 2), ["cpu"])
+from torch._dynamo import trace_rules
+hiding = trace_rules.check_file
+assert hiding(ddpopt.__file__).skipped
+assert "ddpopt.backend" not in sys.modules
+import ddpopt.backend
+assert trace_rules.check_file is hiding
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_function_of_the_users_stays_uncompiled_where_they_say_so(one_rank: None) -> None:
+    """`recursive=False` is found by a look at the stack, on which is nothing of ours."""
+    counter = CompileCounter()
+
+    @torch.compiler.disable(recursive=False)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x + 1)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    torch.compile(lambda x: outer(x) + 0, backend=counter)(torch.ones(2))
+    assert counter.op_count == 2  # the last addition, and what `inner` does
+
+
+# ---- As many graphs as without ddpopt ---------------------------------------------------------
+
+
+class Counts:
+    """What Dynamo compiled of a program."""
+
+    def __init__(self) -> None:
+        self.graphs: int = counters["stats"]["unique_graphs"]
+        self.breaks: dict[str, int] = dict(counters["graph_break"])
+        metrics = [m for m in get_compilation_metrics() if m.co_filename is not None]
+        self.ours = [m for m in metrics if m.co_filename.startswith(f"{ROOT}/")]
+        # Sections and other generated code, which Dynamo would compile once more.
+        self.generated = [m for m in metrics if m.co_filename.startswith("<eval_with_key>")]
+        # In the user's code and in torch's optimizers; torch compiles its backward, and parts of
+        # Python's libraries for that, later than ddpopt.
+        self.compiled = sorted(
+            (m.co_name, bool(m.recompile_reason))
+            for m in metrics
+            if m.has_guarded_code and m.graph_op_count
+        )
+
+    def assert_equal(self, other: Counts) -> None:
+        assert not self.ours + other.ours
+        assert not self.generated + other.generated
+        assert self.compiled == other.compiled
+        assert self.breaks == other.breaks
+        assert self.graphs == other.graphs
+
+
+class _Training:
+    """A compiled update of a DDP module; `around` wraps its steps."""
+
+    def __init__(self, algorithm: Any = None, cap_mb: float = CAP, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=cap_mb)
+        kind = torch.optim.SGD
+        if isinstance(algorithm, algorithms.QAdam):
+            kind = algorithms.QAdamOptimizer
+        self.optimizer = kind(self.ddp.parameters(), lr=0.01)
+        self.handle = None if algorithm is None else attach(self.ddp, self.optimizer, algorithm)
+        self.options = options
+
+    def compile(self, function: Callable[..., Any], is_stock: bool) -> Callable[..., Any]:
+        if is_stock:
+            return torch.compile(function, backend="aot_eager")
+        options = {"inner": "aot_eager", **self.options}
+        return torch.compile(function, backend="ddpopt", options=options)
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.ddp(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _plain(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    update = training.compile(training.update, is_stock)
+    for x in inputs:
+        update(x)
+
+
+def _recorded(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    update = training.compile(training.update, is_stock)
+    with ddpopt.record(training.ddp):
+        for x in inputs:
+            update(x)
+
+
+def _measured(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    update = training.compile(training.update, is_stock)
+    for x in inputs:
+        ddpopt.metrics(training.ddp)
+        update(x)
+
+
+def _profiled(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    update = training.compile(training.update, is_stock)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for x in inputs:
+            update(x)
+
+
+def _in_a_thread(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    settings = contextvars.copy_context()  # torch's
+    worker = threading.Thread(target=settings.run, args=(_plain, training, inputs, is_stock))
+    worker.start()
+    worker.join()
+
+
+def _compiled_apart(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    """The model and the optimizer's step, each by itself."""
+    model = training.compile(training.ddp, is_stock)
+    step = training.compile(training.optimizer.step, is_stock)
+    for x in inputs:
+        training.optimizer.zero_grad()
+        model(x).square().mean().backward()
+        step()
+
+
+def _accumulating(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    def accumulate(x: torch.Tensor) -> None:
+        training.ddp(x).square().mean().backward()
+
+    compiled = training.compile(accumulate, is_stock)
+    update = training.compile(training.update, is_stock)
+    for x in inputs:
+        with training.ddp.no_sync():
+            compiled(x)
+        update(x)
+
+
+def _reset(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    """What Dynamo knows of frames to be skipped is forgotten with all else."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        _plain(training, inputs, is_stock)
+
+
+class _Redirected:
+    """Lightning's manual optimization under DDP, as its documentation and its code have it.
+
+    The trainer calls DDP, whose module runs the compiled `training_step` in place of its forward;
+    that calls `manual_backward`, which tells DDP's Reducer of the backward, and the optimizer.
+    """
+
+    def __init__(self, training: _Training, is_stock: bool) -> None:
+        self.training, self.ddp = training, training.ddp
+        self.training_step = training.compile(self.manual_step, is_stock)
+
+    def manual_step(self, x: torch.Tensor) -> None:
+        loss = self.forward(x).square().mean()
+        self.training.optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.training.optimizer.step()
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and self.ddp.require_backward_grad_sync:
+            self.ddp.require_forward_param_sync = True
+            self.ddp.reducer._rebuild_buckets()
+            self.ddp.reducer.prepare_for_backward([])
+        loss.backward()
+
+    def __call__(self, x: torch.Tensor) -> None:
+        module = self.ddp.module
+        self.forward = module.forward
+
+        def run(x: torch.Tensor) -> None:
+            del module.forward
+            self.training_step(x)
+            self.ddp.require_backward_grad_sync = False  # the backward has been
+
+        module.forward = run
+        self.ddp(x)
+        self.ddp.require_backward_grad_sync = True
+
+
+def _by_hand(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+    step = _Redirected(training, is_stock)
+    for x in inputs:
+        step(x)
+
+
+def _count(
+    rank: int,
+    train: Callable[..., None],
+    is_stock: bool,
+    algorithm: Any = None,
+    num_steps: int = NUM_STEPS,
+    **options: Any,
+) -> tuple[Counts, dict[str, torch.Tensor]]:
+    """Train, and return what was compiled and the weights."""
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    if is_stock and algorithm is None and train not in (_recorded, _measured):
+        uninstall()
+    try:
+        # The in-tree optimizer takes no buckets that small; it would not change what Dynamo does.
+        with torch._dynamo.config.patch(optimize_ddp=not is_stock):
+            training = _Training(algorithm, **options)
+            train(training, batches(rank, [(2, WIDTH)] * num_steps), is_stock)
+            if training.handle is not None:
+                training.handle.detach()
+        counts = Counts()
+    finally:
+        ddpopt.backend.install()
+        torch._dynamo.reset()
+    return counts, copy.deepcopy(training.ddp.module.state_dict())
+
+
+def _compare(rank: int, train: Callable[..., None], *more: Any, **options: Any) -> str:
+    """Compare with torch's own backend, without ddpopt where the program does not use it."""
+    counts, states = _count(rank, train, False, *more, **options)
+    stocks, expected = _count(rank, train, True, *more)
+    try:
+        counts.assert_equal(stocks)
+    except AssertionError as difference:
+        return str(difference)
+    assert counts.breaks
+    assert_equal_states(states, expected)
+    return ""
+
+
+_PROGRAMS = {
+    "plain": _plain,
+    "recorded": _recorded,
+    "measured": _measured,
+    "profiled": _profiled,
+    "in a thread": _in_a_thread,
+    "compiled apart": _compiled_apart,
+    "accumulating": _accumulating,
+    "torch._dynamo.reset": _reset,
+    "Lightning's manual optimization": _by_hand,
+}
+
+
+_ONLY_NIGHTLY = ("profiled", "accumulating", "torch._dynamo.reset")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in _ONLY_NIGHTLY else ())
+        for name in _PROGRAMS
+    ],
+)
+def test_dynamo_compiles_and_breaks_what_it_does_without_ddpopt(one_rank: None, name: str) -> None:
+    """Equal graphs, graph breaks and recompiles, and equal weights."""
+    assert _compare(0, _PROGRAMS[name]) == ""
+
+
+@pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
+def test_so_it_does_where_forward_is_split(one_rank: None, name: str) -> None:
+    """Where other nodes of ours run in backward, until DDP has its final buckets."""
+    assert _compare(0, _PROGRAMS[name], split="forward") == ""
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        algorithms.ByteGrad(hierarchical=False),
+        pytest.param(algorithms.Decentralized(hierarchical=False), marks=pytest.mark.nightly),
+        algorithms.QAdam(hierarchical=False),
+        pytest.param(algorithms.AsyncModelAverage(), marks=pytest.mark.nightly),
+    ],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_so_it_does_where_an_algorithm_is_attached(ranks: Ranks, algorithm: Any) -> None:
+    """Its hooks break the graph where they stand, with any backend; nothing of it is compiled."""
+    assert ranks.run(_compare, _plain, algorithm) == ["", ""]
+
+
+def _tune(rank: int, train: Callable[..., None]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Let a search end; return what differs from torch's own, the outcome, and recompiles."""
+    readings = itertools.count()
+    clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
+    slow = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
+    outcome = ""
+
+    def tune(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+        nonlocal outcome
+        train(training, inputs, is_stock)
+        search = tuner.of(training.ddp)
+        outcome = search.outcome if search else "no search"
+
+    with (
+        mock.patch.object(tuner, "calibrate", return_value=slow),
+        mock.patch.object(timer, "time", clock),
+    ):
+        counts, states = _count(rank, tune, False, num_steps=20, cap_mb=1, buckets="auto")
+    stocks, expected = _count(rank, train, True, num_steps=20, cap_mb=1)
+    assert_equal_states(states, expected)
+    recompiled = [name for name in counts.compiled if name[1]]
+    for count in (counts, stocks):
+        count.compiled = [name for name in count.compiled if not name[1]]
+    try:
+        counts.assert_equal(stocks)
+    except AssertionError as difference:
+        return str(difference), outcome, recompiled
+    return "", outcome, recompiled
+
+
+@pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
+def test_a_search_for_buckets_measures_steps_and_no_compiles(ranks: Ranks, name: str) -> None:
+    """Backward sections run as they are before and after it, and nothing is compiled anew."""
+    for difference, outcome, recompiled in ranks.run(_tune, _PROGRAMS[name]):
+        assert difference == ""
+        assert outcome.startswith("buckets change"), outcome
+        assert recompiled == []
+
+
+# ---- What users give us is compiled as before -------------------------------------------------
+
+
+def test_an_optimizers_closure_is_compiled_where_its_step_is_called(one_rank: None) -> None:
+    """`QAdamOptimizer.step` is not, which calls it."""
+    clear_compilation_metrics()
+    model = MLP(1)
+    optimizer = algorithms.QAdamOptimizer(model.parameters(), lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    compiled = torch.compile(lambda: optimizer.step(closure), backend="aot_eager")
+    for _ in range(2):
+        compiled()
+    names = [str(m.co_name) for m in get_compilation_metrics() if m.graph_op_count]
+    assert [name for name in names if "closure" in name]
+    assert "step" not in names
+
+
+def test_a_replicas_function_is_compiled_with_the_module_that_it_calls(one_rank: None) -> None:
+    """Also where a compiled function calls `DataParallel`, and with one device."""
+    for devices, num_graphs in ((["cpu"], 1), (["cpu", "cpu"], 1)):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        parallel = ddpopt.DataParallel(MLP(2), devices, backend=counter)
+        outer = CompileCounter()
+
+        @torch.compile(backend=outer)
+        def call(x: torch.Tensor, parallel: nn.Module = parallel) -> torch.Tensor:
+            return parallel(x.sin()).cos()
+
+        for _ in range(3):
+            call(torch.ones(4, WIDTH))
+        assert (counter.frame_count, outer.frame_count) == (num_graphs, 2)
+
+
+def test_a_forward_before_rebucket_is_refused_in_a_compiled_update(one_rank: None) -> None:
+    """By a hook of ours on each parameter, in a process that compiles with another backend."""
+    counter = CompileCounter()
+    ddp = DistributedDataParallel(MLP(1))
+
+    def backward(x: torch.Tensor) -> None:
+        x.sum().backward()
+
+    compiled = torch.compile(backward, backend=counter)
+    for _ in range(2):
+        compiled(ddp(torch.ones(2, WIDTH)))
+    loss = ddp(torch.ones(2, WIDTH))
+    rebucket._forbid_backward(ddp)
+    with pytest.raises(PlanError, match=r"from before ddpopt\.rebucket"):
+        compiled(loss)
+    compiled(ddp(torch.ones(2, WIDTH)))
+    assert counter.frame_count == 1
