@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._torch import names
+from ddpopt.checks.copies import _deep_copy
 from ddpopt.errors import TorchDriftError
-from tests.support.models import MLP
+from tests.support.models import (
+    CHANGES,
+    MLP,
+    WIDTH,
+    batches,
+    parametrize_all,
+    prune_all,
+    reorder,
+    tie,
+    train,
+)
 
 
 @pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "bucket_bytes_cap_list"])
@@ -34,3 +52,174 @@ def test_a_function_of_a_module_that_moved_is_not_made_anew(
     ):
         pass
     assert not hasattr(torch.distributed.distributed_c10d, "_process_group_name")
+
+
+# ---- Parameters that are registered otherwise once DDP was made ---------------------------------
+
+
+each_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+STATIC = {"static_graph": True, "bucket_cap_mb": 0.01}
+UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": 0.01}
+
+
+class _Mixed(MLP):
+    """A layer of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.layers[1].double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def _ids(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [id(tensor) for tensor in tensors]
+
+
+def _buckets_by_log(ddp: DistributedDataParallel) -> list[list[int]]:
+    reported = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
+    return [[int(index) for index in bucket.split()] for bucket in reported.split(",")]
+
+
+def _buckets_by_tensor(ddp: DistributedDataParallel) -> list[list[int]]:
+    """The same buckets, with the numbers that ddpopt gives to their parameters."""
+    numbers = {tensor: p.index for tensor, p in _torch.reducer_parameters(ddp).items()}
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return [[numbers[tensor] for tensor in bucket.parameters()] for bucket in buckets]
+
+
+@each_change
+@pytest.mark.parametrize("num_before", [0, 4], ids=["at first", "after four steps"])
+@pytest.mark.parametrize("is_asked_before", [True, False], ids=["known before", "unknown"])
+def test_parameters_have_the_reducers_numbers_whatever_the_module_has_become(
+    one_rank: None, change: Callable[[MLP], None], num_before: int, is_asked_before: bool
+) -> None:
+    """As DDP's log numbers them; and names stay what they were when they were first asked for."""
+    ddp = DistributedDataParallel(MLP(4), **STATIC)
+    names_before = [name for name, _ in ddp.module.named_parameters()]
+    tensors_before = list(ddp.module.parameters())
+    inputs = batches(0, [(2, WIDTH)] * 4)
+    if num_before and change in (tie, parametrize_all):
+        pytest.skip("DDP's static graph may not lose parameters once it has run")
+    if num_before:
+        train(ddp, inputs[:num_before])
+    if is_asked_before:
+        _torch.reducer_parameters(ddp)
+    change(ddp.module)
+    reduced = _torch.reducer_parameters(ddp)
+    assert _ids(reduced) == _ids(tensors_before)
+    assert [p.index for p in reduced.values()] == list(range(8))
+    if is_asked_before:
+        assert [p.name for p in reduced.values()] == names_before
+    assert len({p.name for p in reduced.values()}) == 8
+    train(ddp, inputs)
+    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+    assert _torch.final_buckets(ddp) == tuple(map(tuple, _buckets_by_log(ddp)))
+
+
+@each_change
+def test_buckets_that_are_never_rebuilt_have_them_too(
+    one_rank: None, change: Callable[[MLP], None]
+) -> None:
+    """They are formed in order of registration, from last to first."""
+    ddp = DistributedDataParallel(MLP(4), **UNUSED)
+    change(ddp.module)
+    buckets = _torch.final_buckets(ddp)
+    assert len(buckets) > 1
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(8))
+    assert [list(bucket) for bucket in buckets] == _buckets_by_tensor(ddp)
+    assert [bucket[0] for bucket in buckets] == sorted((b[0] for b in buckets), reverse=True)
+
+
+@each_change
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))])
+def test_a_copy_is_numbered_as_its_own_reducer_was_made(
+    one_rank: None, change: Callable[[MLP], None], copy_of: Callable[[Any], Any]
+) -> None:
+    """From the module as it was then; DDP copies its list of parameters from the original."""
+    original = DistributedDataParallel(MLP(4), **STATIC)
+    change(original.module)
+    if change is (prune_all if copy_of is copy.deepcopy else parametrize_all):
+        pytest.skip("torch does not copy such a module in this way")
+    ddp = copy_of(original)
+    _torch.reducer_parameters(ddp)
+    train(ddp, batches(0, [(2, WIDTH)] * 4))
+    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+    assert _ids(_torch.reducer_parameters(ddp)) == _ids(ddp._build_params_for_reducer()[0])
+
+
+def test_a_new_reducer_and_a_compiled_copy_have_the_same_numbers_and_names(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP(4), **STATIC)
+    before = _torch.reducer_parameters(ddp)
+    tie(ddp.module)
+    prune_all(ddp.module)
+    _torch.replace_reducer(ddp, [[0, 1, 2], [3, 4, 5, 6, 7]], [1, 1])
+    assert _torch.reducer_parameters(ddp) == before
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
+    made = _torch.copy_compiled(compiled, _deep_copy, is_apart=False).ddp
+    copies = _torch.reducer_parameters(made)
+    assert list(copies.values()) == list(before.values())
+    assert not set(copies) & set(before)
+    now = dict(made.module.named_parameters())
+    for (tensor, p), theirs in zip(before.items(), copies, strict=True):
+        assert torch.equal(tensor, theirs)
+        if p.name == "layers.0.bias":
+            assert now["layers.0.bias"] is theirs
+
+
+def test_numbers_that_are_not_the_reducers_are_an_error_where_they_meet(one_rank: None) -> None:
+    """Where DDP's log has buckets by number, of which the Reducer itself has the tensors."""
+    ddp = DistributedDataParallel(_Mixed(), **STATIC)
+    ddp._module_parameters.reverse()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(ddp), "_build_params_for_reducer", lambda _: ([], []))
+        with pytest.raises(TorchDriftError, match="in another order"):
+            _torch.reducer_parameters(ddp)
+    ddp._module_parameters.reverse()
+    _torch.reducer_parameters(ddp)
+    train(ddp, batches(0, [(2, WIDTH)] * 4))
+    with pytest.MonkeyPatch.context() as patch:
+        log = {
+            **ddp._get_ddp_logging_data(),
+            "rebuilt_per_bucket_param_indices": "0, 7 6 5 4 3 2 1",
+        }
+        patch.setattr(type(ddp), names.GET_LOGGING_DATA.name, lambda _: log)
+        with pytest.raises(TorchDriftError, match="its log numbers parameters otherwise"):
+            _torch.final_buckets(ddp)
+
+
+@each_change
+def test_parameters_of_several_dtypes_are_numbered_too(
+    one_rank: None, change: Callable[[MLP], None]
+) -> None:
+    """Each dtype has a bucket of its own at first."""
+    ddp = DistributedDataParallel(_Mixed(), **STATIC)
+    expected = list(ddp.module.parameters())
+    if change is not tie:
+        change(ddp.module)
+    assert _ids(_torch.reducer_parameters(ddp)) == _ids(expected)
+    train(ddp, batches(0, [(2, WIDTH)] * 4))
+    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+
+
+def test_ignored_parameters_are_numbered_as_ddp_ignores_them(one_rank: None) -> None:
+    """None of the root itself (torch 2.13), which DDP leaves out of its own list all the same."""
+
+    class Scaled(MLP):
+        def __init__(self) -> None:
+            super().__init__(3)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self._ddp_params_and_buffers_to_ignore = ["scale", "layers.2.bias"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    ddp = DistributedDataParallel(Scaled(), **STATIC)
+    expected = ddp._build_params_for_reducer()[0]
+    reorder(ddp.module)
+    assert _ids(_torch.reducer_parameters(ddp)) == _ids(expected)
+    train(ddp, batches(0, [(2, WIDTH)] * 4))
+    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split import runtime, state
+from ddpopt.split import backward_cut, runtime, state
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks
@@ -456,6 +456,30 @@ def test_the_default_dtype_may_change_before_backward(one_rank: None) -> None:
             torch.set_default_dtype(torch.float32)
 
     _assert_same(run, MLP(4, SIZE))
+
+
+def test_the_token_is_a_number_where_new_memory_is_filled_with_nan(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As deterministic algorithms fill it; Inductor's `nan_asserts` look at each input."""
+    tokens: list[torch.Tensor] = []
+
+    class Watched(runtime.GatedGraph):
+        def __init__(self, compiled: Callable[..., Any], *others: Any) -> None:
+            def watched(*args: Any) -> Any:
+                tokens.append(args[-1].detach().clone())
+                return compiled(*args)
+
+            super().__init__(watched, *others)
+
+    monkeypatch.setattr(backward_cut, "GatedGraph", Watched)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _twins(MLP(4, SIZE))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tokens
+    assert all(torch.equal(token, torch.zeros(1, device=DEVICE)) for token in tokens)
 
 
 def test_autocast_around_backward_alone_does_what_it_does_unsplit(one_rank: None) -> None:

@@ -19,7 +19,19 @@ import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt.split import runtime
-from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+from tests.support.models import (
+    CHANGES,
+    MLP,
+    WIDTH,
+    assert_equal_states,
+    batches,
+    parametrize_all,
+    prune_all,
+    reorder,
+    tie,
+    train,
+    twins,
+)
 from tests.support.registration import uninstall
 
 CAP = 0.03
@@ -100,6 +112,45 @@ def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
         d._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] for d in (first, second)
     ]
     assert reported[0] == reported[1]
+
+
+@pytest.mark.parametrize("num_before", [0, 2], ids=["at first", "after two steps"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_a_module_that_changes_once_ddp_was_made_keeps_its_buckets(
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+    split: str,
+    change: Callable[[MLP], None],
+    num_before: int,
+) -> None:
+    """Weights that are tied, pruned, registered anew or replaced: the Reducer has its own list.
+
+    Graphs are cut, buckets are DDP's, and nothing is warned of. The last shape is compiled anew.
+    """
+    options: dict[str, Any] = {"bucket_cap_mb": CAP}
+    if change in (tie, parametrize_all):  # not all that the Reducer has is in the module any more
+        options["find_unused_parameters"] = True
+    eager, ddp = twins(MLP(), **options)
+    compiled = _compile(ddp, split)
+    if num_before:
+        inputs = batches(0, [(2, WIDTH)] * num_before)
+        assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    for each in (eager, ddp):
+        change(each.module)
+    inputs = batches(0, [(2, WIDTH)] * 4 + [(3, WIDTH)] * 2)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    *_, plan = ddpopt.explain(ddp).plans
+    assert plan.split == split
+    assert len(plan.sections) > 1
+    if change in (prune_all, reorder):
+        assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+        assert sorted(k for s in plan.sections for k in s.completes) == [
+            bucket.index for bucket in plan.buckets
+        ]
+    real = [[p.index for p in bucket.parameters] for bucket in plan.buckets]
+    assert [sorted(b) for b in real] == [sorted(b) for b in _torch.final_buckets(ddp)]
+    assert [r for r in caplog.records if "ddpopt" in r.name and r.levelname == "WARNING"] == []
 
 
 class Bigger(nn.Module):

@@ -47,11 +47,12 @@ class FakeDDP(DistributedDataParallel):
         state.get(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
         self._use_python_reducer = False
-        reduced = [
+        self._module_parameters = [
             parameter
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
+            if name not in self.parameters_to_ignore
         ]
+        reduced = [parameter for parameter in self._module_parameters if parameter.requires_grad]
         bucket = mock.Mock(parameters=lambda: reduced)
         self.reducer = mock.Mock(_get_zeros_like_grad_buckets=lambda: [bucket])
 

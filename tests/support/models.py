@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize, prune
 
 from tests.support.device import DEVICE
 
@@ -29,6 +30,33 @@ class MLP(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x
+
+
+def tie(model: MLP) -> None:
+    """Make the module lose a weight, which the Reducer of a DDP module around it keeps."""
+    model.layers[2].weight = model.layers[0].weight
+
+
+def prune_all(model: MLP) -> None:
+    """Give weights other names and places; they stay the same parameters."""
+    for layer in model.layers:
+        prune.l1_unstructured(layer, "weight", 0.3)
+
+
+def reorder(model: MLP) -> None:
+    """Register the first layer anew, as the last."""
+    layers = list(model.layers)
+    model.layers = nn.ModuleList([*layers[1:], layers[0]])
+
+
+def parametrize_all(model: MLP) -> None:
+    """Compute weights from new parameters, which an existing Reducer does not have."""
+    for layer in model.layers:
+        parametrize.register_parametrization(layer, "weight", nn.Tanh())
+
+
+CHANGES: list[Callable[[MLP], None]] = [tie, prune_all, reorder, parametrize_all]
+"""What users do to a model once DDP was made: it changes names and order of its parameters."""
 
 
 class Blocks(nn.Module):

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,15 +76,33 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
     its initial buckets reports them itself.
+
+    Raises:
+        TorchDriftError: the log numbers parameters otherwise than `reducer_parameters`.
     """
-    if not follows_arrival_order(ddp):
-        index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
-        asked = _ask_buckets(ddp) or ()
-        return tuple(tuple(index_of[p] for p in bucket) for bucket in asked) or None
-    reported = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
-    if not reported:
+    follows_arrival = follows_arrival_order(ddp)
+    logged = _logged_buckets(ddp)
+    if follows_arrival and logged is None:
         return None
-    return tuple(tuple(map(int, bucket.split())) for bucket in reported.split(","))
+    index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
+    buckets = _ask_buckets(ddp) or ()
+    asked = tuple(tuple(index_of[tensor] for tensor in bucket) for bucket in buckets)
+    if not follows_arrival:
+        return asked or None
+    if asked and asked != logged:
+        raise TorchDriftError(
+            "DDP's buckets are not known: its log numbers parameters otherwise than was taken to "
+            f"be the Reducer's order (buckets {logged} there, and {asked})"
+        )
+    return logged
+
+
+def _logged_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+    """Return the rebuilt buckets as DDP's log has them, None without."""
+    logged = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
+    if not logged:
+        return None
+    return tuple(tuple(map(int, bucket.split())) for bucket in logged.split(","))
 
 
 def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
@@ -137,70 +154,162 @@ def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
 # ---- Parameters --------------------------------------------------------------------------------
 
 
+class _Reduced(NamedTuple):
+    """A parameter, as it was when it was first asked for: the module may change afterwards."""
+
+    tensor: torch.Tensor
+    name: str
+    is_sparse: bool
+
+
+# What each Reducer reduces, in its order. Plans made at different times have to speak of the same
+# parameters, so names stay, whatever the module calls them later.
+_reduced: weakref.WeakKeyDictionary[Any, tuple[_Reduced, ...]]
+_reduced = weakref.WeakKeyDictionary()
+
+
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """Return the parameters that the Reducer reduces, in its order, shared ones once.
 
-    They are those that required gradients when it was made, even if they are frozen now.
+    They are those that required gradients when it was made, even if they are frozen now, have
+    another name, or are in the module no more.
+
+    Raises:
+        TorchDriftError: it is not known in which order the Reducer has them.
     """
-    return _describe(ddp, _reduced_tensors(ddp))
+    reducer = names.REDUCER.get(ddp)
+    if reducer in _reduced:
+        return _describe(_reduced[reducer])
+    buckets = _ask_buckets(ddp)
+    if buckets is None:  # ask again next time; they are those that still require gradients
+        trained = _required_tensors(ddp)
+        return _describe(_name(ddp, _kept_order(ddp, trained) or trained))
+    _reduced[reducer] = tuple(_name(ddp, _reducers_order(ddp, buckets)))
+    return _describe(_reduced[reducer])
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """Return the parameters that the Reducer would reduce if it were made now."""
-    return _describe(ddp, _required_tensors(ddp))
+    return _describe(_name(ddp, _required_tensors(ddp)))
 
 
 def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
-    """Return the parameters of both kinds, in the module's order."""
-    return _describe(ddp, _reduced_tensors(ddp) | _required_tensors(ddp))
+    """Return the parameters of both kinds, in the module's order; those that left it come last."""
+    wanted = dict.fromkeys([*reducer_parameters(ddp), *_required_tensors(ddp)])
+    ordered = [tensor for tensor in ddp.module.parameters() if tensor in wanted]
+    return _describe(_name(ddp, dict.fromkeys([*ordered, *wanted])))
 
 
-def _describe(
-    ddp: DistributedDataParallel, wanted: frozenset[torch.Tensor]
-) -> dict[torch.Tensor, Parameter]:
-    found: dict[torch.Tensor, Parameter] = {}
-    for name, parameter in ddp.module.named_parameters():
-        if parameter in wanted:
+def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Return the names that parameters have now, which those of `reducer_parameters` may not be."""
+    return {tensor: name for name, tensor in ddp.module.named_parameters()}
+
+
+def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list[_Reduced]:
+    """Find the names of tensors in the module, and make some for those that left it."""
+    name_of, named = names_now(ddp), []
+    for index, tensor in enumerate(tensors):
+        name, is_sparse = name_of.get(tensor), False
+        if name is not None:
             owner = ddp.module.get_submodule(name.rpartition(".")[0])
-            is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-            found[parameter] = Parameter(
-                index=len(found),
-                name=name,
-                num_bytes=parameter.nbytes,
-                group=f"{parameter.dtype} on {parameter.device}",
-                is_sparse=is_embedding and bool(owner.sparse),
-            )
-    return found
+            is_sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
+        named.append(_Reduced(tensor, name or f"parameter {index}, replaced", is_sparse))
+    return named
 
 
-_asked: weakref.WeakKeyDictionary[Any, tuple[tuple[torch.Tensor, ...], ...]]
-_asked = weakref.WeakKeyDictionary()
+def _describe(reduced: Iterable[_Reduced]) -> dict[torch.Tensor, Parameter]:
+    described: dict[torch.Tensor, Parameter] = {}
+    for index, (tensor, name, is_sparse) in enumerate(reduced):
+        described[tensor] = Parameter(
+            index=index,
+            name=name,
+            num_bytes=tensor.nbytes,
+            group=f"{tensor.dtype} on {tensor.device}",
+            is_sparse=is_sparse,
+        )
+    return described
 
 
-def _ask_buckets(ddp: DistributedDataParallel) -> tuple[tuple[torch.Tensor, ...], ...] | None:
-    """Ask the Reducer, once, for the parameters of its initial buckets.
+_Buckets = tuple[tuple[torch.Tensor, ...], ...]
+
+
+def _ask_buckets(ddp: DistributedDataParallel) -> _Buckets | None:
+    """Ask the Reducer for the parameters of its buckets as they are now.
 
     None if it does not tell: a sparse gradient has no bucket before the first backward.
     """
-    reducer = names.REDUCER.get(ddp)
-    if reducer not in _asked:
-        ask, mode = names.ZEROS_LIKE_BUCKETS.get(reducer), names.FAKE_TENSOR_MODE.get()
-        try:
-            with mode(allow_non_fake_inputs=True):  # else it would allocate all buckets again
-                _asked[reducer] = tuple(tuple(bucket.parameters()) for bucket in ask())
-        except RuntimeError:
-            return None
-    return _asked[reducer]
+    ask, mode = names.ZEROS_LIKE_BUCKETS.get(names.REDUCER.get(ddp)), names.FAKE_TENSOR_MODE.get()
+    try:
+        with mode(allow_non_fake_inputs=True):  # else it would allocate all buckets again
+            return tuple(tuple(bucket.parameters()) for bucket in ask())
+    except RuntimeError:
+        return None
 
 
-def _reduced_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
-    """Return the tensors that the Reducer reduces; DDP itself does not keep them."""
-    buckets = _ask_buckets(ddp)
-    return _required_tensors(ddp) if buckets is None else frozenset(itertools.chain(*buckets))
+def _reducers_order(ddp: DistributedDataParallel, buckets: _Buckets) -> Sequence[torch.Tensor]:
+    """Return the tensors in the Reducer's buckets in the order of its own list.
+
+    Nobody has that list. DDP keeps one of the module's parameters from its construction, but a copy
+    of a DDP module has the original's, and the module may have changed in between. So what is taken
+    is compared with the buckets.
+    """
+    members = [tensor for bucket in buckets for tensor in bucket]
+    logged = _logged_buckets(ddp) if follows_arrival_order(ddp) else None
+    if logged is not None:  # rebuilt: the log has the numbers of what is in the buckets
+        indices = [index for bucket in logged for index in bucket]
+        if sorted(indices) == list(range(len(members))):
+            return [tensor for _, tensor in sorted(zip(indices, members, strict=True), key=_first)]
+    is_initial = not (follows_arrival_order(ddp) and names.HAS_REBUILT_BUCKETS.get(ddp))
+    if is_initial and len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
+        # Formed in order of registration, and then reversed.
+        return [tensor for bucket in reversed(buckets) for tensor in bucket]
+    orders = [_kept_order(ddp, members), _in_order(_required_tensors(ddp), members)]
+    for order in orders:
+        if order is not None and _could_be_formed(buckets, order):
+            return order
+    if not is_initial and orders[0] is not None:  # rebuilt a moment ago; the log will tell
+        return orders[0]
+    raise TorchDriftError(
+        "a Reducer has other parameters than the module in DistributedDataParallel, or in another "
+        "order: make the DDP module after the last change of its parameters"
+    )
 
 
-def _required_tensors(ddp: DistributedDataParallel) -> frozenset[torch.Tensor]:
-    return frozenset(names.BUILD_PARAMS.get(ddp)()[0])
+def _first(pair: tuple[int, torch.Tensor]) -> int:
+    return pair[0]
+
+
+def _kept_order(
+    ddp: DistributedDataParallel, members: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return tensors in the order in which DDP's constructor found them; None if it lacks one."""
+    return _in_order(names.MODULE_PARAMETERS.get(ddp), members)
+
+
+def _in_order(
+    order: Iterable[torch.Tensor], members: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return `members` as `order` has them; None if it lacks one."""
+    wanted = set(members)
+    found = [tensor for tensor in order if tensor in wanted]
+    return found if len(found) == len(wanted) else None
+
+
+def _could_be_formed(buckets: _Buckets, order: Sequence[torch.Tensor]) -> bool:
+    """Whether DDP may have formed these initial buckets of parameters in this order.
+
+    In each they are in that order, and buckets are sorted by their first, from last to first.
+    """
+    place_of = {tensor: place for place, tensor in enumerate(order)}
+    places = [[place_of[tensor] for tensor in bucket] for bucket in buckets]
+    firsts = [bucket[0] for bucket in places]
+    return all(bucket == sorted(bucket) for bucket in places) and firsts == sorted(firsts)[::-1]
+
+
+def _required_tensors(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
+    """Return what a Reducer that is made now would reduce, in its order."""
+    parameters: Sequence[torch.Tensor] = names.BUILD_PARAMS.get(ddp)()[0]
+    return parameters
 
 
 @contextlib.contextmanager
@@ -347,6 +456,10 @@ def make_reducer(
     named = {parameter.index: parameter.name for parameter in parameters}
     with requiring_grad(tensors):
         names.DDP_INIT_HELPER.get(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
+    _reduced[names.REDUCER.get(ddp)] = tuple(
+        _Reduced(tensor, parameter.name, parameter.is_sparse)
+        for tensor, parameter in zip(tensors, parameters, strict=True)
+    )
     if ddp.static_graph:
         names.STATIC_ENQUEUED.set(False, ddp)
         names.REDUCER_SET_STATIC.get(names.REDUCER.get(ddp))()
@@ -429,7 +542,8 @@ def copy_compiled(
     assert isinstance(ddp, DistributedDataParallel)
     twin: DistributedDataParallel = object.__new__(type(ddp))
     copies: dict[int, Any] = {**contexts, id(ddp): twin}  # by the original's id
-    _copy_ddp(ddp, twin, deep_copy(ddp.module, copies))
+    module = deep_copy(ddp.module, copies)
+    _copy_ddp(ddp, twin, module, lambda tensor: deep_copy(tensor, copies))
     optimized = names.OPTIMIZED_MODULE.get()
     modules = {part: copies[id(part)] for part in ddp.modules() if id(part) in copies}
     for part, copied in modules.items():
@@ -442,9 +556,15 @@ def copy_compiled(
 
 
 def _copy_ddp(
-    ddp: DistributedDataParallel, twin: DistributedDataParallel, module: nn.Module
+    ddp: DistributedDataParallel,
+    twin: DistributedDataParallel,
+    module: nn.Module,
+    copy_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Make `twin` a DDP module like `ddp` around `module`; DDP's constructor would communicate."""
+    """Make `twin` a DDP module like `ddp` around `module`; DDP's constructor would communicate.
+
+    `copy_of` copies a parameter that the Reducer has and `ddp.module` has no more.
+    """
     state = vars(ddp)
     copied = {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
     vars(twin).update({**state, **copied})
@@ -459,9 +579,12 @@ def _copy_ddp(
     own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
     names.MODULE_PARAMETERS.set(own, twin)
     names.ASSIGN_BUFFERS.get(twin)()
-    tensors = dict(module.named_parameters(remove_duplicate=False))
-    reduced = list(reducer_parameters(ddp).values())
-    make_reducer(twin, [tensors[parameter.name] for parameter in reduced], reduced)
+    copied_by_name = dict(module.named_parameters(remove_duplicate=False))
+    name_of, tensors = names_now(ddp), []
+    for tensor in (reduced := reducer_parameters(ddp)):
+        is_there = tensor in name_of
+        tensors.append(copied_by_name[name_of[tensor]] if is_there else copy_of(tensor))
+    make_reducer(twin, tensors, list(reduced.values()))
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:

@@ -267,7 +267,7 @@ def compile_gated(
         raise NotCutError(Reason.SUBCLASSES)
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
-    token = torch.empty(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
+    token = torch.zeros(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
     cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key)
     compiled = aot(gm, [*example_inputs, token], cutting)
     kept = cutting.kept

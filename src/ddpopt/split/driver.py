@@ -188,8 +188,11 @@ def _survey(
     known = state.get(ddp)
     used = {index for indices in owners.values() for index in indices}
     later, earlier = known.arrival_around(graph_name(gm), used)
-    names = {parameter.index: parameter.name for parameter in reduced.values()}
-    frame = frame_module({node: names[index] for node, (index, *_) in owners.items()})
+    name_of = _torch.names_now(ddp)
+    names = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
+    frame = frame_module(
+        {node: names[index] for node, (index, *_) in owners.items() if index in names}
+    )
     return _Survey(
         graph=graph,
         blank=dataclasses.replace(_blank_plan(gm, options), is_shared=has_twin(ddp.module, frame)),

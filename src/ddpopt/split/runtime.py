@@ -276,7 +276,7 @@ class Gate(torch.autograd.Function):
         """Return the token for the next gate. `is_last` says that no section runs after this."""
         ctx.set_materialize_grads(False)
         ctx.section, ctx.is_last = section, is_last
-        return torch.empty_like(token)
+        return token.detach()  # in the token's memory: no kernel fills another
 
     @staticmethod
     def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
@@ -332,7 +332,8 @@ class GatedGraph:
         self._device = device
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        token = torch.empty(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
+        # Not left uninitialised: `nan_asserts` look at it, and deterministic algorithms fill it.
+        token = torch.zeros(1, device=self._device, dtype=TOKEN_DTYPE, requires_grad=True)
         for section, is_last in self._gates:
             token = _gate(section, is_last, token, *[args[i] for i in section.releases])
         *outputs, _token = self._compiled(*args, token)
