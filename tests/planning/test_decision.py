@@ -102,6 +102,21 @@ def test_what_could_be_won_is_what_the_cost_model_says(ranks: Ranks) -> None:
     assert ranks.run(_estimate, HIDDEN, [2] * 6)[0] < 0.02
 
 
+def _estimate_hollow(_rank: int, sizes: list[int]) -> float:
+    """As `_estimate`, where the first and the last of twelve parameters have no elements."""
+    module = torch.nn.ParameterList(torch.zeros(0 if k in (0, 11) else 64, 64) for k in range(12))
+    ddp = DistributedDataParallel(module)
+    indices = iter(reversed(range(12)))
+    buckets = [[next(indices) for _ in range(size)] for size in sizes]
+    return decision.estimate_gain(ddp, buckets, WAITING, 0.11)
+
+
+def test_parameters_without_elements_may_have_buckets_of_their_own(ranks: Ranks) -> None:
+    """The first and the last, for which no time per byte can be told."""
+    for sizes in ([1, 10, 1], [12]):
+        assert 0 <= ranks.run(_estimate_hollow, sizes)[0] < 0.35
+
+
 def _decide(_rank: int, left_s: float, allreduce_s: float) -> decision.Decision:
     """Decide for one bucket, whose allreduce follows 40 ms of backward, and `left_s` more."""
     ddp = DistributedDataParallel(MLP())

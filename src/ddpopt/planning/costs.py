@@ -37,7 +37,7 @@ class Gradient:
     group: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, "num_bytes", at_least=1)
+        _check(self, "num_bytes")  # 0 for a parameter without elements
         _check(self, "ready_s")
         _check_printable(self, "group")
 

@@ -264,7 +264,8 @@ def estimate_gain(
     """
     num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
     arrived = list(itertools.chain.from_iterable(buckets))
-    first = sum(num_bytes[index] for index in buckets[0])
+    # At least 1: parameters without elements may have a bucket of their own, the first or the last.
+    first = max(1, sum(num_bytes[index] for index in buckets[0]))
     rest = max(1, sum(num_bytes[index] for index in arrived) - first)
     launched_s = max(0.0, step.backward_s - step.overlap_s)
     rest_s = step.backward_s - launched_s
@@ -278,7 +279,7 @@ def estimate_gain(
     for count, bucket in enumerate(reversed(buckets), start=1):
         num_bytes_left += sum(num_bytes[index] for index in bucket)
         moving_s = backward_s - ready_s[bucket[-1]] - count * _STARTUP_S
-        rates.append(moving_s / num_bytes_left)
+        rates.append(moving_s / max(1, num_bytes_left))
     cost = AllreduceCost(startup_s=_STARTUP_S, s_per_byte=max(0.0, min(rates)))
     measured = Measured(
         buckets=tuple(map(tuple, buckets)),
