@@ -10,9 +10,11 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import threading
 import time
 import weakref
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -73,6 +75,10 @@ class Batch:
     x: torch.Tensor
     scale: float
     kind: str = dataclasses.field(default="batch", init=False)
+
+
+class Factories(defaultdict[str, Any]):
+    """A dict of a class that derives from defaultdict."""
 
 
 @pytest.fixture(autouse=True)
@@ -600,6 +606,55 @@ def test_containers_are_divided_and_joined() -> None:
     assert torch.equal(output["batch"].x, x + 3)
     assert (output["batch"].scale, output["batch"].kind) == (0.5, "batch")
     assert (output["tuple"], output["same"]) == ((), 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: defaultdict(list, x=x),
+        lambda x: OrderedDict(x=x),
+        lambda x: Counter(x=x),
+        lambda x: Factories(int, x=x),
+    ],
+    ids=["defaultdict", "OrderedDict", "Counter", "derived"],
+)
+def test_dicts_of_other_kinds_stay_what_they_are(make: Callable[..., Any]) -> None:
+    """As argument and as output, in which keys that are missing are made as before."""
+
+    def forward(module: Any, given: Any) -> Any:
+        assert len(given["x"]) == 2
+        made.append(given)
+        return make(given["x"] @ module.weight)
+
+    made: list[Any] = []
+    given = make(_rows(4))
+    for _ in range(2):  # one after another, and at the same time
+        output = _parallel(forward)(given)
+        assert torch.equal(output["x"], _rows(4))
+        for each in (output, *made):
+            assert type(each) is type(given)
+            assert getattr(each, "default_factory", None) is getattr(given, "default_factory", None)
+    assert list(given) == ["x"]
+
+
+@pytest.mark.parametrize("nan", [math.nan, complex(0, math.nan)], ids=["float", "complex"])
+def test_replicas_that_all_return_nan_do_not_differ(nan: Any) -> None:
+    """Each makes its own, as a division does; a NaN beside a number still differs."""
+    output = _parallel(lambda m, x: (x, [nan * 1.0]))(_rows(4))[1][0]
+    assert output != output  # noqa: PLR0124  # so it is NaN
+    with pytest.raises(ValueError, match=r"output\[1\] differs between replicas \(.*nan"):
+        _parallel(lambda m, x: (x, nan if float(x[0, 0]) else 1.0))(_rows(4))
+
+
+def test_nan_in_an_argument_makes_no_call_new() -> None:
+    """Equal calls run at the same time, whatever NaN they are given."""
+    assert _signature_of([float("nan")]) == _signature_of([float("nan")])
+    assert _signature_of([float("nan")]) != _signature_of([1.0])
+    model = Calls(lambda m, x: x)
+    model.scale = float("nan")
+    other = _state_of(model)
+    model.scale = float("nan")
+    assert _state_of(model) == other
 
 
 def test_only_keyword_arguments() -> None:

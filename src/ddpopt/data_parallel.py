@@ -13,8 +13,10 @@ closures, and the contents of objects of other classes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import enum
 import itertools
@@ -329,7 +331,7 @@ def _join(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "o
     if any(type(output) is not type(first) for output in outputs):
         raise _differ(outputs, name)
     if first is None or isinstance(first, _PLAIN):
-        if any(output != first for output in outputs):
+        if any(_without_nan(output) != _without_nan(first) for output in outputs):
             raise _differ(outputs, name)
         return first
     held = [each for each in map(_children, outputs) if each is not None]
@@ -382,7 +384,12 @@ def _children(value: Any) -> dict[str, Any] | None:
 def _rebuild(value: Any, new: Sequence[Any]) -> Any:
     """Return a container like `value` with other children, in the order of `_children`."""
     if isinstance(value, dict):
-        return type(value)(zip(value, new, strict=True))
+        pairs = dict(zip(value, new, strict=True))
+        if not isinstance(value, collections.defaultdict):
+            return type(value)(pairs)
+        copied = copy.copy(value)  # with its factory, which its class takes before the pairs
+        copied.update(pairs)
+        return copied
     if not isinstance(value, list | tuple):
         names = [field.name for field in _own_fields(value)]
         return dataclasses.replace(value, **dict(zip(names, new, strict=True)))
@@ -396,6 +403,11 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for selector, child in (_children(value) or {}).items():
         yield from _tensors(child, name + selector)
+
+
+def _without_nan(value: Any) -> Any:
+    """The value, or a text in place of a NaN, which would not equal itself."""
+    return repr(value) if value != value else value  # noqa: PLR0124  # only NaN differs from itself
 
 
 def _own_fields(value: Any) -> list[dataclasses.Field[Any]]:
@@ -519,7 +531,7 @@ def _signature_of(value: Any) -> Hashable:
         kind = (type(value), value.dtype, value.device)
         return (*kind, tuple(value.shape), layout, value.requires_grad)
     if isinstance(value, _PLAIN):
-        return (type(value), value)
+        return (type(value), _without_nan(value))
     held = _children(value)
     if held is None:
         return (type(value),)
@@ -537,7 +549,7 @@ def _state_of(module: nn.Module) -> Hashable:
 
 def _attribute(value: Any) -> Hashable:
     if isinstance(value, _PLAIN):
-        return (type(value), value)
+        return (type(value), _without_nan(value))
     if isinstance(value, dict):  # hooks too: by the ids of their handles
         return tuple(value)
     return (type(value), len(value) if isinstance(value, list | tuple) else None)

@@ -27,6 +27,7 @@ from ddpopt.algorithms import (
     attach,
 )
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, _make_group
+from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 from tests.system.documents import ROOT
@@ -50,6 +51,73 @@ def _nodes(rank: int) -> list[float]:
 def test_nodes_average_leaders_meet_and_nodes_are_told(four_ranks: Ranks) -> None:
     """0.5 and 2.5 are the nodes' means, 3 their sum; 1.5 is the mean of one node of all."""
     assert four_ranks.run(_nodes) == [[3.0, 1.5]] * 4
+
+
+def _mean(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The mean of three ranks, in groups of three and one: what the sum divided by three is."""
+    group = first_ranks(3)
+    if group is None:
+        return []
+    communicator = Communicator(group, CPU)
+    values = (torch.arange(1, 100) * (rank + 1) / 7).to(dtype)
+    sum_of_all = values.clone()
+    communicator.all_reduce(sum_of_all).wait()
+    communicator.mean(values)
+    large = torch.tensor([40000.0, 65504.0, -65504.0]).to(dtype)
+    expected = large.clone()
+    communicator.mean(large)
+    return [values, sum_of_all / 3, large, expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mean_is_the_sum_divided_and_fits_where_the_sum_does_not(
+    four_ranks: Ranks, dtype: torch.dtype
+) -> None:
+    for values, divided, large, expected in four_ranks.run(_mean, dtype)[:3]:
+        assert torch.equal(values, divided)
+        assert torch.equal(large, expected)
+
+
+LARGE: dict[str, Any] = {
+    "all": Decentralized(hierarchical=False),
+    "shift_one": Decentralized(hierarchical=False, peer_selection="shift_one"),
+    "hierarchical": Decentralized(local_world_size=2),
+    "LowPrecision": LowPrecisionDecentralized(hierarchical=False),
+    "ByteGrad": ByteGrad(hierarchical=False),
+    "Async": AsyncModelAverage(sync_interval_ms=1),
+}
+
+
+class Large(nn.Module):
+    """Weights of float16 of which two are beyond its range together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 40000.0).half())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * 1e-4 * x).sum()
+
+
+def _train_large(rank: int, name: str) -> list[float]:
+    ddp = DistributedDataParallel(Large())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    handle = attach(ddp, optimizer, LARGE[name])
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.ones(8).half()).backward()
+        optimizer.step()
+    stop_s = time.monotonic() + 60
+    while not handle.num_communications and time.monotonic() < stop_s:  # in the background
+        time.sleep(0.001)
+    handle.average()
+    handle.detach()
+    return ddp.module.weight.tolist()
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_weights_of_float16_may_be_large(ranks: Ranks, name: str) -> None:
+    assert ranks.run(_train_large, name) == [[40000.0] * 8] * 2
 
 
 def _make_beside_a_device(rank: int) -> None:
@@ -294,6 +362,24 @@ def test_add_adds_elementwise_in_every_layout() -> None:
     weights.add([2 * values for values in weights.copy()])
     for parameter, value in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.detach(), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_moving_keeps_what_was_written_and_takes_the_mean_elsewhere(dtype: torch.dtype) -> None:
+    """Bitwise the mean where nothing was written; the difference of float16 may not fit in it."""
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, -60000.0, torch.nan, 5.0], dtype=dtype))
+    weights = FlatWeights([parameter])
+    sent = weights.copy()
+    mean = torch.tensor([7.0, 0.1, torch.inf, 60000.0, torch.nan, 6.0], dtype=dtype)
+    weights.move(sent, [mean])
+    assert torch.equal(parameter[[0, 1, 2, 3, 5]], mean[[0, 1, 2, 3, 5]])
+    with torch.no_grad():
+        parameter.copy_(sent[0])
+        parameter[1:5] += 1
+        parameter[4] = 9
+    weights.move(sent, [mean])
+    moved = torch.tensor([7, 1.1, 4, 60001 if dtype.itemsize > 2 else 60000, 9, 6], dtype=dtype)
+    torch.testing.assert_close(parameter.detach(), moved)
 
 
 def test_buckets_keep_their_limit_and_never_divide_a_parameter() -> None:

@@ -257,6 +257,91 @@ def test_a_linear_loss_is_trained_as_by_allreduce(
         torch.testing.assert_close(averaged, reduced, rtol=1e-5, atol=1e-6)
 
 
+# ---- weights that are written beside the algorithm ----------------------------------------------
+
+
+@torch.no_grad()
+def _write(ddp: Any, how: str) -> None:
+    """Write weights as people do between a forward and its update."""
+    if how == "a checkpoint":  # by a guard against losses that are not finite
+        ddp.load_state_dict(
+            {name: torch.full_like(v, 0.01) for name, v in ddp.state_dict().items()}
+        )
+    for parameter in ddp.parameters():
+        if how == "decay":
+            parameter.mul_(0.5)
+        elif how == "data":  # without a new version, of some elements only
+            parameter.data[:3] = 0.25
+        elif how == "swapped":  # as an average of weights (EMA) that is swapped in
+            parameter.data = parameter.detach() + 1
+
+
+def _write_in_a_step(rank: int, selection: str, how: str, is_skipped: bool) -> None:
+    """The average moves weights by its difference to what was sent; unwritten ones are replaced."""
+    setting = _setting(rank, 2, peer_selection=selection)
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
+    for step, x in enumerate(batches(rank, [(8, WIDTH)] * 4)):
+        sent = _flat(ddp)
+        mean = sent.clone()
+        dist.all_reduce(mean)
+        mean /= 2
+        optimizer.zero_grad()
+        ddp(x).pow(2).mean().backward()
+        if step % 2:
+            _write(ddp, how)
+        written = _flat(ddp)
+        gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+        moved = torch.where(written == sent, mean, written + (mean - sent))
+        if step % 2 and is_skipped:
+            handle.settle()
+            assert torch.equal(_flat(ddp), moved)
+        else:
+            optimizer.step()
+            torch.testing.assert_close(_flat(ddp), moved - LR * gradient)
+    handle.detach()
+
+
+@pytest.mark.parametrize("is_skipped", [False, True], ids=["updated", "skipped"])
+@pytest.mark.parametrize("how", ["a checkpoint", "decay", "data", "swapped"])
+@pytest.mark.parametrize("selection", ["all", "shift_one"])
+def test_what_is_written_between_forward_and_update_stays(
+    ranks: Ranks, selection: str, how: str, is_skipped: bool
+) -> None:
+    ranks.run(_write_in_a_step, selection, how, is_skipped)
+
+
+def _leave_nan(rank: int) -> list[bool]:
+    """Rank 1's weights become NaN; all ranks load a checkpoint when they notice."""
+    setting = _setting(rank, 2)
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    seen = []
+    for step, x in enumerate(batches(rank, [(8, WIDTH)] * 4)):
+        if step == 1 and rank == 1:
+            with torch.no_grad():
+                next(ddp.parameters()).fill_(torch.nan)
+        optimizer.zero_grad()
+        loss = ddp(x).pow(2).mean()
+        is_bad = (~loss.detach().isfinite()).float()
+        dist.all_reduce(is_bad)
+        if is_bad:
+            _write(ddp, "a checkpoint")
+            continue
+        loss.backward()
+        optimizer.step()
+        seen.append(bool(_flat(ddp).isfinite().all()))
+    handle.detach()
+    return seen
+
+
+def test_a_checkpoint_that_replaces_nan_is_not_lost_to_their_mean(ranks: Ranks) -> None:
+    """On neither rank: what was sent was NaN on one, and so was the mean on both."""
+    assert ranks.run(_leave_nan) == [[True] * 3] * 2
+
+
 class Waiting(nn.Module):
     """A model whose forward does not end before the weights of its step have been averaged."""
 

@@ -55,7 +55,7 @@ def test_a_fit_of_one_size_is_refused() -> None:
         (lambda: Network(latency_s=0, bytes_per_s=0), "bytes_per_s is 0"),
         (lambda: Network(latency_s=0, bytes_per_s=1, algorithm="star"), "'star'.*'ring'"),
         (lambda: Network(latency_s=0, bytes_per_s=1).allreduce(0), "world_size is 0"),
-        (lambda: Gradient(name="w", num_bytes=0, ready_s=0), "num_bytes is 0"),
+        (lambda: Gradient(name="w", num_bytes=-1, ready_s=0), "num_bytes is -1"),
         (lambda: Profile(gradients=(), backward_s=1), "no gradients"),
         (lambda: _profile([2.0, 1.0], 3), "in the order of their ready_s"),
         (lambda: _profile([1.0, 2.0], 1.5), r"backward_s is 1.5, before the last gradient at 2"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, merge
+from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import predict
 
 
@@ -124,6 +125,23 @@ def test_ten_thousand_gradients_are_planned() -> None:
     sizes = best_buckets(profile, cost)
     assert sum(sizes) == 10_000
     assert predict(profile, sizes, cost).backward_s < 1.02 * profile.backward_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(_profiles(), st.sets(st.integers(0, 8)), costs, st.sampled_from([1.0, 1.5]))
+def test_gradients_without_elements_are_where_the_reducer_puts_them(
+    profile: Profile, hollow: set[int], cost: AllreduceCost, contention: float
+) -> None:
+    """The caps of the best buckets form these buckets again, and nothing breaks."""
+    gradients = tuple(
+        dataclasses.replace(g, num_bytes=0) if k in hollow else g
+        for k, g in enumerate(profile.gradients)
+    )
+    profile = dataclasses.replace(profile, gradients=gradients)
+    sizes = best_buckets(profile, dataclasses.replace(cost, contention=contention))
+    assert sum(sizes) == len(gradients)
+    plan = BucketPlan(profile=profile, cost=cost, world_size=2, sizes=sizes)
+    assert buckets_of_caps(profile, plan.caps_bytes) == sizes
 
 
 def test_caps_close_buckets_as_the_reducer_does() -> None:

@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import json
 import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
-from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile
+from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, estimate
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
 from tests.support.fake_ddp import assigned_by_torch, real_buckets
@@ -251,6 +253,37 @@ def test_ddp_forms_the_planned_buckets(one_rank: None, backend: str | None) -> N
     assert formed == [set(bucket.parameters) for bucket in plan.buckets]
 
 
+class Hollow(nn.Module):
+    """Its `hollow` places, of seven, are parameters without elements."""
+
+    def __init__(self, hollow: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(0 if k in hollow else 64, 64) for k in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + (x @ part.t()).sum(dim=-1, keepdim=True)
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["", "unused"])
+@pytest.mark.parametrize("hollow", [(0,), (6,), (2, 3), (0, 1, 5, 6), tuple(range(7))])
+def test_parameters_without_elements_are_planned(
+    one_rank: None, hollow: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """They follow in the bucket after a full one, as the Reducer has it; saved plans too."""
+    module, inputs = Hollow(hollow), [torch.randn(512, 64)] * 3
+    for cost in (SLOW, dataclasses.replace(SLOW, contention=1.1)):
+        plan = ddpopt.plan(module, inputs[0], network=cost, world_size=2, device=DEVICE)
+        assert BucketPlan.from_json(plan.to_json()) == plan
+        ddp = DistributedDataParallel(module, **plan.ddp_kwargs(), **options)
+        train(ddp, inputs, ddp)
+        if not options:  # else buckets follow the order of registration, and plans that of arrival
+            names = [name for name, _ in module.named_parameters()]
+            formed = [{names[index] for index in bucket} for bucket in real_buckets(ddp)]
+            assert formed == [set(bucket.parameters) for bucket in plan.buckets]
+
+
 class Noisy(nn.Module):
     """Draws random numbers, and writes to a buffer."""
 
@@ -260,6 +293,28 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(self.norm(self.first(x)))
+
+
+class Dropping(Noisy):
+    """Drops a layer, as Python's and numpy's random numbers have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) if random.random() < numpy.random.rand() / 2 else super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["plan", "from its graph", "estimate"])
+def test_planning_draws_no_random_number(how: str) -> None:
+    """Python's and numpy's neither, which layer drop asks while the model is traced or timed."""
+    module, x = Dropping(), torch.randn(4, 8)
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    if how == "estimate":
+        estimate(module, x, device=DEVICE)
+    else:
+        device = None if how == "plan" else DEVICE
+        ddpopt.plan(module, x, network=SLOW, world_size=2, backend=None, device=device)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert all(map(numpy.array_equal, numpy.random.get_state(), before[2]))
 
 
 def test_planning_leaves_no_trace(one_rank: None) -> None:

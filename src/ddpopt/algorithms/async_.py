@@ -167,9 +167,10 @@ class AveragingLoop:
             copies = owner.weights.copy()
             del owner  # it may be collected while ranks communicate
         change = [values.clone() for values in copies]
+        first, last = self._data.divisors
         for values, own in zip(change, copies, strict=True):
-            self._reduce(values, self._data, dist.ReduceOp.SUM)
-            values.div_(self._data.num_ranks).sub_(own)
+            self._reduce(values.div_(first), self._data, dist.ReduceOp.SUM)
+            values.div_(last).sub_(own)
         with self._locked_owner() as owner:
             owner.weights.add(change)
             owner.num_communications += 1

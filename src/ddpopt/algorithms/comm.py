@@ -46,6 +46,11 @@ class Communicator:
         self.group, self.device = group, device
         self.rank, self.num_ranks = group.rank(), group.size()
         self.sent_bytes = 0.0
+        # By what a mean is divided before and after its terms are added. The sum of two float16
+        # weights of 40,000 has no number in float16, though their mean has. The first divisor is a
+        # power of 2, by which a division is exact: means are, bitwise, the divided sums.
+        first = 2 ** (self.num_ranks - 1).bit_length()
+        self.divisors = (first, self.num_ranks / first)
         self.is_gloo = _torch.group_backend(group, device) == "gloo"
 
     def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
@@ -61,8 +66,11 @@ class Communicator:
 
     def mean(self, values: torch.Tensor) -> None:
         """Replace `values` by their mean over all ranks."""
+        first, last = self.divisors
+        values.div_(first)
         self.all_reduce(values).wait()
-        values.div_(self.num_ranks)
+        if last != 1:
+            values.div_(last)
 
     def mean_bucket(self, bucket: Any) -> Any:
         """Return the future mean of a bucket of DDP's gradients, made as DDP makes it."""
@@ -224,6 +232,26 @@ class FlatWeights:
         """Overwrite the parameters in place with tensors like those that `copy` returns."""
         for parameter, value in self._pairs(flat):
             parameter.copy_(value)
+
+    @torch.no_grad()
+    def move(self, sent: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
+        """Move the parameters by the difference between `mean` and what `sent` had of them.
+
+        So what was written to them since then is kept. An element that is still what was sent
+        becomes the mean itself, bitwise. Where the difference is not finite, what was written
+        stays: it may be the checkpoint that replaces a NaN.
+        """
+        pairs = zip(self._pairs(sent), self._pairs(mean), strict=True)
+        for (parameter, before), (_, average) in pairs:
+            # Mostly all are; but an accelerator would be waited for to learn that.
+            if parameter.device.type == "cpu" and torch.equal(parameter, before):
+                parameter.copy_(average)
+                continue
+            # At least in float32: a difference of two float16 numbers may not fit in float16.
+            kind = torch.promote_types(parameter.dtype, torch.float32)
+            change = average.to(kind) - before.to(kind)
+            moved = torch.where(change.isfinite(), parameter + change, parameter)
+            parameter.copy_(torch.where(parameter == before, average.to(kind), moved))
 
     @torch.no_grad()
     def add(self, flat: Sequence[torch.Tensor]) -> None:

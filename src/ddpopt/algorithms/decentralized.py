@@ -25,28 +25,36 @@ BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 
 class DecentralizedHandle(BackgroundHandle):
     algorithm: Decentralized
+    # From a step's forward to its update: the weights that were sent, and what becomes of them.
+    _sent: Sequence[torch.Tensor] = ()
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def begin_step(self) -> None:
         if (self.num_steps - 1) % self.algorithm.communication_interval == 0:
-            flat, num_exchanges = self.weights.copy(), self.num_communications
-            self._averaged = self.worker.submit(lambda: self._average(flat, num_exchanges))
+            sent, num_exchanges = self.weights.copy(), self.num_communications
+            self._sent = sent
+            self._averaged = self.worker.submit(lambda: self._average(sent, num_exchanges))
             self.num_communications += 1
 
     def before_update(self) -> None:
         averaged, self._averaged = self._averaged, None
+        sent, self._sent = self._sent, ()
         if averaged is not None:
             with communicating(f"averaging weights in step {self.num_steps}"):
-                flat = averaged.wait()
-            self.weights.assign(flat)
+                mean = averaged.wait()
+            # Others may have written to the weights since the forward, and are not to be undone: a
+            # guard against NaN that loads a checkpoint, weight decay by hand.
+            self.weights.move(sent, mean)
 
-    def _average(self, flat: list[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
+    def _average(self, sent: Sequence[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
         def mean_with_peer(ranks: Communicator, values: torch.Tensor) -> None:
             peer = rotating_peer(ranks.rank, ranks.num_ranks, num_exchanges)
             (other,) = ranks.swap(values, [peer])
-            values.add_(other).div_(2)
+            # Each is halved before they are added, see `Communicator.divisors`.
+            values.div_(2).add_(other, alpha=0.5)
 
         mean = Communicator.mean if self.algorithm.peer_selection == "all" else mean_with_peer
+        flat = [values.clone() for values in sent]
         for values in flat:
             self.groups.reduce(values, mean)
         return flat
@@ -59,6 +67,7 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     In step t a copy of rank i's weights x_i is averaged while it computes its gradient at x_i.
     Before the update the average replaces the weights: x_i <- mean_j(x_j) for `"all"`,
     (x_i + x_peer) / 2 for `"shift_one"`. Then the optimizer takes a step with that gradient.
+    If weights were written since the copy was made, they move by the average less the copy.
 
     Attributes:
         peer_selection: `"all"`, or `"shift_one"`: a different peer each time, at a fraction of the

@@ -10,9 +10,7 @@ import contextlib
 import copy
 import functools
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +21,7 @@ from ddpopt import _torch
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
+from ddpopt.planning.randomness import same_randomness, states_on_devices
 from ddpopt.ranks.store import monitored_block
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
@@ -287,38 +286,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@contextlib.contextmanager
-def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
-    """Restore torch's, Python's and numpy's random number state at the end of the block.
-
-    Yields a function that resets it to its initial value, so that each step draws the same numbers.
-    The accelerators that hold the model's parameters are included.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    on_devices = _states_on_devices(model)
-    before, pythons = torch.get_rng_state(), random.getstate()
-    numpys = numpy.random.get_state() if numpy else None
-
-    def restore() -> None:
-        torch.set_rng_state(before)
-        random.setstate(pythons)
-        if numpy:
-            numpy.random.set_state(numpys)
-        for device, own in on_devices.items():
-            torch.get_device_module(device).set_rng_state(own, device)
-
-    try:
-        yield restore
-    finally:
-        restore()
-
-
 def _randomness(model: torch.nn.Module) -> bytes:
     """Return torch's random number state, to see whether a step drew numbers."""
-    states = [torch.get_rng_state(), *_states_on_devices(model).values()]
+    states = [torch.get_rng_state(), *states_on_devices(model).values()]
     return b"".join(bytes(each.tolist()) for each in states)
-
-
-def _states_on_devices(model: torch.nn.Module) -> dict[torch.device, torch.Tensor]:
-    devices = {p.device: None for p in model.parameters() if p.device.type != "cpu"}
-    return {device: torch.get_device_module(device).get_rng_state(device) for device in devices}

@@ -15,14 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch, config
 from ddpopt._text import count
 from ddpopt._torch import Forward
-from ddpopt.checks.copies import (
-    DryRun,
-    Outcome,
-    dtype_name,
-    is_compiled_by_us,
-    rehearse,
-    same_randomness,
-)
+from ddpopt.checks.copies import DryRun, Outcome, dtype_name, is_compiled_by_us, rehearse
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import (
     DisagreementError,
@@ -32,6 +25,7 @@ from ddpopt.errors import (
     VerificationError,
 )
 from ddpopt.planning.batch import Batch, LossFn
+from ddpopt.planning.randomness import same_randomness
 from ddpopt.ranks.agree import all_gather_object
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL

@@ -40,7 +40,7 @@ class Gradient:
         _check_text(self, "name", "group")
         if not isinstance(self.num_bytes, int):
             raise PlanError(f"Gradient.num_bytes is {self.num_bytes!r}; it must be a whole number")
-        _check(self, "num_bytes", at_least=1)
+        _check(self, "num_bytes")  # 0 for a parameter without elements
         _check(self, "ready_s")
 
     @classmethod

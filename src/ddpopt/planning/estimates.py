@@ -33,6 +33,7 @@ from ddpopt.errors import PlanError
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss
 from ddpopt.planning.calibrate import measure_device
 from ddpopt.planning.costs import Device, Gradient, Profile
+from ddpopt.planning.randomness import same_randomness
 from ddpopt.split.nodes import call_nodes, leaves, name_of
 
 _MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,7 +53,7 @@ def estimate(
     Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
     ends where the loss is computed. An unused parameter is ready at the end of backward. The
     current autocast and the model's current mode (train or eval) apply. Neither the model nor the
-    random number state changes.
+    random number state of torch, Python or numpy changes.
 
     Args:
         model: Compiled or not; the profile takes its names, so pass what DDP is to wrap, or wraps.
@@ -155,7 +156,8 @@ def _trace(
     try:
         if any(parameter.is_meta for parameter in parameters.values()):
             inputs = _to_fake(inputs, torch.accelerator.current_accelerator() or "cpu")
-        with torch.enable_grad(), _torch.uncompiled_while_tracing():
+        # Fake tensors draw no numbers, but a forward may also ask Python's or numpy's generator.
+        with same_randomness(model), torch.enable_grad(), _torch.uncompiled_while_tracing():
             graph = make_fx(trace, tracing_mode="fake")(*inputs).graph
     except PlanError:
         raise

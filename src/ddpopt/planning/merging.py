@@ -20,6 +20,7 @@ launches alone cost more than can be gained.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -96,7 +97,13 @@ def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tu
         values.append(float(layer[-1]) + cut_s * len(values))
     enough = min(values) + _REAL_GAIN
     best = next(k for k, value in enumerate(values, start=1) if value <= enough)
-    return problem.trace_back(layers[: best + 1])
+    sizes = problem.trace_back(layers[: best + 1])
+    # The Reducer closes a bucket when it is full, so gradients without elements that follow go to
+    # the next bucket. These caps form the same buckets but for that.
+    ends = itertools.accumulate(sizes)
+    parts = (profile.gradients[end - size : end] for end, size in zip(ends, sizes, strict=True))
+    caps_bytes = [sum(gradient.num_bytes for gradient in part) for part in parts]
+    return buckets_of_caps(profile, [cap for cap in caps_bytes if cap] or [1])
 
 
 class _Problem(NamedTuple):
@@ -148,7 +155,7 @@ def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 
 def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
     """Return the buckets of uniform caps, from one bucket to one gradient each, by powers of 2."""
-    cap = profile.num_bytes
+    cap = max(1, profile.num_bytes)
     while cap:
         yield buckets_of_caps(profile, (cap,))
         cap //= 2

@@ -33,6 +33,7 @@ from ddpopt.planning.costs import (
 )
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
+from ddpopt.planning.randomness import same_randomness
 from ddpopt.planning.timeline import Timeline, bucket_table, predict
 from ddpopt.planning.timer import Clock
 
@@ -98,6 +99,15 @@ class BucketPlan:
         )
 
     @property
+    def caps_bytes(self) -> tuple[int, ...]:
+        """The limits with which DDP's Reducer forms these buckets, one for each.
+
+        Gradients without elements may be left over at the end, in a bucket that no limit closes.
+        With a limit of 0 the Reducer would close one behind each of them.
+        """
+        return tuple(max(1, bucket.num_bytes) for bucket in self.buckets)
+
+    @property
     def hash(self) -> str:
         """A digest of the buckets alone: ranks with equal ones can train together."""
         content = [[bucket.parameters, bucket.num_bytes] for bucket in self.buckets]
@@ -114,13 +124,13 @@ class BucketPlan:
         devices: the list would apply to each of them separately.
         """
         if len({gradient.group for gradient in self.profile.gradients}) == 1:
-            return {"bucket_cap_mb_list": [bucket.num_bytes / _MIB for bucket in self.buckets]}
+            return {"bucket_cap_mb_list": [cap / _MIB for cap in self.caps_bytes]}
         best = min(
             uniform_buckets(self.profile),
             key=lambda sizes: predict(self.profile, sizes, self.cost).iteration_s,
         )
         first = self.profile.gradients[: best[0]]
-        return {"bucket_cap_mb": sum(gradient.num_bytes for gradient in first) / _MIB}
+        return {"bucket_cap_mb": max(1, sum(gradient.num_bytes for gradient in first)) / _MIB}
 
     def to_json(self) -> str:
         """Return the plan as JSON text, equal for equal plans."""
@@ -220,7 +230,8 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     """Return the best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
 
     The part of backward that each gradient has to wait for is estimated (see `estimate`); forward
-    and backward are timed, which leaves gradients, buffers and the random number state unchanged.
+    and backward are timed, which leaves gradients, buffers and the random number states of torch,
+    Python and numpy unchanged.
     With several ranks, make the plan on one and broadcast `to_json()`: times differ between ranks.
 
     Args:
@@ -261,10 +272,9 @@ def _measure(
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     devices = {parameter.device for parameter in gradients}
     clocks = [Clock(device) for device in devices]
-    indices = [device.index for device in devices if device.type != "cpu"]
     times: list[tuple[float, float]] = []
     try:
-        with torch.random.fork_rng(devices=indices):
+        with same_randomness(model):
             for _ in range(_NUM_STEPS + 1):
                 model.zero_grad(set_to_none=True)
                 start_s = max(clock.finish() for clock in clocks)

@@ -112,7 +112,7 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """Give `ddp` the buckets of a plan that fits."""
     buckets = indices_of(ddp, plan)
-    _torch.replace_reducer(ddp, buckets, [bucket.num_bytes for bucket in plan.buckets])
+    _torch.replace_reducer(ddp, buckets, plan.caps_bytes)
     state.get(ddp).give_buckets(buckets, plan)
 
 
