@@ -38,6 +38,7 @@ class Priority(enum.IntEnum):
     RECORDER = enum.auto()
     METRICS = enum.auto()
     COMPILED = enum.auto()
+    NUMBERING = enum.auto()
 
 
 class Observer:

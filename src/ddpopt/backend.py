@@ -23,7 +23,7 @@ from ddpopt.checks import verify
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
-from ddpopt.planning import decision, tuner
+from ddpopt.planning import decision, timer, tuner
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
@@ -168,6 +168,7 @@ def install() -> None:
     except TorchDriftError as error:
         _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
     ask_at_first(Priority.COMPILED, lambda _: _FirstForward())
+    ask_at_first(Priority.NUMBERING, lambda _: timer.Numbering())
 
 
 def _before_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -290,6 +291,103 @@ def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, ab
 def _outcome(rank: int, patches: dict[str, Any]) -> str:
     outcome: str = _train(rank, "backward", SLOW, dict(patches))["outcome"]
     return outcome
+
+
+def _send(rank: int) -> None:
+    """All other ranks send to rank 0."""
+    tensor = torch.zeros(1)
+    if rank:
+        dist.send(tensor, 0)
+    else:
+        for other in range(1, dist.get_world_size()):
+            dist.recv(tensor, other)
+
+
+def _barrier(_rank: int) -> None:
+    dist.monitored_barrier()
+
+
+def _train_beside(rank: int, kind: str) -> str:
+    """Train where ranks do not only call what all of them call alike."""
+    call = _barrier if kind == "barrier" else _send
+    call(rank)
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with _given(SLOW):
+        for x in batches(rank, [SHAPE] * (DECIDED + 3)):
+            train(ddp, [x], compiled)
+            if kind.endswith("each step"):
+                call(rank)
+    return tuning.of(ddp).outcome
+
+
+@pytest.mark.parametrize("kind", ["messages", "messages in each step", "barrier"])
+def test_ranks_meet_whatever_their_group_has_counted(four_ranks: Ranks, kind: str) -> None:
+    """A process group counts what ranks send to each other, which differs between ranks."""
+    outcomes = four_ranks.run(_train_beside, kind)
+    assert outcomes[0].startswith("buckets change")
+    assert len(set(outcomes)) == 1
+
+
+class _Twin(MLP):
+    """Has the same parameters, and code of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def _train_twins(rank: int, tuned: tuple[int, ...]) -> list[str]:
+    """Train two equal models in one backward, of which each rank tunes some."""
+    models = [DistributedDataParallel(model) for model in (MLP(), _Twin())]
+    calls = []
+    for k, ddp in enumerate(models):
+        buckets = "auto" if k in tuned else "ddp"
+        options = {"inner": "aot_eager", "split": "backward", "buckets": buckets}
+        calls.append(torch.compile(ddp, backend="ddpopt", options=options))
+    with _given(SLOW):
+        for x in batches(rank, [SHAPE] * (DECIDED + 2)):
+            for ddp in models:
+                ddp.zero_grad()
+            (calls[0](x).sum() + calls[1](x).sum()).backward()
+    searches = [tuning.of(ddp) for ddp in models]
+    return [search.outcome if search else "" for search in searches]
+
+
+def test_ranks_meet_for_one_and_the_same_of_two_equal_models(ranks: Ranks) -> None:
+    """Also where their backward is one; and not if one rank looks for the other's buckets."""
+    first, second = ranks.run(_train_twins, (0, 1))
+    assert first == second
+    assert all(outcome.startswith("buckets change") for outcome in first), first
+
+
+def _train_others_twin(rank: int) -> list[str]:
+    return _train_twins(rank, (rank,))
+
+
+def test_ranks_that_look_for_buckets_of_different_twins_do_not_meet(ranks: Ranks) -> None:
+    first, second = ranks.run(_train_others_twin)
+    assert "rank 1 did not begin it" in first[0]
+    assert "rank 0 did not begin it" in second[1]
+
+
+def _train_later(rank: int, num_eager: int) -> str:
+    """Rank 1 takes its first steps uncompiled."""
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with _given(SLOW), mock.patch.object(tuning, "_MEETING_S", 0.5):
+        for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
+            train(ddp, [x], ddp if rank and step < num_eager else compiled)
+    return tuning.of(ddp).outcome
+
+
+@pytest.mark.parametrize("num_eager", [1, 2])
+def test_ranks_that_begin_in_different_steps_stay(ranks: Ranks, num_eager: int) -> None:
+    """The first to meet waits for the limit at most; the other then has its answer."""
+    first, second = ranks.run(_train_later, num_eager)
+    assert first == second
+    assert first.startswith("buckets stay as they are: rank 1 did not ")
 
 
 def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:

@@ -688,11 +688,6 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
     return names.GROUP_TIMEOUT.get(names.GROUP_BACKEND.get(group)(device).options)
 
 
-def num_collectives(group: dist.ProcessGroup) -> int:
-    """Return how many collectives `group` has launched; RuntimeError if it does not count them."""
-    return names.SEQUENCE_NUMBER.get(group)()
-
-
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return the store through which the ranks of a group found each other."""
     return names.GROUP_STORE.get()(group)

@@ -288,7 +288,6 @@ GROUP_NAME = PrivateName(_C10D, "_process_group_name", Need.ALGORITHMS)
 GROUP_STORE = PrivateName(_C10D, "_get_process_group_store", Need.STORE)
 GROUP_DEVICE = PrivateName("ProcessGroup", "bound_device_id", Need.ALGORITHMS)
 GROUP_BACKEND = PrivateName("ProcessGroup", "_get_backend", Need.ALGORITHMS)
-SEQUENCE_NUMBER = PrivateName("ProcessGroup", "_get_sequence_number_for_group", Need.REBUCKET)
 GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
 
 # ---- Optimizers ----------------------------------------------------------------------------------

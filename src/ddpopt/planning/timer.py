@@ -15,6 +15,8 @@ event in its queue, and is known only when the GPU has got there.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -26,9 +28,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._events import Observer, Priority, ignore, will_communicate
+from ddpopt.errors import TorchDriftError
+from ddpopt.ranks.store import next_key
 from ddpopt.split import state
 
 _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
@@ -237,8 +243,8 @@ class Measured:
 class Stopwatch(StepTimer):
     """Measures a rank's steps for the tuner.
 
-    The first `num_untimed` steps do not count. `key` is set by the first backward: it is the same
-    on all ranks, and belongs to no other stopwatch.
+    The first `num_untimed` steps do not count. `key` is set by the first backward, see [Note: keys
+    of meetings]: it is the same on all ranks, and belongs to no other stopwatch.
     """
 
     def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
@@ -251,8 +257,8 @@ class Stopwatch(StepTimer):
         if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-            # The number of earlier collectives tells in which backward a search was requested.
-            self.key = f"ddpopt/buckets/{digest}/{_torch.num_collectives(ddp.process_group)}"
+            name = f"buckets/{digest}/{_numbers.get(ddp, 0)}"
+            self.key = next_key(ddp.process_group, name)
 
     def measured(self) -> Measured:
         """Return the medians over the complete steps."""
@@ -291,3 +297,55 @@ class Stopwatch(StepTimer):
             ),
             between_s=statistics.median(seconds(s.backward_ended, t.began) for s, t in complete),
         )
+
+
+# ---- Numbers of modules -------------------------------------------------------------------------
+
+_numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
+_numbers = weakref.WeakKeyDictionary()
+_num_modules: collections.Counter[str] = collections.Counter()  # that have one, by group's name
+
+
+class Numbering(Observer):
+    """Gives a module its number among all of its process group, in its first reducing backward.
+
+    [Note: keys of meetings]
+    Ranks that meet for a module have to write to the same place of the store, to which no meeting
+    for another module, or an earlier one for this, has written. Collectives of one group run in one
+    order on all ranks, DDP's allreduces as well. So modules are numbered in the order in which they
+    first reduce gradients, whether anybody looks for their buckets or not. What else could be
+    counted is not the same on all ranks: forwards, of which one rank may run more; and what a
+    process group counts, where ranks send to each other, or wait in a `monitored_barrier`.
+
+    Ranks that began to look for a module's buckets in different steps have the same key, and
+    meet nowhere: no backward of the later one ends while the earlier one waits before the next.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._nodes: list[Any] = []  # autograd's nodes live only as long as somebody holds them
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Watch for the first gradient from here on, at the first forward that communicates."""
+        if not will_communicate(ddp):
+            return
+        ignore(ddp, Priority.NUMBERING)
+        if not isinstance(ddp.process_group, dist.ProcessGroup):
+            return
+        # Without a name that has moved, no search begins either.
+        with contextlib.suppress(TorchDriftError):
+            for tensor in _torch.reducer_parameters(ddp):
+                if tensor.requires_grad:
+                    self._nodes.append(_torch.accumulate_node(tensor))
+        number = functools.partial(self._number, weakref.ref(ddp))
+        self._hooks = [node.register_prehook(number) for node in self._nodes]
+
+    def _number(self, ddp: Callable[[], DistributedDataParallel | None], _grads: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._nodes = [], []
+        module = ddp()
+        if module is not None and module not in _numbers:
+            group = module.process_group.group_name
+            _num_modules[group] += 1
+            _numbers[module] = _num_modules[group]

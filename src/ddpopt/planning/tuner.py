@@ -14,8 +14,7 @@ the change.
 A plan from a file is applied at such a meeting too, after the second backward.
 
 No rank waits if the answer is already known. Each announces itself one step ahead, and one that
-cannot go on says so at once. A meeting is named after the backward in which ranks began to count,
-so ranks that began in different ones do not wait either.
+cannot go on says so at once. See also [Note: keys of meetings] in timer.py.
 """
 
 from __future__ import annotations
@@ -127,9 +126,8 @@ class _Tuner(Observer):
             _torch.check_names_for_tuning(ddp)
             timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
             self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
-            _torch.num_collectives(group)
             obstacle = _find_lasting_obstacle(ddp, source)
-        except (TorchDriftError, RuntimeError) as error:  # or its backend counts no collectives
+        except TorchDriftError as error:
             obstacle = str(error)
         if obstacle:
             self._refuse(ddp, obstacle)
