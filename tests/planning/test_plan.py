@@ -117,7 +117,7 @@ def _changed(place: tuple[str | int, ...], value: Any) -> Callable[[Any], str]:
         ),
         (
             _changed(("profile", "gradients", 3, "num_bytes"), -4),
-            r": profile.gradients\[3\]: Gradient.num_bytes is -4; it must be 1 or more",
+            r": profile.gradients\[3\]: Gradient.num_bytes is -4; it must be 0 or more",
         ),
         (_changed(("profile", "gradients", 3, "name"), ["p3"]), r".*name is \['p3'\]; .* text"),
         (_changed(("profile", "gradients", 3, "name"), "p2"), ": two gradients have the same name"),

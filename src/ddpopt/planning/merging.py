@@ -97,13 +97,7 @@ def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tu
         values.append(float(layer[-1]) + cut_s * len(values))
     enough = min(values) + _REAL_GAIN
     best = next(k for k, value in enumerate(values, start=1) if value <= enough)
-    sizes = problem.trace_back(layers[: best + 1])
-    # The Reducer closes a bucket when it is full, so gradients without elements that follow go to
-    # the next bucket. These caps form the same buckets but for that.
-    ends = itertools.accumulate(sizes)
-    parts = (profile.gradients[end - size : end] for end, size in zip(ends, sizes, strict=True))
-    caps_bytes = [sum(gradient.num_bytes for gradient in part) for part in parts]
-    return buckets_of_caps(profile, [cap for cap in caps_bytes if cap] or [1])
+    return _as_formed(profile, problem.trace_back(layers[: best + 1]))
 
 
 class _Problem(NamedTuple):
@@ -153,11 +147,23 @@ def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor
     return torch.where(first <= last, minima, torch.inf)
 
 
+def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The buckets that the Reducer forms if its caps are the sizes of these, in bytes.
+
+    They differ in gradients without elements alone: the Reducer closes a bucket when it is full, so
+    those that follow go to the next one.
+    """
+    ends = itertools.accumulate(sizes)
+    parts = (profile.gradients[end - size : end] for end, size in zip(ends, sizes, strict=True))
+    caps_bytes = [sum(gradient.num_bytes for gradient in part) for part in parts]
+    return buckets_of_caps(profile, [cap for cap in caps_bytes if cap] or [1])
+
+
 def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
     """Return the buckets of uniform caps, from one bucket to one gradient each, by powers of 2."""
     cap = max(1, profile.num_bytes)
     while cap:
-        yield buckets_of_caps(profile, (cap,))
+        yield _as_formed(profile, buckets_of_caps(profile, (cap,)))
         cap //= 2
 
 
