@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events, _logs, _torch
 from ddpopt._events import Observer, Priority, ask_at_first, ignore
+from ddpopt._text import count, shorten
 from ddpopt.checks import verify
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
@@ -181,7 +182,7 @@ def _after_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) ->
     is_ours = forward.backend is backend
     _events.after_forward(ddp, is_ours)
     if is_ours:
-        _warn_if_nothing_compiled(ddp)
+        _warn_if_nothing_compiled(ddp, is_whole=True)
 
 
 class _FirstForward(Observer):
@@ -193,39 +194,88 @@ class _FirstForward(Observer):
         ignore(ddp, Priority.COMPILED)
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
             if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):
-                _warn_if_nothing_compiled(ddp)
+                _warn_if_nothing_compiled(ddp, is_whole=False)
 
 
-def _warn_if_nothing_compiled(ddp: DistributedDataParallel) -> None:
-    """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt."""
+def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -> None:
+    """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt.
+
+    If the forward as a whole was to be compiled (`is_whole`), rather than parts that somebody
+    chose, the parts that train and that Dynamo left out are warned of too.
+    """
     known = state.get(ddp)
-    is_first, known.is_warned = not known.is_warned, True
-    if not is_first or known.plans or state.has_drifted:
+    if known.is_warned or (
+        known.plans and not torch.is_grad_enabled()
+    ):  # training is still to come
+        return
+    known.is_warned = True
+    if state.has_drifted:
         return
     name = type(ddp.module).__name__
+    is_skipped = False
     why = (
         "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
         "part.compile() compiles nothing, but torch.compile(part) does"
     )
+    what = ""
     try:
+        is_skipped = _is_skipped(ddp.module)
+        if known.plans:
+            left_out = _find_left_out(ddp) if is_whole else None
+            if left_out is None:
+                return
+            what = f"what uses the {left_out} in "
         if limit := _torch.find_reached_limit(ddp.module):
             why = (
                 f"Dynamo has compiled {limit}, and leaves other models with it alone; raise that "
                 "limit, or call torch._dynamo.reset() before the next model"
             )
-        elif _torch.is_skipped_by_dynamo(ddp.module.forward) and not _torch.is_compiled_module(
-            ddp.module
-        ):
+        elif is_skipped:
             why = (
                 f"Dynamo skips frames of {type(ddp.module).__module__}, and the first frame under "
                 "DDP is one. Compile before wrapping, DDP(torch.compile(model, backend='ddpopt')), "
                 f"or wrap a module of your own that calls the {name}"
             )
     except TorchDriftError as error:
+        if known.plans and not what:  # only a warning is lost
+            return
         why = f"{why}; {error}"
     _logs.warning(
-        "torch.compile compiled nothing of this DistributedDataParallel(%s): %s", name, why
+        "torch.compile compiled nothing of %sthis DistributedDataParallel(%s): %s", what, name, why
     )
+
+
+def _find_left_out(ddp: DistributedDataParallel) -> str | None:
+    """Say which parameters train and are used by nothing that was compiled; None without any.
+
+    `4 parameters of 0, 2`, for example, are those of modules that Dynamo skips, and reaches only
+    through others that it skips.
+    """
+    training = {p for p in _torch.reducer_parameters(ddp) if p.requires_grad}
+    num_left_out, paths = 0, []
+    pending = [("", ddp.module)]
+    while pending:
+        path, module = pending.pop(0)
+        if not _is_skipped(module):
+            continue
+        own = training.intersection(module.parameters(recurse=False))
+        if own:
+            num_left_out += len(own)
+            paths.append(path or type(module).__name__)
+        pending += [(f"{path}.{n}".lstrip("."), child) for n, child in module.named_children()]
+    if paths:
+        return f"{count(num_left_out, 'parameter')} of {shorten(paths)}"
+    without = (Reason.NO_PARAMETERS, Reason.NO_GRAD)
+    if training and all(plan.fallback in without for plan in state.get(ddp).plans):
+        return count(len(training), "parameter")
+    return None
+
+
+def _is_skipped(module: torch.nn.Module) -> bool:
+    """Whether Dynamo does not compile this module's forward, whatever is around it."""
+    if "forward" in vars(module) or _torch.is_compiled_module(module):
+        return False
+    return _torch.is_skipped_by_dynamo(module.forward)
 
 
 backend.reset = state.forget_all  # type: ignore[attr-defined]  # called by torch._dynamo.reset()

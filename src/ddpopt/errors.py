@@ -116,7 +116,8 @@ class Reason(enum.Enum):
     )
     DYNAMO_DISABLED = "splitting is switched off by torch._dynamo.config.optimize_ddp = False"
     NO_PARAMETERS = (
-        "the graph uses no parameter that DDP reduces (all are frozen, ignored or delayed)"
+        "the graph uses no parameter that DDP reduces (it has none, or all are frozen, ignored or "
+        "delayed)"
     )
     ONE_BUCKET = (
         "all parameters of this graph fall into one DDP bucket; for overlap have ddpopt find "

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
+from ddpopt.errors import Reason
 from ddpopt.split import runtime
 from tests.support.models import (
     CHANGES,
@@ -216,6 +217,82 @@ def test_a_bare_sequential_under_ddp_is_warned_about_once(
     train(remedied, batches(0, [(2, WIDTH)] * 3))
     assert len(_warnings(caplog)) == 1
     assert len(ddpopt.explain(remedied).plans[0].sections) == 2
+
+
+class _Mask(nn.Module):
+    """A module of the user's own, without parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x > -9).all(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("is_evaluated_first", [False, True])
+def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture, is_evaluated_first: bool
+) -> None:
+    """What is compiled uses no parameter, of which nobody claims that it is frozen or planned."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Mask(), nn.Linear(WIDTH, WIDTH))
+    ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
+    compiled = _compile(ddp)
+    if is_evaluated_first:
+        with torch.no_grad():
+            compiled(torch.ones(2, WIDTH))
+    train(ddp, batches(0, [(2, WIDTH)] * 4), compiled)
+    (text,) = _warnings(caplog)
+    assert "compiled nothing of what uses the 4 parameters of 0, 2 in this " in text
+    assert "DDP(torch.compile(model, backend='ddpopt'))" in text
+    explained = ddpopt.explain(ddp)
+    assert [bucket.is_as_planned for bucket in explained.buckets] == [None] * 2
+    assert [bucket.planned for bucket in explained.buckets] == [()] * 2
+    assert explained.plans[-1].fallback is Reason.NO_PARAMETERS
+    assert "it has none, or" in str(explained)
+
+
+def test_of_a_sequential_with_blocks_the_warning_names_what_is_around_them(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks of one class share a graph; of blocks alone there is nothing to say."""
+    parts = [nn.Linear(WIDTH, WIDTH), MLP(2), MLP(2), nn.Sequential(nn.LayerNorm(WIDTH))]
+    ddp = DistributedDataParallel(nn.Sequential(*parts), bucket_cap_mb=CAP)
+    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    (text,) = _warnings(caplog)
+    assert "compiled nothing of what uses the 4 parameters of 0, 3.0 in this " in text
+    blocks = DistributedDataParallel(nn.Sequential(MLP(2), MLP(2)), bucket_cap_mb=CAP)
+    train(blocks, batches(0, [(2, WIDTH)] * 3), _compile(blocks))
+    assert len(_warnings(caplog)) == 1
+
+
+def test_parts_that_somebody_chose_to_compile_are_not_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor are frozen parameters around them."""
+    chosen = nn.Sequential(nn.Linear(WIDTH, WIDTH), _compile(MLP(2)))
+    train(DistributedDataParallel(chosen), batches(0, [(2, WIDTH)] * 2))
+    frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), MLP(2))
+    ddp = DistributedDataParallel(frozen)
+    train(ddp, batches(0, [(2, WIDTH)] * 2), _compile(ddp))
+    assert not _warnings(caplog)
+
+
+class _AllBroken(MLP):
+    """Whose layers Dynamo is told not to compile."""
+
+    @torch._dynamo.disable
+    def _run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run_layers(x * 2) * 2
+
+
+def test_a_model_whose_graphs_use_no_parameter_is_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    ddp = DistributedDataParallel(_AllBroken())
+    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    (text,) = _warnings(caplog)
+    assert "compiled nothing of what uses the 12 parameters in this " in text
+    assert "TORCH_LOGS=graph_breaks,recompiles" in text
 
 
 def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(

@@ -153,6 +153,8 @@ class _Survey:
         """Return the plan of a graph in which no cut helps, or none is possible."""
         if reason is Reason.ONE_BUCKET and self.known.has_planned_buckets:
             reason = Reason.ONE_PLANNED_BUCKET
+        if reason is Reason.NO_PARAMETERS:
+            plan = plan.with_buckets(())  # it says nothing of buckets that it has no part in
         return dataclasses.replace(plan, fallback=reason)
 
     def predict(self, place: Mapping[int, float]) -> SplitPlan:
