@@ -89,6 +89,23 @@ def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
             assert result["fallback"] is Reason.ONE_PLANNED_BUCKET
 
 
+def _train_with_two_forwards(rank: int, path: str) -> dict[str, Any]:
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "buckets": path}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    for x in batches(rank, [(4, 64)] * NUM_STEPS):
+        (compiled(x).sum() + compiled(x + 1).sum()).backward()
+    explained = ddpopt.explain(ddp)
+    return {"num_buckets": len(real_buckets(ddp)), "tuning": explained.tuning}
+
+
+def test_a_plan_does_where_steps_cannot_be_measured(ranks: Ranks, tmp_path: Path) -> None:
+    """As `buckets="auto"` says where there are two forwards to a backward."""
+    path = _save_plan(tmp_path / "plan.json", MLP())
+    for result in ranks.run(_train_with_two_forwards, path):
+        assert result == {"num_buckets": len(SIZES), "tuning": f"buckets are those of {path}"}
+
+
 def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
     """What was compiled ahead is what runs."""
     torch._dynamo.reset()

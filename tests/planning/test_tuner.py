@@ -513,8 +513,77 @@ def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
 
 
 def test_where_no_step_can_be_measured_buckets_stay(ranks: Ranks) -> None:
+    """The reason is named, and what does without measuring."""
     for outcome in ranks.run(_train_oddly, "two forwards"):
         assert "too few steps of one forward and one backward" in outcome
+        assert "5 of 5 had several forwards" in outcome
+        assert "options={'buckets': 'plan.json'}" in outcome
+
+
+class _Skipping(MLP):
+    """Leaves out a layer whose place does not change."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[1:]:
+            x = layer(x).relu()
+        return x
+
+
+def _train_in_part(rank: int) -> str:
+    ddp = DistributedDataParallel(_Skipping(), static_graph=True)
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    with _given(SLOW):
+        train(ddp, batches(rank, [SHAPE] * (DECIDED + 1)), compiled)
+    return tuning.of(ddp).outcome
+
+
+def test_parameters_that_no_step_uses_are_named(ranks: Ranks) -> None:
+    for outcome in ranks.run(_train_in_part):
+        assert "layers.0.weight, layers.0.bias had no gradient in 5 of 5" in outcome
+
+
+def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
+    """Run forwards after which no gradients are reduced; return what is warned and explained.
+
+    Then train: the search ends all the same.
+    """
+    ddp = DistributedDataParallel(MLP())
+    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    warned: list[str] = []
+    keep = lambda text, *args: warned.append(text % args)  # noqa: E731
+    inputs = batches(rank, [SHAPE] * (DECIDED + 4))
+    with _given(SLOW), mock.patch.object(tuning._logs, "warning", keep):
+        for step in range(110):
+            with ddp.no_sync() if kind == "no_sync" else contextlib.nullcontext():
+                output = compiled(inputs[0][:2])
+            if kind != "no backward":
+                torch.autograd.grad(output.sum(), list(ddp.parameters()))
+            if step == 97:
+                assert not warned
+        explained = str(ddpopt.explain(ddp))
+        if kind == "no_sync":
+            for x in inputs:
+                with ddp.no_sync():
+                    for _ in range(110):
+                        compiled(x[:2])
+                train(ddp, [x], compiled)
+    return warned, explained, tuning.of(ddp).outcome
+
+
+@pytest.mark.parametrize("kind", ["no_sync", "no backward", "no accumulation"])
+def test_a_search_that_does_not_get_on_says_so_once(ranks: Ranks, kind: str) -> None:
+    """After a hundred forwards with gradients; and it goes on if gradients are reduced then."""
+    for warned, explained, outcome in ranks.run(_run_without_end, kind):
+        (text,) = warned
+        assert "looking for better buckets: 0 of 8 steps" in text
+        assert "after none of the last 100 forwards" in text
+        assert "outside of no_sync" in text
+        assert "after none of the last " in explained
+        if kind == "no_sync":
+            assert outcome.startswith("buckets change")
+            assert "after none" not in outcome
 
 
 def _train_with_evaluation(rank: int) -> dict[str, Any]:

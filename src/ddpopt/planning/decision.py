@@ -30,6 +30,10 @@ _LEAST_GAIN = 0.03
 _LARGE_GAIN = 0.1
 _LEAST_MEASURED_GAIN = 0.01
 STAY = "buckets stay as they are"
+_UNMEASURED = (
+    "a plan from the graph needs no such steps: ddpopt.plan(model, inputs).save('plan.json'), and "
+    "then options={'buckets': 'plan.json'}"
+)
 
 
 class Decision(NamedTuple):
@@ -47,7 +51,7 @@ def decide(
     """Plan for the slowest rank's times on this network."""
     for rank, measured in enumerate(gathered):
         if measured.problem:
-            return Decision(f"{STAY}: on rank {rank}, {measured.problem}")
+            return Decision(f"{STAY}: on rank {rank}, {measured.problem}; {_UNMEASURED}")
         if measured.buckets != gathered[0].buckets:
             return Decision(f"{STAY}: rank {rank} has others than rank 0")
     compared = _compare(ddp, gathered, cost)

@@ -23,7 +23,8 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._events import Observer, Priority, ignore, will_communicate
+from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
 from ddpopt.ranks.store import next_key
 from ddpopt.split import state
@@ -270,15 +272,17 @@ class Stopwatch(StepTimer):
         arrival = list(itertools.chain.from_iterable(buckets))
         # A Reducer that looks for unused parameters treats them as ready before all others.
         needed = set(arrival) if _torch.follows_arrival_order(ddp) else set()
+        timed = self.steps[self._num_untimed :]
+        ended = [step for step in timed if step.backward_ended]
         complete = [
             (step, following)
-            for step, following in itertools.pairwise(self.steps[self._num_untimed :])
+            for step, following in itertools.pairwise(timed)
             if step.backward_ended and step.num_forwards == 1 and step.ready.keys() >= needed
         ]
         if len(complete) < _LEAST_COMPLETE:
             return Measured(
                 problem="too few steps of one forward and one backward that used all parameters "
-                "could be measured"
+                f"could be measured ({self._describe_incomplete(ddp, ended, needed)})"
             )
         seconds = self._clock.seconds
 
@@ -297,6 +301,20 @@ class Stopwatch(StepTimer):
             ),
             between_s=statistics.median(seconds(s.backward_ended, t.began) for s, t in complete),
         )
+
+    def _describe_incomplete(
+        self, ddp: DistributedDataParallel, steps: Sequence[Step], needed: AbstractSet[int]
+    ) -> str:
+        """Say what kept steps whose backward has ended from being measured."""
+        several = [step for step in steps if step.num_forwards > 1]
+        if several:
+            return f"{len(several)} of {len(steps)} had several forwards"
+        partial = [step for step in steps if needed - step.ready.keys()]
+        if partial:
+            names = [p.name for p in _torch.reducer_parameters(ddp).values()]
+            unused = shorten([names[index] for index in sorted(needed - partial[-1].ready.keys())])
+            return f"{unused} had no gradient in {len(partial)} of {len(steps)}"
+        return f"{len(steps)} ended"
 
 
 # ---- Numbers of modules -------------------------------------------------------------------------

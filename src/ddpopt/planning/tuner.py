@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +39,7 @@ from ddpopt.ranks.store import JointDecision
 from ddpopt.split import state
 
 _MEETING_S = 30.0  # at most, for ranks to wait for each other
+_MOST_IDLE = 100  # forwards with gradients after which it is said that no step has ended
 _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
 
 
@@ -114,6 +116,9 @@ class _Tuner(Observer):
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
         self._stopwatch: Stopwatch | None = None
         self._joint_decision: JointDecision | None = None
+        self._done: tuple[_Stage | None, int] = (None, 0)  # the stage, and how many of its steps
+        self._num_idle = 0  # forwards with gradients since then
+        self._most_idle, self._is_warned = _MOST_IDLE, False
         self._limit_s = _MEETING_S
         # With the buckets before a change: what all ranks measured, and the buckets' limits.
         self._before: Sequence[Measured] = ()
@@ -142,11 +147,37 @@ class _Tuner(Observer):
     @property
     def outcome(self) -> str:
         """The result so far, and the progress."""
-        progress = ""
-        if self._stage is not None:
-            done = self._stopwatch.num_backwards if self._stopwatch else 0
-            progress = f"{self._stage.title}: {done} of {self._stage.num_backwards} steps"
-        return "\n".join(filter(None, [self._outcome, progress]))
+        return "\n".join(filter(None, [self._outcome, self._progress()]))
+
+    def _progress(self) -> str:
+        """How far the present stage is, and what to do if it does not get on."""
+        if self._stage is None:
+            return ""
+        done = self._stopwatch.num_backwards if self._stopwatch else 0
+        text = f"{self._stage.title}: {done} of {self._stage.num_backwards} steps"
+        if self._num_idle >= self._most_idle:
+            text += (
+                f"; gradients were reduced after none of the last {self._num_idle} forwards: "
+                "unless they are still accumulated, call backward() on what a forward outside of "
+                f"no_sync returns, or leave out buckets={self.source!r}"
+            )
+        return text
+
+    def _watch_progress(self, ddp: DistributedDataParallel) -> None:
+        """Warn once if no step ends; the search stays open, as ranks can only end it together."""
+        if not torch.is_grad_enabled():
+            return
+        done = (self._stage, self._stopwatch.num_backwards if self._stopwatch else 0)
+        if done != self._done:
+            # Steps may be longer than that: of many forwards whose gradients accumulate.
+            self._most_idle = max(self._most_idle, 2 * self._num_idle)
+            self._done, self._num_idle = done, 0
+            return
+        self._num_idle += 1
+        if self._num_idle == self._most_idle and not self._is_warned:
+            self._is_warned = True
+            log = _logs.info if state.is_copy(ddp) else _logs.warning
+            log("%s", self._progress())
 
     def prepare_cuts(self, ddp: DistributedDataParallel, *, is_provisional: bool) -> None:
         """Make graphs be cut for any buckets during a search, or for the given ones to come."""
@@ -159,6 +190,7 @@ class _Tuner(Observer):
         if self._stage is None:
             ignore(ddp, Priority.TUNER)
             return
+        self._watch_progress(ddp)
         if not will_communicate(ddp):
             if self._stopwatch is not None:
                 self._stopwatch.skip_forward()
