@@ -11,6 +11,17 @@ that arrives once more after an end is of another backward.
 
 A GPU gets to its queued work later than the CPU that queues it. So each time on a GPU is that of an
 event in its queue, and is known only when the GPU has got there.
+
+[Note: keys of meetings]
+Ranks that meet for a module have to write to the same place of the store, to which no meeting
+for another module, or an earlier one for this, has written. Collectives of one group run in one
+order on all ranks, DDP's allreduces as well. So modules are numbered in the order in which they
+first reduce gradients, whether anybody looks for their buckets or not. What else could be
+counted is not the same on all ranks: forwards, of which one rank may run more; and what a
+process group counts, where ranks send to each other, or wait in a `monitored_barrier`.
+
+Ranks that began to look for a module's buckets in different steps have the same key, and
+meet nowhere: no backward of the later one ends while the earlier one waits before the next.
 """
 
 from __future__ import annotations
@@ -327,16 +338,7 @@ _num_modules: collections.Counter[str] = collections.Counter()  # that have one,
 class Numbering(Observer):
     """Gives a module its number among all of its process group, in its first reducing backward.
 
-    [Note: keys of meetings]
-    Ranks that meet for a module have to write to the same place of the store, to which no meeting
-    for another module, or an earlier one for this, has written. Collectives of one group run in one
-    order on all ranks, DDP's allreduces as well. So modules are numbered in the order in which they
-    first reduce gradients, whether anybody looks for their buckets or not. What else could be
-    counted is not the same on all ranks: forwards, of which one rank may run more; and what a
-    process group counts, where ranks send to each other, or wait in a `monitored_barrier`.
-
-    Ranks that began to look for a module's buckets in different steps have the same key, and
-    meet nowhere: no backward of the later one ends while the earlier one waits before the next.
+    See [Note: keys of meetings].
     """
 
     def __init__(self) -> None:
