@@ -291,22 +291,25 @@ def _release_places(
     """
     numbers = [_torch.autograd_number(node) for node in calls]
     of_functions = max((number for number in numbers if number is not None), default=None)
-    stands_at = [bound_places.get(call, call) for call in range(len(calls))]
+    run_ends = list(range(len(calls)))  # the last call behind each one that has its number
+    for call in reversed(range(len(calls) - 1)):
+        if numbers[call] is not None and numbers[call] == numbers[call + 1]:
+            run_ends[call] = run_ends[call + 1]
     effects = [call for call, is_effect in enumerate(is_ordered) if is_effect]
     places: dict[int, int] = {}
     for argument, made_by in gradients.items():
-        last = place = max(made_by, default=-1)
-        if made_by and numbers[last] is not None:
-            end = last
-            while end + 1 < len(calls) and numbers[end + 1] == numbers[last]:
-                end += 1
-            if numbers[last] != of_functions:
-                place = end
-            else:
-                needing = _descendants(reads, last) if effects else set()
-                noted = (stands_at[c] for c in effects if c in needing and stands_at[c] <= end)
-                place = max((place, *noted))
-        places[argument] = place
+        last = max(made_by, default=-1)
+        places[argument] = last
+        if not made_by:
+            continue
+        end = run_ends[last]
+        if numbers[last] != of_functions:
+            places[argument] = end
+            continue
+        noted = [call for call in effects if last < bound_places[call] <= end]
+        if noted:
+            needing = _descendants(reads, last)
+            places[argument] = max([last, *(bound_places[c] for c in noted if c in needing)])
     return places
 
 
