@@ -22,40 +22,10 @@ from ddpopt.split import driver
 from ddpopt.split.backward_plan import plan_backward
 from ddpopt.split.plan import BackwardCuts
 from tests.support.models import assert_equal_states, twins
+from tests.support.noting import NotesOwnSizeOfWeight, NotesSize
 
 SIZE = 16
 CAP = {"bucket_cap_mb": 0.0005, "broadcast_buffers": False}  # each layer has a bucket of its own
-
-
-class _NotesSize(torch.autograd.Function):
-    """The identity; its backward notes how large the gradient is, as FP8's delayed scaling does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(size)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (size,) = ctx.saved_tensors
-        size.copy_(gradient.abs().max())
-        return gradient, None
-
-
-class _NotesOwnSize(torch.autograd.Function):
-    """A linear layer whose backward notes how large the weight's gradient is, when it has that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
-        ctx.save_for_backward(x, weight, size)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, size = ctx.saved_tensors
-        of_weight = gradient.t() @ x
-        size.copy_(of_weight.abs().max())
-        return gradient @ weight, of_weight, None
 
 
 class Layers(nn.Module):
@@ -80,12 +50,12 @@ class Layers(nn.Module):
         return x
 
     def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return _NotesSize.apply(layer(x), self.sizes(k))
+        return NotesSize.apply(layer(x), self.sizes(k))
 
 
 class NotesOwnSize(Layers):
     def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return _NotesOwnSize.apply(x, layer.weight, self.sizes(k)) + layer.bias
+        return NotesOwnSizeOfWeight.apply(x, layer.weight, self.sizes(k)) + layer.bias
 
 
 class TiedAndScaled(Layers):

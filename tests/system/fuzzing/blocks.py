@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
+from tests.support.noting import NotesOwnSizeOfWeight, NotesSize
 from tests.system.fuzzing.spec import Block
 
 WIDTH = 8
@@ -194,37 +195,6 @@ class Buffers(Part):
         return self.layer(x) - self.mean.to(x.dtype)
 
 
-class _NotesGradient(torch.autograd.Function):
-    """The identity, whose backward notes in a buffer how large the gradient is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(size)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (size,) = ctx.saved_tensors
-        size.copy_(gradient.abs().max())
-        return gradient, None
-
-
-class _NotesWeight(torch.autograd.Function):
-    """A product, whose backward notes how large the weight's gradient is once it has that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
-        ctx.save_for_backward(x, weight, size)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, size = ctx.saved_tensors
-        of_weight = gradient.t() @ x
-        size.copy_(of_weight.abs().max())
-        return gradient @ weight, of_weight, None
-
-
 class Noted(Part):
     """A layer whose backward writes a buffer, which a hook on the layer's weight reads."""
 
@@ -234,8 +204,8 @@ class Noted(Part):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.choice % 2:
-            return _NotesWeight.apply(x, self.layer.weight, self.size) + self.layer.bias
-        return _NotesGradient.apply(self.layer(x), self.size)
+            return NotesOwnSizeOfWeight.apply(x, self.layer.weight, self.size) + self.layer.bias
+        return NotesSize.apply(self.layer(x), self.size)
 
     def hook(self) -> None:
         """Put the hook on the weight, unless that is frozen."""

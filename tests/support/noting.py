@@ -1,0 +1,38 @@
+"""Functions whose backward writes a buffer, as FP8's delayed scaling does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class NotesSize(torch.autograd.Function):
+    """The identity; its backward notes how large the gradient is, as FP8's delayed scaling does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(size)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (size,) = ctx.saved_tensors
+        size.copy_(gradient.abs().max())
+        return gradient, None
+
+
+class NotesOwnSizeOfWeight(torch.autograd.Function):
+    """A linear layer whose backward notes how large the weight's gradient is, when it has that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, size)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, size = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        size.copy_(of_weight.abs().max())
+        return gradient @ weight, of_weight, None
