@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt.errors import Reason
@@ -79,6 +81,16 @@ class Shifts(Layers):
         return torch.relu(layer(x) + self.vectors(k)) * torch.sigmoid(x + self.vectors(k))
 
 
+class Checkpointed(Layers):
+    """Each layer but the last is made again in backward; it reads a buffer beside a parameter."""
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(F.linear(x, layer.weight, self.vectors(k)) + layer.bias)
+
+        return run(x) if k == 3 else checkpoint(run, x, use_reentrant=False)
+
+
 def _divide_by_note(model: Layers) -> None:
     for k, layer in enumerate(model.layers):
         layer.weight.register_hook(lambda gradient, k=k: gradient / (model.sizes(k) + 1e-6))
@@ -116,6 +128,7 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook reads a note of its own gradient": (NotesOwnSize, _divide_by_note),
     "a hook writes a buffer that backward has read": (TiedAndScaled, _halve_vectors),
     ONLY_FORWARD_READS: (Shifts, _halve_all_vectors),
+    "a call that is made again reads a parameter and a buffer": (Checkpointed, lambda model: None),
 }
 
 

@@ -89,8 +89,9 @@ class BackwardFacts:
 
     `bound_places` has the calls that may not run behind a release before which they stand, and
     where they stand; `release_places` has where each argument's gradient is released.
-    `forward_reads` maps calls of the forward to the arguments that they read, of which they may as
-    well read snapshots: they stand before all releases. See [Note: order, as a hook sees it].
+    `forward_reads` maps calls of the forward to those arguments among the ones they read of which
+    they may as well read snapshots: these reads stand before all releases. A call that reads
+    parameters besides has a bound place for that. See [Note: order, as a hook sees it].
     """
 
     call_names: Sequence[str]
@@ -162,6 +163,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
             arguments[node] = {argument}
     reads: list[dict[int, Tie]] = []
     argument_reads: dict[int, list[int]] = {}
+    arguments_read: list[set[int]] = []
     for call, node in enumerate(calls):
         origins = node.all_input_nodes
         found = {
@@ -170,6 +172,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
             for source in sources.get(origin, ())
         }
         read = {argument for origin in origins for argument in arguments.get(origin, ())}
+        arguments_read.append(read)
         if node in repeats:
             sources[node], arguments[node] = tuple(found), read
             reads.append({})
@@ -187,8 +190,9 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
             write_backs[call] = target
     bound_places = _bound_places(reads, is_ordered, argument_reads, write_backs)
     forward_reads = _forward_reads(gm, saved, set(gradients))
-    for call in forward_reads:
-        del bound_places[call]
+    for call, in_snapshots in forward_reads.items():
+        if arguments_read[call] == in_snapshots:
+            del bound_places[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
         is_repeat=[node in repeats for node in calls],

@@ -70,7 +70,7 @@ class _Program:
 
     Calls for which `writes_back` is true write to an argument and do nothing else: they are in
     `writes`, by memory, and not among the other effects. `events` has, in the order in which they
-    were run, all effects, write-backs and calls that read the memory of an argument: what it is,
+    were run, all effects, write-backs and reads of the memory of an argument: what it is,
     equal in equal programs, the call, and `section` as it was. A call that reads a copy of an
     argument's memory reads that when the copy is made.
     """
@@ -81,7 +81,7 @@ class _Program:
     effects: list[Hashable] = field(default_factory=list)
     writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
     section: int = 0
-    events: list[tuple[Hashable, fx.Node, int]] = field(default_factory=list)
+    events: list[tuple[tuple[Hashable, ...], fx.Node, int]] = field(default_factory=list)
     num_fixed: list[int] = field(default_factory=list)
     _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
     _modes: list[Hashable] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Program:
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
             if any(map(is_argument, read[0].memory)):
-                memory = tuple(("snapshot", self.section, place) for place in memory)
+                memory = tuple(("snapshot", self.section, place) for place in read[0].memory)
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
             return _Value(self.number(("attribute", id(attribute_of(gm, node)))), memory)
@@ -132,17 +132,18 @@ class _Program:
             call = ("effect", len(self.effects))
             self.events.append((call, node, self.section))
         elif not read or memory != read[0].memory:  # else it is a view, which reads nothing
-            self._note_reads(("read", self.number(call)), node, read)
+            self._note_reads(self.number(call), node, read)
         self._versions.update({place for source in written for place in values[source].memory})
         return _Value(self.number(call), memory)
 
-    def _note_reads(self, event: Hashable, node: fx.Node, read: Sequence[_Value]) -> None:
-        """Note the event if the call reads the memory of arguments, now or in a snapshot."""
+    def _note_reads(self, call: int, node: fx.Node, read: Sequence[_Value]) -> None:
+        """Note each argument whose memory the call reads, now or in a snapshot."""
         for place in itertools.chain.from_iterable(value.memory for value in read):
             if is_argument(place):
-                self.events.append((event, node, self.section))
+                self.events.append((("read", call, place), node, self.section))
             elif isinstance(place, tuple) and place[0] == "snapshot":
-                self.events.append((event, node, place[1]))
+                _, section, argument = place
+                self.events.append((("read", call, argument), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
         is_grad_mode = name_of(node) == "_set_grad_enabled"
@@ -254,12 +255,17 @@ def _require_order(
     for event, _, section in cut.events:
         ran_in[event] = max(section, ran_in.get(event, 0))
     place_of_call = {node: facts.bound_places.get(k, k) for k, node in enumerate(calls)}
-    place_of_call.update((calls[k], -1) for k in facts.forward_reads)
-    stands_at: dict[Hashable, int] = {}
+    before_all = {
+        (calls[call], ("argument", argument))
+        for call, arguments in facts.forward_reads.items()
+        for argument in arguments
+    }
+    stands_at: dict[tuple[Hashable, ...], int] = {}
     for event, node, _ in whole.events:
         _require(event in ran_in, f"{node.name} is left out")
         # Two equal reads are one event: both have to come before what the first one stands before.
-        stands_at[event] = min(stands_at.get(event, len(calls)), place_of_call[node])
+        place = -1 if (node, event[-1]) in before_all else place_of_call[node]
+        stands_at[event] = min(stands_at.get(event, len(calls)), place)
     ordered = sorted(stands_at, key=stands_at.__getitem__)
     places = [stands_at[event] for event in ordered]
     last_sections = list(itertools.accumulate((ran_in[e] for e in ordered), max, initial=0))
