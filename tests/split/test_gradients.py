@@ -153,11 +153,15 @@ def test_parameters_behind_outputs_that_the_loss_does_not_use_get_zeros_as_unspl
     for (gradients, sections), (of_unsplit, no_sections) in zip(found, expected, strict=True):
         assert sections[0] >= 3
         assert max(no_sections) == 0
-        for step, (of_step, expected_of_step) in enumerate(zip(gradients, of_unsplit, strict=True)):
+        for of_step, expected_of_step in zip(gradients, of_unsplit, strict=True):
             assert of_step.keys() == expected_of_step.keys()
             assert len(of_step) == 12, "four of the trunk and of each head"
             for name, gradient in of_step.items():
-                assert torch.equal(gradient, expected_of_step[name]), (step, name)
+                # Inductor may add a product to another one in one call or in two.
+                digits = 1e-5 if inner == "inductor" else 0
+                torch.testing.assert_close(
+                    gradient, expected_of_step[name], rtol=digits, atol=digits / 100
+                )
         assert not gradients[0]["second.0.weight"].any()
 
 

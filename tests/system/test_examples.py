@@ -42,7 +42,7 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
 def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
     """Plan table, falling loss, equal ranks, sample, overlap, and a loss difference of rounding.
 
-    On an emulated link, on which 2.2 MB take 18 ms; the time of each bucket is known nevertheless.
+    On an emulated link, beside which the time of each bucket is known nevertheless.
     """
     text = run_command(
         f"{_TORCHRUN} examples/train_gpt.py --steps 20 --layers 1 --width 192 --heads 2 "
@@ -61,8 +61,8 @@ def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
         "ddpopt",
         "ddpopt",
     ]
-    (_, total, exposed), *_ = table
-    assert min(int(total), int(exposed)) >= 17  # not split: all of it
+    for _, total, exposed in table:
+        assert 0 < int(exposed) < int(total)
     assert re.search(r"^buckets (stay|change)", text, re.MULTILINE)
     page = (tmp_path / "pages" / "overlap.html").read_text()
     assert "<html" in page
