@@ -183,7 +183,7 @@ def test_allreduces_that_start_out_of_order_are_known_by_their_size() -> None:
 
 def test_explain_has_a_table_of_the_medians(ranks: Ranks) -> None:
     for steps, text in ranks.run(_record, "backward"):
-        assert f"measured ({len(steps)} steps): backward" in text
+        assert f"measured, medians of {len(steps)} steps: backward" in text
         assert "after 2 of 3" in text
         assert "nothing yet" not in text
 
@@ -224,7 +224,9 @@ def _step(at_s: float, finished_s: float | None, num_bytes: int = 8) -> Recorded
 def test_medians_are_of_steps_like_the_last_one() -> None:
     """Others had other buckets; a finish that is not known of a step does not count."""
     steps = (_step(0, 1, num_bytes=4), _step(10, 17), _step(20, None), _step(30, 39))
-    assert Recording(rank=0, steps=steps).median_step() == RecordedStep(
+    recording = Recording(rank=0, steps=steps)
+    assert "medians of 3 of 4 steps (1 ran other sections or buckets): " in str(recording)
+    assert recording.median_step() == RecordedStep(
         forward_start_s=-1,
         forward_stop_s=0,
         backward_stop_s=8,

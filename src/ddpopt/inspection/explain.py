@@ -29,7 +29,7 @@ from ddpopt._text import (
 )
 from ddpopt.errors import OptionError, TorchDriftError
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedStep, Recording
+from ddpopt.inspection.recording import RecordedStep, Recording, describe_steps
 from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
@@ -83,7 +83,8 @@ class Explanation:
 
     `bucket_plan` is the plan that assigned its buckets, `tuning` what `buckets="auto"` decided.
     `predicted` is the iteration predicted from `basis`; `measured` has the medians of the last
-    recording, over `num_measured` steps. `nodes` are those of each graph's sections.
+    recording, over `num_measured` of its `num_recorded` steps: those that ran what the last one
+    did. `nodes` are those of each graph's sections.
     """
 
     model: str
@@ -95,6 +96,7 @@ class Explanation:
     basis: str = ""
     measured: RecordedStep | None = None
     num_measured: int = 0
+    num_recorded: int = 0
     hints: tuple[str, ...] = ()
     nodes: Mapping[str, state.Nodes] = field(default_factory=dict, repr=False)
 
@@ -203,9 +205,8 @@ class Explanation:
         """Return a table of times in milliseconds, and a summary of them."""
         lines = [*_time_table(self.buckets), ""]
         if self.measured:
-            lines.append(
-                f"measured ({count(self.num_measured, 'step')}): {self.measured.summary()}"
-            )
+            steps = describe_steps(self.num_measured, self.num_recorded)
+            lines.append(f"measured, medians of {steps}: {self.measured.summary()}")
         if self.predicted:
             t = self.predicted
             lines += [
@@ -310,7 +311,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         predicted=predicted,
         basis=_basis(costs) if costs and predicted else "",
         measured=measured,
-        num_measured=len(recording.steps) if recording else 0,
+        num_measured=len(recording.steps_like_last) if recording else 0,
+        num_recorded=len(recording.steps) if recording else 0,
         hints=(*hints, *(recording.notes if recording else ())),
         nodes=dict(known.nodes),
     )

@@ -128,15 +128,22 @@ class Recording:
     steps: tuple[RecordedStep, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def median_step(self) -> RecordedStep | None:
-        """A step of medians, with times since the end of forward; None without steps.
-
-        Only steps like the last one count: earlier ones may have had other buckets, or compiled.
-        """
+    @property
+    def steps_like_last(self) -> tuple[RecordedStep, ...]:
+        """The steps that ran the last one's sections and buckets: others cannot be compared."""
         if not self.steps:
-            return None
+            return ()
         shape = self.steps[-1].shape
-        alike = [step.since_forward() for step in self.steps if step.shape == shape]
+        return tuple(step for step in self.steps if step.shape == shape)
+
+    def median_step(self) -> RecordedStep | None:
+        """The medians of `steps_like_last`, with times since the end of forward; None without any.
+
+        Earlier steps may have had other buckets, or compiled.
+        """
+        alike = [step.since_forward() for step in self.steps_like_last]
+        if not alike:
+            return None
         # The k-th section, or bucket, is the same one in all of these steps.
         runs_by_section = zip(*(step.sections for step in alike), strict=True)
         times_by_bucket = zip(*(step.buckets for step in alike), strict=True)
@@ -152,11 +159,20 @@ class Recording:
         step = self.median_step()
         if step is None:
             return "\n".join(["no complete step was recorded", *self.notes])
-        lines = [f"rank {self.rank}, medians of {count(len(self.steps), 'step')}: {step.summary()}"]
+        steps = describe_steps(len(self.steps_like_last), len(self.steps))
+        lines = [f"rank {self.rank}, medians of {steps}: {step.summary()}"]
         if step.buckets:
             begun = (f"{step.num_started(bucket.launched_s)}" for bucket in step.buckets)
             lines += ["", *bucket_table(step.buckets, "sections begun", begun)]
         return "\n".join([*lines, *self.notes])
+
+
+def describe_steps(num_measured: int, num_recorded: int) -> str:
+    """Name the steps that medians are of, as in `8 of 10 steps`."""
+    num_others = num_recorded - num_measured
+    if not num_others:
+        return count(num_recorded, "step")
+    return f"{num_measured} of {num_recorded} steps ({num_others} ran other sections or buckets)"
 
 
 def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
