@@ -58,6 +58,9 @@ class Model(nn.Module):
         for index, module in enumerate(self.modules()):
             if isinstance(module, Effect):
                 module.name = f"{index} {module.kind}"
+        self.head = 0
+        if case.has_heads:
+            self.second_last = nn.Linear(WIDTH, WIDTH)
         self.order = [str(i) for i in range(len(made))]
         self.case = case
         self.run = _RUNS[case.regions]
@@ -78,7 +81,8 @@ class Model(nn.Module):
         for name in self.order:
             block = self.blocks[name]
             x = self.run(block, x.to(block.dtype))
-        x = self.last(x.float())
+        last = self.second_last if self.head else self.last
+        x = last(x.float())
         more = {name: _more(name, x, given, hidden) for name in self.case.outputs}
         if "penalty" in more:
             more["penalty"] = self.first.weight.square().sum() * 0.01
@@ -155,6 +159,16 @@ def _contain(container: str, main: torch.Tensor, more: dict[str, Any]) -> Any:
     if container == "dataclass":
         return Output(main, more)
     return main
+
+
+def main_of(output: Any) -> torch.Tensor:
+    """Return the main output of what a model returns."""
+    while not isinstance(output, torch.Tensor):
+        if isinstance(output, Output):
+            output = output.main
+        else:
+            output = output["main"] if isinstance(output, dict) else output[0]
+    return output
 
 
 def _make(block: Block, earlier: list[nn.Linear]) -> Part:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class Loop:
     """What is updated, by what, and who is told of it.
 
     `encoder` is a second DDP module before the model, and `temperature` a factor of the loss, which
-    no DDP module has. `later` are parameters for which there is no optimizer at first.
+    no DDP module has. `later` are parameters for which there is no optimizer at first, and `saved`
+    the state of the model that it goes back to.
     """
 
     case: Case
@@ -53,6 +54,7 @@ class Loop:
     optimizers: list[optim.Optimizer]
     later: list[nn.Parameter]
     ema: AveragedModel | None
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def ddps(self) -> list[DistributedDataParallel]:
@@ -130,6 +132,10 @@ def _groups(case: Case, parameters: list[nn.Parameter]) -> list[list[dict[str, A
 def update(loop: Loop, step: int, note: Note, look: Look) -> None:
     """Do all that comes after backward."""
     case, where = loop.case, f"update {step}"
+    if "decay" in case.actions:
+        _decay(loop)
+    if "restore" in case.actions:
+        _restore(loop, step)
     if not ("skip" in case.actions and step == 1):
         _update(loop, where, note, look)
     for action in case.actions:
@@ -141,6 +147,21 @@ def update(loop: Loop, step: int, note: Note, look: Look) -> None:
             group["lr"] *= 0.5 if "rate" in case.actions else 1.0
     if loop.later and step == 0:
         loop.optimizers[0].add_param_group({"params": loop.later, "lr": 0.02})
+
+
+@torch.no_grad()
+def _decay(loop: Loop) -> None:
+    """Decay weights by hand, once backward has run."""
+    for parameter in loop.model.parameters():
+        parameter.mul_(0.9)
+
+
+def _restore(loop: Loop, step: int) -> None:
+    """Go back to the weights of the first step, as a guard against NaN does."""
+    if not loop.saved:
+        loop.saved.update(copy.deepcopy(loop.model.state_dict()))
+    elif step == 1:
+        loop.model.load_state_dict(loop.saved)
 
 
 def _update(loop: Loop, where: str, note: Note, look: Look) -> None:
@@ -233,5 +254,16 @@ _AFTER: dict[str, Callable[[Loop, str, Note, Look], None]] = {
     "save": _save,
     "states": _save_states,
 }
-ACTIONS = (*_AFTER, "rate", "grow", "skip", "clip 2", "clip inf", "look", "eval")
+ACTIONS = (
+    *_AFTER,
+    "decay",
+    "restore",
+    "rate",
+    "grow",
+    "skip",
+    "clip 2",
+    "clip inf",
+    "look",
+    "eval",
+)
 ARRANGEMENTS = ("", "groups", "two optimizers", "temperature", "encoder")

@@ -57,8 +57,10 @@ class Case:
     module is copied after the first step, to train the copy from then on: "deepcopy", "pickle", or
     "" for not at all. `more_rows` is how many rows rank 1 has more in each step. `delayed` and
     `ignored` are the parameters that DDP delays, or leaves alone: "last" for those of the last
-    layer, "most" for those of the blocks too. The last fields are
-    what `loops.py` lists of optimizers and of loops.
+    layer, "most" for those of the blocks too. With `has_heads` each micro-batch of a step trains
+    another last layer, with `has_second` each step trains a second model of the same class as
+    well, and with `runs_backward_inside` what is compiled is a function that runs forward and
+    backward. The last fields are what `loops.py` lists of optimizers and of loops.
     """
 
     blocks: tuple[Block, ...]
@@ -90,6 +92,9 @@ class Case:
     more_rows: tuple[int, ...] = ()
     delayed: str = ""
     ignored: str = ""
+    has_heads: bool = False
+    has_second: bool = False
+    runs_backward_inside: bool = False
     optimizer: str = "SGD"
     arrangement: str = ""
     actions: tuple[str, ...] = ()

@@ -131,6 +131,9 @@ def cases(draw: st.DrawFn) -> Case:
         more_rows=draw(st.sampled_from(((), (), (0, 20), (0, 1), (9, 0, 20)))),
         delayed=draw(st.sampled_from((*[""] * 10, "last", "most"))),
         ignored=draw(st.sampled_from((*[""] * 10, "last", "most"))),
+        has_heads=draw(_sometimes(6)),
+        has_second=draw(_sometimes(6)),
+        runs_backward_inside=draw(_sometimes(6)),
     )
     if draw(_sometimes(4)):
         case = draw(_loops(case))
@@ -192,7 +195,26 @@ def _possible(case: Case) -> Case:
         case = dataclasses.replace(case, hooks=(), delayed="")
     if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
+    case = _possible_ways(case)
     return _possible_in_ddp(_possible_in_loops(case, kinds), kinds)
+
+
+def _possible_ways(case: Case) -> Case:
+    """Change what cannot be with heads, a second model, or a backward that is compiled around."""
+    if case.has_heads:  # a step has parts, and a part leaves a head out
+        some = tuple("half" if how == "all" else how for how in case.freezes)
+        batches = tuple((*sizes, *sizes)[:2] for sizes in case.batches)
+        case = dataclasses.replace(
+            case, batches=batches, find_unused=True, static_graph=False, freezes=some, delayed=""
+        )
+    if case.has_second:
+        case = dataclasses.replace(case, copied="")
+    if case.compiles_inside or case.regions:
+        case = dataclasses.replace(case, runs_backward_inside=False)
+    if case.runs_backward_inside:  # which is of the model's output, and of nothing else
+        extras = tuple("" if how == "no_sync" else how for how in case.extras)
+        case = dataclasses.replace(case, arrangement="", extras=extras, is_input_trained=False)
+    return case
 
 
 def _possible_blocks(case: Case, kinds: set[str]) -> Case:

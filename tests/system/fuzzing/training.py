@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 
 from tests.system.fuzzing import effects, loops, subclasses
 from tests.system.fuzzing.blocks import WIDTH, Noted
-from tests.system.fuzzing.building import Model
+from tests.system.fuzzing.building import Model, main_of
 from tests.system.fuzzing.loops import Loop
 from tests.system.fuzzing.spec import Case
 
@@ -38,6 +38,15 @@ class Notes:
 
     def value(self, name: str, value: torch.Tensor) -> None:
         self.values[name] = value.detach().clone()
+
+    def parameters(self, named: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in named.items():
+            self.value(f"parameter {name}", parameter)
+
+    def add(self, whose: str, others: Notes) -> None:
+        """Add the notes of another training."""
+        self.values.update({f"{whose}: {name}": value for name, value in others.values.items()})
+        self.texts.update({f"{whose}: {name}": text for name, text in others.texts.items()})
 
 
 # No group is ever destroyed, so torch keeps it. Where a Reducer is the last to hold one, gloo's
@@ -86,12 +95,9 @@ def train(
     torch._functorch.config.check_custom_op_aliasing = case.feed != "subclass"
     effects.begin(group)
     torch.manual_seed(case.seed)
-    model = Model(case)
-    _hook(case, model)
-    reduced = {name for name, p in model.named_parameters() if p.requires_grad}
-    ddp = _wrap(case, compile_(model) if case.compiles_inside else model, group)
-    training = _training(case, ddp, reduced, compile_)
-    notes = Notes()
+    training, reduced = _make(case, compile_, group)
+    second = _make(case, compile_, group)[0] if case.has_second else None
+    notes, notes_of_second = Notes(), Notes()
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     torch.manual_seed(1000 * case.seed + rank)
     for step in range(len(case.batches)):
@@ -104,12 +110,25 @@ def train(
         if rank == 0 and _item(case.extras, step):
             _run_alone(case, step, training, notes, generator)
         _train_step(case, step, training, notes, generator, rank)
-    for name, parameter in training.named.items():
-        notes.value(f"parameter {name}", parameter)
+        if second is not None:
+            _train_step(case, step, second, notes_of_second, generator, rank)
+    if second is not None:
+        notes_of_second.parameters(second.named)
+        notes.add("second", notes_of_second)
+    notes.parameters(training.named)
     for name, buffer in _module(training.ddp).named_buffers():
         notes.value(f"buffer {name}", buffer)
     loops.end(training.loop, notes.value)
     return notes, training.ddp
+
+
+def _make(case: Case, compile_: Compile, group: dist.ProcessGroup) -> tuple[_Training, set[str]]:
+    """Make a model, and what trains it; return the names of what DDP reduces too."""
+    model = Model(case)
+    _hook(case, model)
+    reduced = {name for name, p in model.named_parameters() if p.requires_grad}
+    ddp = _wrap(case, compile_(model) if case.compiles_inside else model, group)
+    return _training(case, ddp, reduced, compile_), reduced
 
 
 def _training(
@@ -125,7 +144,26 @@ def _training(
     is_compiled = bool(case.compiles_inside or case.regions)
     loop = loops.begin(case, ddp, _module(ddp), may_train)
     ddp.train("eval" not in case.actions)
-    return _Training(ddp, ddp if is_compiled else compile_(ddp), named, loop)
+    forward: Callable[..., Any] = ddp
+    if case.runs_backward_inside:
+        forward = compile_(_running_both(ddp))
+    elif not is_compiled:
+        forward = compile_(ddp)
+    return _Training(ddp, forward, named, loop)
+
+
+def _running_both(ddp: DistributedDataParallel) -> Callable[..., Any]:
+    """A function that runs forward and, if there are gradients, the backward of its main output."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = ddp(*args, **kwargs)
+        if torch.is_grad_enabled():
+            loss = _term(main_of(output))
+            if loss.requires_grad:
+                loss.backward()
+        return output
+
+    return run
 
 
 def _module(ddp: DistributedDataParallel) -> Any:
@@ -154,10 +192,11 @@ def _train_step(
         x = _draw(size + more_rows, generator).to(getattr(torch, case.input_dtype))
         x.requires_grad_(case.is_input_trained)
         with contextlib.nullcontext() if is_last else loop.no_sync():
+            _module(ddp).head = part % 2 if case.has_heads else 0
             fed = loop.encode(x)
             output = forward(x=fed) if case.feed == "keyword" else forward(_feed(case, fed))
             loss = loop.scale(_note_output(notes, where, output))
-            if loss.requires_grad:  # unless all is frozen
+            if loss.requires_grad and not case.runs_backward_inside:  # unless all is frozen
                 loss.backward()
         notes.value(f"{where} input", x)
         notes.texts[f"{where} calls"] = ", ".join(effects.calls)
