@@ -39,6 +39,7 @@ class Priority(enum.IntEnum):
     METRICS = enum.auto()
     COMPILED = enum.auto()
     NUMBERING = enum.auto()
+    ACCUMULATION = enum.auto()  # last: others ask what was so before the forward that begins
 
 
 class Observer:
@@ -81,6 +82,11 @@ def observe(ddp: DistributedDataParallel, priority: Priority, observer: Observer
 def ignore(ddp: DistributedDataParallel, priority: Priority) -> None:
     """Remove the observer with this priority."""
     _observers[ddp] = tuple(item for item in _observers_of(ddp) if item[0] is not priority)
+
+
+def find_observer(ddp: DistributedDataParallel, priority: Priority) -> Observer | None:
+    """The observer of a module with this priority, None if there is none."""
+    return dict(_observers.get(ddp, ())).get(priority)
 
 
 def will_communicate(ddp: DistributedDataParallel) -> bool:

@@ -24,7 +24,7 @@ from ddpopt.checks import verify
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
-from ddpopt.planning import decision, timer, tuner
+from ddpopt.planning import decision, rebucket, timer, tuner
 from ddpopt.split import driver, recomputation, state
 from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
@@ -53,7 +53,7 @@ def backend(
         _refuse_unsupported_modes(ddp)
         _check_is_on(resolved)
         if ddp is not None:
-            _see_to_buckets(ddp, resolved)
+            _see_to_buckets(resolved, ddp)
         version = _guard_on_rules(gm, example_inputs, ddp)
     except Exception as error:
         # Any error at all: a private name may exist, and not be what it was.
@@ -62,7 +62,8 @@ def backend(
         refusal = NotCutError.because_of(error)
     try:
         if ddp is not None and version is not None:
-            compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved)
+            start = functools.partial(_see_to_buckets, resolved)
+            compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
             version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
             return compiled
         if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
@@ -75,7 +76,16 @@ def backend(
         raise
 
 
-def _see_to_buckets(ddp: DistributedDataParallel, options: Options) -> None:
+def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
+    """Begin what the options ask for the buckets of a module that runs code compiled with them.
+
+    That is the module for which it is compiled, or one with which Dynamo shares it.
+
+    Raises:
+        PlanError: the options name a plan that cannot be read, or does not fit the module.
+        TorchDriftError: this release lacks a name that is needed.
+    """
+    rebucket.watch(ddp)
     if options.buckets == "ddp":
         decision.watch(ddp)
     else:

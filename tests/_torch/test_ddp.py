@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -223,3 +225,76 @@ def test_ignored_parameters_are_numbered_as_ddp_ignores_them(one_rank: None) -> 
     assert _ids(_torch.reducer_parameters(ddp)) == _ids(expected)
     train(ddp, batches(0, [(2, WIDTH)] * 4))
     assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+
+
+# ---- What a new Reducer has of the one before -------------------------------------------------
+
+
+def test_of_each_setting_of_ddp_it_is_known_how_a_new_reducer_has_it() -> None:
+    """A release that adds one fails here: say in `GIVEN_BY` from whom a new Reducer has it."""
+    unknown = set(_torch.ddp_settings()) - set(_torch.GIVEN_BY)
+    assert not unknown, f"torch {torch.__version__} has {sorted(unknown)}"
+    assert {"find_unused_parameters", "broadcast_buffers"} <= set(_torch.ddp_settings())
+
+
+def _options_of_reducers() -> list[dict[str, Any]]:
+    """All combinations of two of the options that DDP gives to its Reducer."""
+    flags = [
+        name
+        for name, default in _torch.ddp_settings().items()
+        if default is False and name not in ("check_reduction", "static_graph")
+    ]
+    return [dict.fromkeys(pair, True) for pair in itertools.combinations(flags, 2)]
+
+
+@pytest.mark.parametrize("options", _options_of_reducers(), ids=" ".join)
+def test_a_new_reducer_is_made_as_the_first_one_but_for_buckets(
+    one_rank: None, options: dict[str, Any]
+) -> None:
+    """With whatever the constructor of the installed torch passes on to a Reducer."""
+    original = torch.distributed.Reducer
+    with mock.patch.object(torch.distributed, "Reducer", side_effect=original) as made:
+        ddp = DistributedDataParallel(MLP(1), **options)
+        _torch.replace_reducer(ddp, [[0], [1]], [1, 1])
+    first, second = ([*call.args, *call.kwargs.values()] for call in made.call_args_list)
+    pairs = list(zip(first, second, strict=True))
+    for before, after in pairs:
+        if isinstance(before, list):  # parameters, buckets, limits, which are sparse
+            assert isinstance(after, list)
+        else:
+            assert before == after
+
+
+def test_a_setting_that_is_not_known_is_found_where_it_is_set(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or where the module does not show whether it is."""
+    ddp = DistributedDataParallel(MLP(1))
+    assert _torch.find_unknown_setting(ddp) == ""
+    settings = {**_torch.ddp_settings(), "option": False}
+    monkeypatch.setattr(_torch.ddp, "ddp_settings", lambda: settings)
+    assert _torch.find_unknown_setting(ddp) == "its option, which it may have been made with"
+    ddp.option = False
+    assert _torch.find_unknown_setting(ddp) == ""
+    ddp.option = 3
+    assert _torch.find_unknown_setting(ddp) == "its option=3"
+
+
+def test_a_setting_that_a_reducer_was_not_told_of_is_found(one_rank: None) -> None:
+    """DDP reads it off the module again for a new one."""
+    ddp = DistributedDataParallel(MLP(1))
+    assert _torch.find_changed_setting(ddp) == ""
+    ddp.find_unused_parameters = True
+    assert _torch.find_changed_setting(ddp) == "find_unused_parameters"
+
+
+def test_a_backward_that_is_finalized_by_hand_still_is(one_rank: None) -> None:
+    """A property of torch 2.15's that DDP sets on its Reducer."""
+    ddp = DistributedDataParallel(MLP(1))
+    if not hasattr(ddp, "require_manual_backward_finalization"):
+        pytest.skip(f"torch {torch.__version__} has no such property")
+    ddp.require_manual_backward_finalization = True
+    _torch.replace_reducer(ddp, [[0], [1]], [1, 1])
+    for _ in range(3):
+        ddp(torch.ones(2, 64)).sum().backward()
+        ddp.finalize_backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import inspect
 import itertools
 import time
 from collections.abc import Iterator
@@ -128,12 +129,21 @@ def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
     assert first["outcome"] in first["explained"]
 
 
-@pytest.mark.parametrize(
-    "ddp_options",
-    [{"static_graph": True}, {"gradient_as_bucket_view": True}, {"broadcast_buffers": False}],
-    ids=str,
-)
+_TAKEN = inspect.signature(DistributedDataParallel).parameters
+_OPTIONS: list[dict[str, Any]] = [
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+    {"broadcast_buffers": False},
+    {"batched_grad_copy": True},
+    {"lazy_bucket_allocation": True},  # since torch 2.15
+    {"lazy_bucket_allocation": True, "batched_grad_copy": True},
+    {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
+]
+
+
+@pytest.mark.parametrize("ddp_options", [o for o in _OPTIONS if o.keys() <= _TAKEN.keys()], ids=str)
 def test_options_of_ddp_stay(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
+    """Those that the installed torch has."""
     for result in ranks.run(_train, "backward", SLOW, {}, ddp_options):
         assert result["outcome"].startswith("buckets change")
         assert all(result["as_planned"])

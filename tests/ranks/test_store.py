@@ -20,7 +20,14 @@ import torch.distributed as dist
 from ddpopt import _logs, _torch
 from ddpopt.errors import PeerError
 from ddpopt.ranks import store
-from ddpopt.ranks.store import GroupStore, JointDecision, monitored_block, name_ranks, next_key
+from ddpopt.ranks.store import (
+    GroupStore,
+    JointDecision,
+    Refusal,
+    monitored_block,
+    name_ranks,
+    next_key,
+)
 from tests.support.hanging import LIMIT_S, hanging_store
 
 
@@ -229,7 +236,7 @@ def _decisions(size: int, limit_s: float, num_here: int | None = None) -> list[J
 def test_ranks_that_all_come_go_on() -> None:
     """The last one to come says so."""
     decisions = _decisions(3, LIMIT_S)
-    assert _on_ranks(3, lambda group: decisions[group.rank].decide(None)) == ["None"] * 3
+    assert _on_ranks(3, lambda group: decisions[group.rank].decide()) == ["None"] * 3
     assert not _threads()
 
 
@@ -239,9 +246,9 @@ def test_a_rank_that_is_not_announced_is_not_waited_for() -> None:
     first, second = _decisions(4, LIMIT_S, num_here=2)
     with mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")):
         assert (
-            first.decide(None)
-            == second.decide(None)
-            == "ranks 2, 3 did not begin it in the same step"
+            first.decide()
+            == second.decide()
+            == Refusal("ranks 2, 3 did not begin it in the same step")
         )
 
 
@@ -250,8 +257,18 @@ def test_one_that_cannot_go_on_answers_for_all() -> None:
     """The first of them, and nobody waits."""
     first, second, third = _decisions(3, LIMIT_S)
     with mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")):
-        answers = [second.decide("it cannot"), first.decide("nor can I"), third.decide(None)]
-    assert answers == ["on rank 1: it cannot"] * 3
+        answers = [second.decide("it cannot"), first.decide("nor can I"), third.decide()]
+    assert answers == [Refusal("on rank 1: it cannot")] * 3
+
+
+@pytest.mark.usefixtures("threads_as_ranks")
+def test_one_that_cannot_go_on_for_now_answers_for_all_and_they_may_ask_again() -> None:
+    """The next decision is another one, although its key is the same."""
+    decisions = _decisions(2, LIMIT_S)
+    answers = [decisions[1].decide("not yet", is_for_now=True), decisions[0].decide()]
+    assert answers == [Refusal("on rank 1: not yet", is_for_now=True)] * 2
+    again = _decisions(2, LIMIT_S)
+    assert _on_ranks(2, lambda group: again[group.rank].decide()) == ["None"] * 2
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
@@ -259,10 +276,11 @@ def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
     """Who comes after it does not wait again."""
     first, *others = _decisions(4, limit_s=0.4)
     with mock.patch.object(store.time, "sleep", side_effect=time.sleep) as sleep:
-        assert first.decide(None) == "ranks 1, 2, 3 did not come within 0 s"
+        answer = Refusal("ranks 1, 2, 3 did not come within 0 s")
+        assert first.decide() == answer
         assert sleep.call_count <= 0.4 / store._POLL_S + 1
         sleep.reset_mock()
-        assert {each.decide(None) for each in others} == {"ranks 1, 2, 3 did not come within 0 s"}
+        assert {each.decide() for each in others} == {answer}
         sleep.assert_not_called()
 
 

@@ -1,8 +1,11 @@
 """The table of what works is about the rows that the tests run."""
 
 from tests.system.compatibility import all_rows, documented_rows
+from tests.system.scenarios.modes import OF_SOME_RELEASES
 
 
 def test_the_document_has_all_rows_and_no_others() -> None:
     """After adding a row, run `python -m tests.system.compatibility`."""
-    assert sorted(documented_rows()) == sorted(title for title, _, _ in all_rows())
+    documented, run = set(documented_rows()), {title for title, _, _ in all_rows()}
+    assert len(documented) == len(documented_rows())
+    assert documented ^ run <= set(OF_SOME_RELEASES)

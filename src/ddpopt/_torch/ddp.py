@@ -392,7 +392,121 @@ def _builtin_hook(ddp: DistributedDataParallel) -> Any:
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
 
 
+# ---- Gradients that wait to be reduced ---------------------------------------------------------
+
+
+def has_unfinished_reduction(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward has begun to reduce gradients, and DDP has not ended that."""
+    try:
+        names.CHECK_FINALIZED.get(names.REDUCER.get(ddp))()
+    except TorchDriftError:
+        raise
+    except RuntimeError:
+        return True
+    return False
+
+
+def may_hold_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients may lie in the Reducer's buckets, where a new Reducer does not look."""
+    return bool(ddp.gradient_as_bucket_view) and has_gradients(ddp)
+
+
+def has_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether a parameter that is reduced has a gradient."""
+    return any(parameter.grad is not None for parameter in reducer_parameters(ddp))
+
+
+def last_forward_synced(ddp: DistributedDataParallel) -> bool:
+    """Whether the last forward had gradients and was not under no_sync; true before the first."""
+    with names.doing_without(names.Need.REBUCKET):
+        return bool(names.SYNCS_BUFFERS.get(ddp))
+    return False
+
+
+def num_reductions(ddp: DistributedDataParallel) -> int | None:
+    """How many backwards have ended in which the Reducer looked for unused parameters.
+
+    None if it does not look for any. Otherwise it notes which parameters get a gradient, also under
+    no_sync, until it reduces these notes; so they are of use only until this number changes. It
+    writes them to one tensor each time, whose version counts that.
+    """
+    if follows_arrival_order(ddp):
+        return None
+    notes = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))()
+    return int(names.TENSOR_VERSION.get(notes))
+
+
 # ---- Another Reducer ---------------------------------------------------------------------------
+
+_BY_DDP = "DDP's own `_ddp_init_helper`, which reads it off the module for each Reducer"
+_BY_US = "`replace_reducer` and `make_reducer`, which set it on the new one"
+_NEW = "nobody: the new one is made for other buckets than these"
+_NO_PART = "nobody: the module or its tensors keep it, and the Reducer has no part in it"
+_REFUSED = "nobody: it is a `DDPMode` that keeps its Reducer"
+
+# From whom a new Reducer has what DDP's constructor takes and its properties set. One that is not
+# here may be lost in it: see `find_unknown_setting`, and the test that compares with torch.
+GIVEN_BY = {
+    "module": _NO_PART,
+    "device_ids": _NO_PART,
+    "output_device": _NO_PART,
+    "dim": _NO_PART,
+    "broadcast_buffers": _NO_PART,
+    "forward_sync_buffers": _NO_PART,
+    "init_sync": _NO_PART,
+    "check_reduction": _NO_PART,
+    "process_group": _BY_DDP,
+    "device_mesh": _BY_DDP,  # as its process group
+    "bucket_cap_mb": _NEW,
+    "bucket_cap_mb_list": _NEW,
+    "find_unused_parameters": _BY_DDP,
+    "gradient_as_bucket_view": _BY_DDP,
+    "skip_all_reduce_unused_params": _BY_DDP,
+    "batched_grad_copy": _BY_DDP,
+    "lazy_bucket_allocation": _BY_DDP,  # since 2.15
+    "static_graph": _BY_US,
+    "require_manual_backward_finalization": _BY_US,  # since 2.15
+    "delay_all_reduce_named_params": _NO_PART,
+    "param_to_hook_all_reduce": _NO_PART,
+    "mixed_precision": _REFUSED,
+}
+
+
+@functools.cache
+def ddp_settings() -> Mapping[str, Any]:
+    """What DDP's constructor takes and its properties set, with the constructor's defaults."""
+    taken = inspect.signature(DistributedDataParallel.__init__).parameters.values()
+    settings = {p.name: p.default for p in taken if p.name != "self"}
+    for name, value in vars(DistributedDataParallel).items():
+        if isinstance(value, property) and value.fset is not None:
+            settings.setdefault(name, None)
+    return settings
+
+
+def find_unknown_setting(ddp: DistributedDataParallel) -> str:
+    """One that a new Reducer might lose, as in `its option=True`; "" if there is none.
+
+    It is one that torch has had since a release that we do not know, with another value than the
+    default (of a property: None or False), or a value that the module does not show.
+    """
+    missing = object()
+    for name, default in ddp_settings().items():
+        if name not in GIVEN_BY:
+            value = getattr(ddp, name, missing)
+            if value is missing:
+                return f"its {name}, which it may have been made with"
+            if value is not default and value is not False and value != default:
+                return f"its {name}={value!r}"
+    return ""
+
+
+def find_changed_setting(ddp: DistributedDataParallel) -> str:
+    """One that the module has with another value than its Reducer, which a new one would have."""
+    logged = _log_of(ddp)
+    for name in ("find_unused_parameters", "gradient_as_bucket_view"):
+        if name in logged and bool(logged[name]) != bool(getattr(ddp, name)):
+            return name
+    return ""
 
 
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
@@ -403,6 +517,8 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
                 row.get()
             elif row.owner == names.REDUCER.owner and row is not names.STATIC_ENQUEUED:
                 row.get(ddp)
+            elif row.owner == names.PREPARE_FOR_FORWARD.owner:
+                row.get(names.REDUCER.get(ddp))
     names.GROUP_STORE.get()
     queue_callback()
 
@@ -412,8 +528,8 @@ def replace_reducer(
 ) -> None:
     """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
 
-    It has the same options and comm hooks. Like any Reducer it rebuilds its buckets after its first
-    iteration, with the limits `caps_bytes`, one for each bucket.
+    It has the same comm hooks and options, see `GIVEN_BY`. Like any Reducer it rebuilds its buckets
+    after its first iteration, with the limits `caps_bytes`, one for each bucket.
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
@@ -433,6 +549,9 @@ def replace_reducer(
         ddp.register_comm_hook(state, hook)
     if own_hook is not None:
         names.REGISTER_BUILTIN_HOOK.get(ddp)(own_hook)
+    manual = "require_manual_backward_finalization"
+    if getattr(ddp, manual, False):
+        setattr(ddp, manual, True)  # the module remembers it; setting it tells the Reducer
 
 
 def _drop_reducer(ddp: DistributedDataParallel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Priority, ignore, observe
+from ddpopt._events import Observer, Priority, find_observer, ignore, observe, will_communicate
 from ddpopt._text import count, shorten
-from ddpopt.errors import PlanError
+from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, RankReport, require_equal
 from ddpopt.split import state
@@ -24,12 +25,14 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
 
     Comm hooks and all options are kept; a hook of yours that keeps state by bucket must drop it.
     This is a collective call: every rank of DDP's process group must make it with an equal plan,
-    between a step and the next forward. A backward whose forward ran before the call raises. Graphs
-    compiled with `backend="ddpopt"` are compiled again in the next forward.
+    between a step and the next forward: not while gradients are accumulated under `no_sync`, and
+    with `gradient_as_bucket_view=True` after `zero_grad()`. A backward whose forward ran before the
+    call raises. Graphs compiled with `backend="ddpopt"` are compiled again in the next forward.
 
     Raises:
         PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
-            a backward is running, or DDP is in a mode in which its Reducer cannot be replaced.
+            a backward is running, gradients wait to be reduced or lie in DDP's buckets, or DDP is
+            in a mode in which its Reducer cannot be replaced.
         PeerError: a rank did not make this call.
         TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
         OSError: the plan's file cannot be read.
@@ -55,11 +58,92 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
     return find_lasting_obstacle(ddp)
 
 
+def find_pending(ddp: DistributedDataParallel) -> str:
+    """Say which gradients a new Reducer would know nothing of; "" if there are none."""
+    if _torch.has_unfinished_reduction(ddp):
+        return "DDP has not ended the reduction of the last backward"
+    if _torch.may_hold_gradients(ddp):
+        return (
+            "gradients lie in DDP's buckets (gradient_as_bucket_view=True); call zero_grad(), with "
+            "set_to_none=True, between the step and the next forward, and before rebucket"
+        )
+    if _is_accumulating(ddp):
+        return (
+            "gradients may be accumulating under no_sync; call rebucket after a backward without "
+            "no_sync, before the next forward"
+        )
+    return ""
+
+
+def watch(ddp: DistributedDataParallel) -> None:
+    """Note from this forward on whether gradients accumulate, for `find_pending`."""
+    if not state.is_copy(ddp) and find_observer(ddp, Priority.ACCUMULATION) is None:
+        observe(ddp, Priority.ACCUMULATION, _Accumulation(ddp))
+
+
+class _Accumulation(Observer):
+    """Knows whether gradients accumulate: a backward under no_sync may be the last that ran.
+
+    So it is if the last forward with gradients was under no_sync. Where DDP looks for unused
+    parameters, which it notes under no_sync too, it remains so until it has reduced its notes.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        # None is unknown: of the last forward we know only that it was not an ordinary one.
+        self._is_on: bool | None = False if _torch.last_forward_synced(ddp) else None
+        self._num_reductions: int | None = None
+        self.before_forward(ddp)  # the one that is running
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        if not torch.is_grad_enabled():
+            return
+        is_on = not will_communicate(ddp)
+        # Without the name a step goes on, and `rebucket`, which asks again, raises.
+        with contextlib.suppress(TorchDriftError):
+            if is_on and not self._is_on:
+                self._num_reductions = _torch.num_reductions(ddp)
+            elif not is_on and not self._has_notes(ddp):
+                self._num_reductions = None  # a new Reducer will count from the beginning
+        self._is_on = is_on
+
+    def is_on(self, ddp: DistributedDataParallel) -> bool | None:
+        """Whether gradients accumulate, None if that is not known."""
+        return self._has_notes(ddp) or self._is_on
+
+    def _has_notes(self, ddp: DistributedDataParallel) -> bool:
+        """Whether DDP has reduced nothing since the first forward under no_sync."""
+        noted = self._num_reductions
+        return noted is not None and noted == _torch.num_reductions(ddp)
+
+
+def _is_accumulating(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients accumulate under no_sync, or may do so if nobody has watched forwards."""
+    observer = find_observer(ddp, Priority.ACCUMULATION)
+    is_on = observer.is_on(ddp) if isinstance(observer, _Accumulation) else None
+    if is_on is not None:
+        return is_on
+    if _torch.last_forward_synced(ddp):
+        return False
+    # It was under no_sync, or an evaluation; DDP does not tell.
+    return _torch.has_gradients(ddp) or not _torch.follows_arrival_order(ddp)
+
+
 def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why no plan can be applied to `ddp` as it is set up; "" if one can."""
     mode = find_mode(ddp, KEEPING_BUCKETS)
     if mode is not None:
         return f"this DDP module's buckets cannot be changed: {mode.value}"
+    if unknown := _torch.find_unknown_setting(ddp):
+        return (
+            f"{unknown} is an option of DistributedDataParallel that this ddpopt does not know, "
+            "so it might be lost; upgrade ddpopt, or give DistributedDataParallel the plan's "
+            "ddp_kwargs() instead"
+        )
+    if changed := _torch.find_changed_setting(ddp):
+        return (
+            f"its {changed} was changed after it was made, which DDP's Reducer has not noticed; "
+            "make DistributedDataParallel with the value that it is to have"
+        )
     # By name: importing its class needs numpy.
     if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
         return (
@@ -99,7 +183,7 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
         PlanError: the first problem, or the ranks that differ from the first one.
         PeerError: a rank did not make this call.
     """
-    problem = find_obstacle(ddp) or find_misfit(ddp, plan)
+    problem = find_obstacle(ddp) or find_pending(ddp) or find_misfit(ddp, plan)
     require_equal(
         ddp,
         RankReport([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
@@ -154,14 +238,24 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
         ]
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
     _torch.hide_from_dynamo()
-    begin = ddp.register_forward_pre_hook(lambda module, _inputs: _allow_backward(module))
+    begin = ddp.register_forward_pre_hook(lambda module, _inputs: _begin_forward(module))
     state.get(ddp).guards = [*handles, begin]
     observe(ddp, Priority.REBUCKET, _Permission())
 
 
 class _Permission(Observer):
     def before_forward(self, ddp: DistributedDataParallel) -> None:
-        _allow_backward(ddp)
+        _begin_forward(ddp)
+
+
+def _begin_forward(ddp: DistributedDataParallel) -> None:
+    if ddp.static_graph and torch.is_grad_enabled() and not will_communicate(ddp):
+        raise PlanError(
+            "with static_graph=True the first forward after ddpopt.rebucket cannot be under "
+            "no_sync: DDP learns in its backward which gradients to expect; run one step without "
+            "no_sync first"
+        )
+    _allow_backward(ddp)
 
 
 def _allow_backward(ddp: DistributedDataParallel) -> None:

@@ -128,7 +128,8 @@ class StepTimer:
     """Notes the steps of a DDP module, for somebody who tells it of forwards.
 
     `on_ready` gets the index of each gradient that arrives in a step. With `on_launched`, which is
-    called after DDP's own hook on it, launches are noted too.
+    called after DDP's own hook on it, launches are noted too. `has_unreduced` says that a gradient
+    has arrived outside of any step since the last step's backward ended: DDP has yet to reduce it.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class StepTimer:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps: list[Step] = []
+        self.has_unreduced = False
         self._ddp = weakref.ref(ddp)  # holding this must not keep its module alive
         self._clock = clock
         self._on_ready, self._on_launched, self._on_end = on_ready, on_launched, on_end
@@ -148,6 +150,7 @@ class StepTimer:
         self._ends = _torch.BackwardEnds(self._end_backward)
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
+        self._looks_for_unused = not _torch.follows_arrival_order(ddp)
         # Autograd's nodes live only as long as somebody holds them.
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
         self._hooks: dict[int, list[Any]] = {}
@@ -208,10 +211,13 @@ class StepTimer:
     def _arrive(self, index: int, _gradients: object) -> None:
         step = self.step
         if step is None:
+            self.has_unreduced = True
             return
         # A backward within the step's own may have ended; what comes twice after one is another's.
-        if step.backward_ended and index in step.ready and not self._ends.is_pending:
-            self._is_over = True
+        # Where DDP looks for unused parameters it allows no backward within another.
+        is_another = index in step.ready or self._looks_for_unused
+        if step.backward_ended and is_another and not self._ends.is_pending:
+            self._is_over = self.has_unreduced = True
             return
         # With Lightning's manual optimization forward runs the backward, and goes on after it.
         self.end_forward()
@@ -229,6 +235,7 @@ class StepTimer:
     def _end_backward(self) -> None:
         if self.step is not None:
             self.step.backward_ended = self._clock.now()
+            self.has_unreduced = False
             self._on_end()
 
 

@@ -5,7 +5,10 @@ With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs
 finely, and each rank notes when its gradients arrive. Steps are counted by backwards that reduce
 gradients: these are the same on all ranks, whatever other forwards one of them runs. Before the
 forward that follows one and the same backward, ranks meet through the process group's store, with a
-time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. From there on
+time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. A new Reducer
+knows nothing of what was accumulated before it, so that forward is the first with gradients after
+the backward, be it under no_sync; and if a rank has gradients that wait to be reduced, or that lie
+in the present buckets, all meet again one backward later, a few times. From there on
 they are at the same place and use collectives: they measure the network and gather the times, rank
 0 plans and broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A
 few iterations later they meet once more, to compare. If iterations did not get shorter, they undo
@@ -41,6 +44,7 @@ from ddpopt.split import state
 _MEETING_S = 30.0  # at most, for ranks to wait for each other
 _MOST_IDLE = 100  # forwards with gradients after which it is said that no step has ended
 _PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
+_CHANCES = 8  # backwards after which no gradient may be pending; a loop is the same in each
 
 
 class _Stage(NamedTuple):
@@ -55,6 +59,12 @@ class _Stage(NamedTuple):
 _SEARCH = _Stage("looking for better buckets", 3, 8)
 _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
+
+
+_UNREDUCED = (
+    "when a forward begins, a backward has run that reduced nothing, after the last one that did; "
+    "let none run in between that does not go through DDP"
+)
 
 
 def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -> None:
@@ -119,6 +129,7 @@ class _Tuner(Observer):
         self._done: tuple[_Stage | None, int] = (None, 0)  # the stage, and how many of its steps
         self._num_idle = 0  # forwards with gradients since then
         self._most_idle, self._is_warned = _MOST_IDLE, False
+        self._num_missed = 0  # chances of this stage
         self._limit_s = _MEETING_S
         # With the buckets before a change: what all ranks measured, and the buckets' limits.
         self._before: Sequence[Measured] = ()
@@ -191,28 +202,26 @@ class _Tuner(Observer):
             ignore(ddp, Priority.TUNER)
             return
         self._watch_progress(ddp)
-        if not will_communicate(ddp):
-            if self._stopwatch is not None:
-                self._stopwatch.skip_forward()
+        is_communicating = will_communicate(ddp)
+        if is_communicating:
+            stopwatch = self._begin_step(ddp, self._stage)
+        elif self._stopwatch is not None:
+            stopwatch = self._stopwatch
+            stopwatch.skip_forward()
+        else:
             return
-        stopwatch = self._begin_step(ddp, self._stage)
-        if (
-            stopwatch.num_backwards == self._stage.num_backwards - 1
-            and self._joint_decision is None
-        ):
-            try:
-                self._joint_decision = JointDecision(
-                    ddp.process_group, self._stage.title, stopwatch.key, self._limit_s
-                )
-            except PeerError as error:
-                stopwatch.stop()
-                state.get(ddp).end_search()
-                self._give_up(ddp, self._stage, str(error))
-        elif stopwatch.num_backwards == self._stage.num_backwards:
-            self._meet(ddp, self._stage, stopwatch)
+        num_backwards = stopwatch.num_backwards - self._num_missed
+        if self._joint_decision is None:
+            if is_communicating and num_backwards == self._stage.num_backwards - 1:
+                self._announce(ddp, self._stage, stopwatch)
+        elif num_backwards == self._stage.num_backwards:
+            # The first backward of a static graph has to reduce gradients, or DDP raises.
+            is_accumulating = torch.is_grad_enabled() and not ddp.static_graph
+            if is_communicating or is_accumulating:
+                self._meet(ddp, self._stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
-        if self._stage is not None:
+        if self._stage is not None and will_communicate(ddp):
             # This tuner may have been made in the forward that ends here.
             (self._stopwatch or self._begin_step(ddp, self._stage)).end_forward()
 
@@ -222,16 +231,38 @@ class _Tuner(Observer):
         self._stopwatch.begin_forward()
         return self._stopwatch
 
-    def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
-        assert self._joint_decision is not None
-        decision = self._joint_decision
+    def _announce(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
+        """Begin a meeting: it ends before the forward that follows the next backward."""
+        try:
+            self._joint_decision = JointDecision(
+                ddp.process_group, stage.title, stopwatch.key, self._limit_s
+            )
+        except PeerError as error:
+            self._end_stage(ddp, stopwatch)
+            self._give_up(ddp, stage, str(error))
+
+    def _end_stage(self, ddp: DistributedDataParallel, stopwatch: Stopwatch) -> None:
         stopwatch.stop()
         self._stopwatch = self._joint_decision = self._stage = None
+        self._num_missed = 0
         state.get(ddp).end_search()
+
+    def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
+        assert self._joint_decision is not None
         expected = (None, self.best if stage is _COMPARISON else None)
-        problem = decision.decide(_find_obstacle(ddp, expected, self.source))
-        if problem:
-            self._give_up(ddp, stage, problem)
+        obstacle, is_for_now = _find_obstacle(ddp, expected, self.source), False
+        if not obstacle:
+            obstacle = _UNREDUCED if stopwatch.has_unreduced else rebucket.find_pending(ddp)
+            is_for_now = bool(obstacle)
+        refusal = self._joint_decision.decide(obstacle, is_for_now=is_for_now)
+        if refusal is not None and refusal.is_for_now and self._num_missed + 1 < _CHANCES:
+            self._num_missed += 1
+            self._announce(ddp, stage, stopwatch)
+            return
+        self._end_stage(ddp, stopwatch)
+        if refusal is not None:
+            again = f" (so in each of {_CHANCES} steps)" if refusal.is_for_now else ""
+            self._give_up(ddp, stage, f"{refusal.reason}{again}")
         elif stage is _COMPARISON:
             self._judge(ddp, stopwatch.measured())
         elif stage is _GIVEN:
@@ -243,7 +274,9 @@ class _Tuner(Observer):
         assert self.best is not None
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
-        _torch.prepare_reducer(ddp)  # compiled code was already cut for these buckets
+        _begin_forward(ddp)
+        if state.get(ddp).is_recut:  # otherwise compiled code was already cut for these buckets
+            state.get(ddp).take_new_limits()
         self._report(ddp, f"buckets are those of {self.source}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
@@ -348,6 +381,13 @@ def _find_obstacle(
 
 def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
     """Continue with the forward that was about to begin; sections of forward are cut anew."""
-    _torch.prepare_reducer(ddp)
-    if state.get(ddp).has_forward_sections:
-        state.get(ddp).take_new_limits()
+    _begin_forward(ddp)
+    known = state.get(ddp)
+    if known.has_forward_sections or known.is_recut:
+        known.take_new_limits()
+
+
+def _begin_forward(ddp: DistributedDataParallel) -> None:
+    """Tell the new Reducer of a forward that DDP has begun with the one before."""
+    if will_communicate(ddp):
+        _torch.prepare_reducer(ddp)

@@ -21,7 +21,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -36,6 +36,7 @@ _BEATS = 10  # in the time after which a rank counts as lost
 
 _DONE, _FAILED, _ABSENT = "done", "failed", "absent"
 _ANNOUNCED, _CAME, _GO = "announced", "came", "go"
+_NOT_NOW = "not now\n"  # what the answer begins with if ranks may ask again
 
 T = TypeVar("T")
 
@@ -224,34 +225,47 @@ def _wait_for_all(store: GroupStore) -> None:
         time.sleep(_POLL_S)
 
 
+class Refusal(NamedTuple):
+    """Why ranks do not go on; `is_for_now` says that the reason may be gone at the next chance."""
+
+    reason: str
+    is_for_now: bool = False
+
+
 class JointDecision:
     """All ranks go on together, or none does; nobody waits longer than `limit_s`.
 
     Creating it announces this rank, before the last collective that precedes the decision; so
-    nobody waits for a rank that is not announced.
+    nobody waits for a rank that is not announced. Decisions with one `key` are told apart by the
+    order in which a rank creates them, which has to be the same on all ranks.
 
     Raises:
         PeerError: the store has gone or does not answer.
     """
 
     def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
-        self._store = GroupStore(group, title, key, limit_s)
+        # Ranks that were refused for now meet again, with the same key.
+        self._store = GroupStore(group, title, next_key(group, key), limit_s)
         self._store.set_own(_ANNOUNCED)
 
-    def decide(self, problem: str | None) -> str | None:
+    def decide(self, problem: str = "", *, is_for_now: bool = False) -> Refusal | None:
         """Return why ranks do not go on, None if they do; the same on all ranks.
+
+        This rank's `problem`, if it has one, may be one that `is_for_now`.
 
         Raises:
             PeerError: the store has gone or does not answer, so that nobody knows.
         """
-        answer = self._store.set_first("answer", self._find_answer(problem))
-        return None if answer == _GO else answer
+        answer = self._store.set_first("answer", self._find_answer(problem, is_for_now))
+        if answer == _GO:
+            return None
+        return Refusal(answer.removeprefix(_NOT_NOW), answer.startswith(_NOT_NOW))
 
-    def _find_answer(self, problem: str | None) -> str:
+    def _find_answer(self, problem: str, is_for_now: bool) -> str:
         """Return this rank's answer, as soon as it has one or the store has."""
         store = self._store
         if problem:
-            return f"on rank {store.rank}: {problem}"
+            return f"{_NOT_NOW if is_for_now else ''}on rank {store.rank}: {problem}"
         absent = [rank for rank, value in enumerate(store.get_all()) if not value]
         if absent:
             return f"{name_ranks(absent)} did not begin it in the same step"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ from ddpopt.split.nodes import (
     output_values,
 )
 from ddpopt.split.plan import SplitPlan, parts_of_buckets
-from ddpopt.split.runtime import GraphRunner, order_arrival_of
+from ddpopt.split.runtime import GraphRunner, StartOnModule, order_arrival_of
 from ddpopt.split.validate import validate_backward, validate_forward
 
 
@@ -61,10 +62,12 @@ def compile_under_ddp(
     example_inputs: Sequence[Any],
     ddp: DistributedDataParallel,
     options: Options,
+    start: StartOnModule,
 ) -> Callable[..., Any]:
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
-    It raises what compiling the whole graph raises, and nothing else.
+    Further modules may run the result; each is given to `start` first. It raises what compiling the
+    whole graph raises, and nothing else.
     """
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
@@ -73,7 +76,8 @@ def compile_under_ddp(
     except _torch.control_flow_exceptions():
         raise
     except Exception as error:
-        return compile_whole(gm, example_inputs, ddp, options, NotCutError.because_of(error))
+        refusal = NotCutError.because_of(error)
+        return compile_whole(gm, example_inputs, ddp, options, refusal, start)
     if plan.fallback is not None:
         write(gm, plan, {"original": gm})
     if compiled is None:
@@ -83,7 +87,17 @@ def compile_under_ddp(
     compiled = order_arrival_of(compiled, [arguments[i] for i in last if i in arguments])
     slots = [arguments[p.index] for p in plan.arrival if p.index in arguments]
     ordered = order_arrival_of(compiled, slots)
-    return GraphRunner(plan, nodes, compiled, ordered, arguments)
+    return GraphRunner(
+        _plan=plan,
+        _nodes=nodes,
+        _compiled=compiled,
+        _ordered=ordered,
+        _arguments=arguments,
+        _cut_for=survey.known.cut_for,
+        _start=start,
+        _log=functools.partial(_log, options),
+        _is_for_copy=survey.known.is_copy,
+    )
 
 
 def compile_whole(
@@ -92,7 +106,9 @@ def compile_whole(
     ddp: DistributedDataParallel | None,
     options: Options,
     refusal: NotCutError,
+    start: StartOnModule = lambda _: None,
 ) -> Callable[..., Any]:
+    """Compile a graph whole, for a named reason; `start` as for `compile_under_ddp`."""
     plan = dataclasses.replace(
         _blank_plan(gm, options), fallback=refusal.reason, detail=refusal.detail
     )
@@ -104,7 +120,17 @@ def compile_whole(
         state.note_drift()  # the runner needs the names that moved
     elif ddp is not None:
         compiled = notifying(compiled, Label(plan.graph, 0))
-        return GraphRunner(plan, nodes, compiled, compiled, {})
+        return GraphRunner(
+            _plan=plan,
+            _nodes=nodes,
+            _compiled=compiled,
+            _ordered=compiled,
+            _arguments={},
+            _cut_for=state.ANY_BUCKETS,
+            _start=start,
+            _log=functools.partial(_log, options),
+            _is_for_copy=state.is_copy(ddp),
+        )
     return compiled
 
 
@@ -318,6 +344,11 @@ def _announce(
 ) -> None:
     if ddp is not None:
         state.get(ddp).keep(plan, nodes)
+    _log(options, plan)
+
+
+def _log(options: Options, plan: SplitPlan) -> None:
+    """Log a plan; as a warning if overlap is lost that should not be."""
     is_expected = plan.fallback is None or plan.fallback.is_expected
     if plan.backward_fallback is not None:  # nobody requested more than "auto" gives
         is_expected &= options.split == "auto" and plan.backward_fallback.is_expected

@@ -33,22 +33,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _events, _logs, _torch
 from ddpopt._events import Label
+from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.plan import SplitPlan
 
 Compiled = Callable[..., Any]
+# Begins what compiling would have begun, for a DDP module that runs code of another.
+StartOnModule = Callable[[DistributedDataParallel], None]
 
 _MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed them
 _MOST_UNSEEN = 100  # graphs run under no_sync after which no sum of gradients is expected
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class GraphRunner:
     """Calls a compiled graph, or `ordered` in its place until the Reducer has its final buckets.
 
     Dynamo runs the same code for every DDP module that passes its guards, which need not be the
-    one that it was compiled for, so the active module is looked up at each call.
+    one that it was compiled for, so the active module is looked up at each call. What begins with
+    a compile (a search for buckets, a plan's file, a hint, a warning) begins with the first call
+    for each further module.
     """
 
     _plan: SplitPlan
@@ -56,6 +61,10 @@ class GraphRunner:
     _compiled: Compiled
     _ordered: Compiled
     _arguments: Mapping[int, int]  # by the indices of the parameters that they bring in
+    _cut_for: state.CutFor
+    _start: StartOnModule
+    _log: Callable[[SplitPlan], None]
+    _is_for_copy: bool  # made by a check, whose original runs it next, and is no news then
 
     def __call__(self, *args: Any) -> Any:
         ddp = _torch.active_ddp()
@@ -65,12 +74,32 @@ class GraphRunner:
         if self in known.compared:
             return self._compiled(*args)
         if known.nodes.get(self._plan.graph) is not self._nodes:
-            known.keep(self._plan_for(ddp, args), self._nodes)
+            self._begin(ddp, known, args)
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered(*args)
         if compare_buckets(ddp):
             known.compared.add(self)
         return self._compiled(*args)
+
+    def _begin(
+        self, ddp: DistributedDataParallel, known: state.DDPState, args: Sequence[Any]
+    ) -> None:
+        """Begin to run for a module that has not run this graph before.
+
+        A copy that a check made has all that from its original.
+        """
+        if not known.is_copy:
+            try:
+                self._start(ddp)
+            except TorchDriftError as error:  # compiling would have gone on without it too
+                _logs.warning("buckets stay as they are: %s", error)
+            known.recut_unless(self._cut_for)
+        plan = self._plan_for(ddp, args)
+        known.keep(plan, self._nodes)
+        if not known.is_copy:
+            if not self._is_for_copy:
+                self._log(plan)
+            self._is_for_copy = False
 
     def _plan_for(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> SplitPlan:
         """Return the plan with the parameters of a DDP module that runs another one's code.

@@ -21,6 +21,10 @@ from ddpopt.split.plan import NodeText, SplitPlan, frame_of
 
 Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
+# What a graph was cut for: buckets by index, whose own order is of no matter; None if they were not
+# known yet; or any, finely.
+CutFor = str | tuple[frozenset[int], ...] | None
+ANY_BUCKETS = "any buckets"
 
 
 class DDPState:
@@ -59,6 +63,7 @@ class DDPState:
         self.is_searching = False
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
+        self.is_recut = False  # the graphs of another module, which were cut for other buckets
         self.bucket_plan: Any = None  # the one that is applied, if any
         self.tuner_in_use: Any = None  # that of `tuner` for which code has been compiled since
         self.recording: Any = None  # the last one of `inspection.recorder`
@@ -179,6 +184,23 @@ class DDPState:
     def expect_buckets(self, buckets: Buckets) -> None:
         """Cut graphs by buckets that the Reducer will be given soon."""
         self.expected_buckets = buckets
+
+    @property
+    def cut_for(self) -> CutFor:
+        """What graphs are cut for now."""
+        if self.is_searching:
+            return ANY_BUCKETS
+        buckets = self.expected_buckets if self.expected_buckets is not None else self.buckets
+        return None if buckets is None else tuple(map(frozenset, buckets))
+
+    def recut_unless(self, cut_for: CutFor) -> None:
+        """Have code of another module compiled anew if it was not cut for the buckets to come.
+
+        A search cannot do with a graph that was cut for its module's own buckets.
+        """
+        is_changing = self.is_searching or self.expected_buckets is not None
+        if is_changing and cut_for not in (ANY_BUCKETS, self.cut_for):
+            self.is_provisional = self.is_recut = True
 
     def end_search(self) -> None:
         """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""

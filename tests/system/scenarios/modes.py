@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,15 @@ def _options(**options: Any) -> dict[str, Any]:
     return {"bucket_cap_mb": CAP, **options}
 
 
+# Options of DDP's that not all releases have: the page has the rows of the one it was written with.
+OF_SOME_RELEASES = ("batched_grad_copy", "lazy_bucket_allocation")
+_TAKEN = inspect.signature(DistributedDataParallel).parameters
+
+
+def _option_row(name: str) -> Callable[[], Scenario]:
+    return lambda: Scenario(MLP(), ddp_options=_options(**{name: True}))
+
+
 _SIX_STEPS = (((4, WIDTH),),) * 6
 
 MODES: dict[str, Callable[[], Scenario]] = {
@@ -110,6 +120,7 @@ MODES: dict[str, Callable[[], Scenario]] = {
     "gradient_as_bucket_view": lambda: Scenario(
         MLP(), ddp_options=_options(gradient_as_bucket_view=True)
     ),
+    **{name: _option_row(name) for name in OF_SOME_RELEASES if name in _TAKEN},
     "bucket_cap_mb_list": lambda: Scenario(
         MLP(), ddp_options={"bucket_cap_mb_list": [0.01, 0.02, 0.05]}
     ),

@@ -1,0 +1,329 @@
+"""Every DDP module is looked after, also if Dynamo gives it the code of another of its class."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt._events import Priority, find_observer
+from ddpopt.errors import PlanError
+from ddpopt.planning import rebucket
+from ddpopt.planning import tuner as tuning
+from ddpopt.planning.decision import Decision
+from ddpopt.split import state
+from tests.planning.test_rebucket import COST, SIZES, _plan_for
+from tests.support.fake_ddp import real_buckets
+from tests.support.models import MLP, assert_equal_states, batches, state_of, train
+from tests.support.ranks import Ranks
+
+SHAPE = (4, 64)
+DECIDED = 9  # the step in which a search ends
+
+
+class _Twin:
+    """A model in training, and the same one in eager DDP beside it."""
+
+    def __init__(self, seed: int, options: dict[str, Any], **ddp_options: Any) -> None:
+        torch.manual_seed(seed)
+        module = MLP()
+        self.expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
+        self.ddp = DistributedDataParallel(module, **ddp_options)
+        self.run = torch.compile(self.ddp, backend="ddpopt", options=options)
+
+    def step(self, x: torch.Tensor) -> None:
+        assert_equal_states(train(self.ddp, [x], self.run), train(self.expected, [x]))
+
+    @property
+    def num_graphs(self) -> int:
+        return len(state.get(self.ddp).plans)
+
+    @property
+    def outcome(self) -> str:
+        tuner = tuning.of(self.ddp)
+        return "" if tuner is None else tuner.outcome
+
+
+def _graphs_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@contextlib.contextmanager
+def _deciding(**changes: Any) -> Iterator[None]:
+    """Every search ends with the plan of `SIZES`."""
+
+    def decide(ddp: DistributedDataParallel, *_: Any) -> Decision:
+        plan = _plan_for(ddp.module, SIZES).to_json()
+        return Decision("buckets change", plan=plan, gain=0.5, is_better=True)
+
+    with (
+        mock.patch.object(tuning, "calibrate", return_value=COST),
+        mock.patch.object(tuning, "decide", side_effect=decide),
+    ):
+        torch._dynamo.utils.counters.clear()
+        yield
+
+
+def _one_by_one(models: Sequence[_Twin]) -> Iterator[_Twin]:
+    for model in models:
+        yield from itertools.repeat(model, DECIDED + 2)
+
+
+def _in_turns(models: Sequence[_Twin]) -> Iterator[_Twin]:
+    for _ in range(DECIDED + 2):
+        yield from models
+
+
+def _train_two(rank: int, order: Callable[..., Iterator[_Twin]], options: dict[str, Any]) -> Any:
+    options = {"inner": "aot_eager", **options}
+    with _deciding():
+        models = [_Twin(seed, options) for seed in range(2)]
+        inputs = iter(batches(rank, [SHAPE] * 100))
+        for model in order(models):
+            model.step(next(inputs))
+    numbers = [[len(bucket) for bucket in real_buckets(model.ddp)] for model in models]
+    return [model.outcome for model in models], numbers, _graphs_compiled()
+
+
+@pytest.mark.parametrize("order", [_one_by_one, _in_turns])
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: str) -> None:
+    """A backward that is cut for any buckets is compiled once for both."""
+    for outcomes, sizes, num_graphs in ranks.run(
+        _train_two, order, {"split": split, "buckets": "auto"}
+    ):
+        assert all(outcome.startswith("buckets change") for outcome in outcomes)
+        assert len(sizes[0]) == len(SIZES)
+        assert sizes[0] == sizes[1]
+        if split == "backward":
+            assert num_graphs == 1
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_a_files_buckets_are_given_to_each_module(ranks: Ranks, tmp_path: Path, split: str) -> None:
+    """In code that was cut for them once."""
+    path = tmp_path / "plan.json"
+    _plan_for(MLP(), SIZES).save(path)
+    options = {"split": split, "buckets": str(path)}
+    for outcomes, sizes, num_graphs in ranks.run(_train_two, _in_turns, options):
+        assert outcomes == [f"buckets are those of {path}"] * 2
+        assert sizes == [list(SIZES)] * 2
+        assert num_graphs == 1
+
+
+def _train_after_one_that_stays(rank: int, options: dict[str, Any]) -> Any:
+    """The first module keeps its buckets, so its code is cut for them."""
+    options = {"inner": "aot_eager", **options}
+    with _deciding():
+        first, second = _Twin(0, options), _Twin(1, options)
+        first.ddp.register_comm_hook([], _reduce)
+        inputs = iter(batches(rank, [SHAPE] * 100))
+        for _ in range(2):
+            first.step(next(inputs))
+        coarse = len(state.get(first.ddp).plans[0].sections)
+        fine = []
+        for _ in range(DECIDED + 2):
+            second.step(next(inputs))
+            fine.append(len(state.get(second.ddp).plans[-1].sections))
+        first.step(next(inputs))
+    return first.outcome, second.outcome, coarse, fine, [len(b) for b in real_buckets(second.ddp)]
+
+
+def _reduce(_state, bucket):  # DDP does not understand annotations that are strings
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_code_that_is_cut_for_other_buckets_is_compiled_anew(ranks: Ranks, split: str) -> None:
+    """For the module whose buckets change, from the second step."""
+    for first, second, coarse, fine, sizes in ranks.run(
+        _train_after_one_that_stays, {"split": split, "buckets": "auto"}
+    ):
+        assert "its comm hook keeps a state" in first
+        assert second.startswith("buckets change")
+        assert coarse == fine[0] == 0
+        assert fine[1] > len(SIZES)
+        assert fine[-1] == len(SIZES)
+        assert len(sizes) == len(SIZES)
+
+
+def _train_jointly(rank: int, is_refused: bool) -> Any:
+    """Both modules have one loss and one optimizer; rank 1 may not follow for the second."""
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    find_obstacle = rebucket.find_obstacle
+    with _deciding():
+        models = [_Twin(seed, options) for seed in range(2)]
+
+        def find(ddp: DistributedDataParallel) -> str:
+            is_second = rank == 1 and is_refused and ddp is models[1].ddp
+            return "the test says so" if is_second else find_obstacle(ddp)
+
+        optimizers = [
+            torch.optim.SGD([p for each in ddps for p in each.parameters()], lr=0.1)
+            for ddps in ([m.ddp for m in models], [m.expected for m in models])
+        ]
+        with mock.patch.object(rebucket, "find_obstacle", find):
+            for x in batches(rank, [SHAPE] * (DECIDED + 2)):
+                for calls, optimizer in zip(
+                    ([m.run for m in models], [m.expected for m in models]), optimizers, strict=True
+                ):
+                    optimizer.zero_grad()
+                    sum(call(x).square().mean() for call in calls).backward()
+                    optimizer.step()
+                for model in models:
+                    assert_equal_states(state_of(model.ddp), state_of(model.expected))
+    return [model.outcome for model in models]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_modules_with_one_backward_decide_each_for_itself(ranks: Ranks, is_refused: bool) -> None:
+    """They began to count in the same backward, and are of one class."""
+    for first, second in ranks.run(_train_jointly, is_refused):
+        assert first.startswith("buckets change")
+        if is_refused:
+            assert second == "buckets stay as they are: on rank 1: the test says so"
+        else:
+            assert second.startswith("buckets change")
+
+
+def _train_adversaries(rank: int) -> Any:
+    """A GAN's loop: one module is frozen while the other is trained through it."""
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    with _deciding():
+        models = [_Twin(seed, options) for seed in range(2)]
+        sides = [
+            ([m.ddp for m in models], [m.run for m in models]),
+            ([m.expected for m in models], [m.expected for m in models]),
+        ]
+        for x in batches(rank, [SHAPE] * (DECIDED + 2)):
+            for (generator, critic), (generate, criticize) in sides:
+                for module in (generator, critic):
+                    module.zero_grad()
+                (criticize(x) - criticize(generate(x).detach())).mean().backward()
+                _descend(critic)
+                critic.requires_grad_(False)
+                criticize(generate(x)).mean().backward()
+                critic.requires_grad_(True)
+                _descend(generator)
+            for model in models:
+                assert_equal_states(state_of(model.ddp), state_of(model.expected))
+    return [model.outcome for model in models]
+
+
+def _descend(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def test_modules_that_train_each_other_are_right(ranks: Ranks) -> None:
+    """Whatever is decided for either, it is decided, and alike on all ranks."""
+    first, second = ranks.run(_train_adversaries)
+    assert first == second
+    assert all(outcome.startswith("buckets ") for outcome in first)
+
+
+def _train_a_copy(rank: int, kind: str) -> Any:
+    """A second module comes later: a deep copy of the first, or one made after a reset."""
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    with _deciding():
+        first = _Twin(0, options)
+        inputs = iter(batches(rank, [SHAPE] * 100))
+        for _ in range(3):
+            first.step(next(inputs))
+        if kind == "reset":
+            torch._dynamo.reset()
+            second = _Twin(1, options)
+        else:
+            second = copy.copy(first)
+            second.ddp = copy.deepcopy(first.ddp)
+            second.expected = copy.deepcopy(first.expected)
+            second.run = torch.compile(second.ddp, backend="ddpopt", options=options)
+        for _ in range(DECIDED + 2):
+            for model in (second, first):
+                model.step(next(inputs))
+    return [model.outcome for model in (first, second)]
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "reset"])
+def test_so_are_modules_that_come_later(ranks: Ranks, kind: str) -> None:
+    for outcomes in ranks.run(_train_a_copy, kind):
+        assert all(outcome.startswith("buckets change") for outcome in outcomes)
+
+
+def _check_meanwhile(rank: int) -> Any:
+    """Copies of checks run the code as well."""
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    with _deciding():
+        first, second = _Twin(0, options), _Twin(1, options)
+        (x, *rest) = batches(rank, [SHAPE] * (DECIDED + 3))
+        first.step(x)
+        with mock.patch.object(tuning, "_begin", side_effect=AssertionError("a copy is tuned")):
+            ddpopt.warmup(second.run, x)
+            ddpopt.verify(second.run, x)
+        for x in rest:
+            second.step(x)
+    return second.outcome
+
+
+def test_a_copy_that_a_check_made_is_not_looked_after(ranks: Ranks) -> None:
+    for outcome in ranks.run(_check_meanwhile):
+        assert outcome.startswith("buckets change")
+
+
+def _compile(seed: int, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01)
+    return ddp, torch.compile(ddp, backend="ddpopt", options={"inner": "eager", **options})
+
+
+def test_what_is_logged_of_a_graph_is_logged_for_each_module(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning too, and not again in later steps; nothing says that nothing was compiled."""
+    with caplog.at_level(logging.INFO):
+        for seed in range(3):
+            _, run = _compile(seed, split="backward")
+            for _ in range(3):
+                run(torch.ones(2, 64)).sum().backward()
+    lines = [record for record in caplog.records if "hands out no backward graph" in record.message]
+    assert [line.levelname for line in lines] == ["WARNING"] * 3
+    assert not any("compiled nothing" in record.message for record in caplog.records)
+
+
+def test_the_hint_is_prepared_for_each_module(one_rank: None) -> None:
+    """It is looked for once DDP has timed some steps."""
+    for seed in range(2):
+        ddp, run = _compile(seed)
+        assert state.get(ddp).hint is None
+        run(torch.ones(2, 64)).sum().backward()
+        assert state.get(ddp).hint == ""
+        assert find_observer(ddp, Priority.ACCUMULATION) is not None
+
+
+def test_a_plan_that_does_not_fit_is_an_error_for_each_module(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """In each forward, until it is corrected: the second runs code of the first."""
+    path = tmp_path / "plan.json"
+    _plan_for(MLP(2), (2, 2)).save(path)
+    _, run = _compile(0, buckets=str(path))
+    run(torch.ones(2, 64)).sum().backward()
+    _plan_for(MLP(3), (2, 4)).save(path)
+    _, run = _compile(1, buckets=str(path))
+    for _ in range(2):
+        with pytest.raises(PlanError, match="2 parameters are not reduced"):
+            run(torch.ones(2, 64))
