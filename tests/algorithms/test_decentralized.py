@@ -277,7 +277,7 @@ def _write(ddp: Any, how: str) -> None:
 
 
 def _write_in_a_step(rank: int, selection: str, how: str, is_skipped: bool) -> None:
-    """The average moves weights by its difference to what was sent; unwritten ones are replaced."""
+    """Move weights by the mean less what was sent; unwritten ones become the mean itself."""
     setting = _setting(rank, 2, peer_selection=selection)
     assert setting is not None
     ddp, optimizer, handle = setting

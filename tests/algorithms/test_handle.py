@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
+from ddpopt import _torch
 from ddpopt.algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -39,6 +41,8 @@ from ddpopt.algorithms import (
 )
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.planning import tuner
+from ddpopt.split import state
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
 from tests.system.documents import blocks
@@ -486,6 +490,407 @@ def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
     for trained, resumed in ranks.run(_train_own, inputs):
         torch.testing.assert_close(trained, start)
         assert torch.equal(trained, resumed)
+
+
+# ---- an attach that fails ----------------------------------------------------------------------
+
+
+class _OddError(Exception):
+    """Cannot be pickled, nor made from a text."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__(f"odd {second}")
+        self.lock = threading.Lock()
+
+
+class _FailingAtFirst(BackgroundHandle):
+    """Fails before its base class has made anything, or after, and again where it is closed."""
+
+    def __init__(self, training: Any, algorithm: Any) -> None:
+        if algorithm.when == "before" and dist.get_rank() == 1:
+            raise _OddError(1, "at first")
+        super().__init__(training, algorithm)
+        if algorithm.when == "after" and dist.get_rank() == 1:
+            raise _OddError(1, "at last")
+        self.is_made = True
+
+    def close(self) -> None:
+        assert self.is_made
+        super().close()
+
+
+@dataclass(frozen=True)
+class _FailsAtFirst(Algorithm[_FailingAtFirst]):
+    when: str
+    handle_type = _FailingAtFirst
+
+    def check(self, training: Any) -> None:
+        if self.when == "in check" and dist.get_rank() == 1:
+            raise _OddError(1, "in check")
+
+
+_HANDLE, _DDP = "ddpopt.algorithms.handle", "torch.nn.parallel.DistributedDataParallel"
+FAILURES: list[tuple[str, Any]] = [
+    (f"{_HANDLE}.FlatWeights", FLAT),
+    (f"{_HANDLE}.Worker", ByteGrad(local_world_size=2)),
+    (f"{_HANDLE}.metrics.set_source", FLAT),
+    (f"{_HANDLE}.register_optimizer_step_pre_hook", FLAT),
+    (f"{_HANDLE}.register_optimizer_step_post_hook", FLAT),
+    ("ddpopt.algorithms.async_.FairLock", AsyncModelAverage(sync_interval_ms=1)),
+    ("ddpopt.algorithms.comm.FlatWeights.copy", LowPrecisionDecentralized(hierarchical=False)),
+    (f"{_DDP}.register_forward_pre_hook", FLAT),
+    (f"{_DDP}.register_comm_hook", FLAT),
+    ("torch.optim.Optimizer.register_step_pre_hook", FLAT),
+    ("torch.optim.Optimizer.register_step_post_hook", FLAT),
+    ("", _FailsAtFirst("in check")),
+    ("", _FailsAtFirst("before")),
+    ("", _FailsAtFirst("after")),
+]
+
+
+def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
+    """What an algorithm leaves behind, besides an idle comm hook."""
+    from torch.optim import optimizer as every  # its private names are read here
+
+    gc.collect()
+    stop_s = time.monotonic() + 60
+    while time.monotonic() < stop_s:  # a thread that was told to end may not have
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
+        if not threads:
+            break
+        time.sleep(0.01)
+    hooks = (
+        ddp._forward_pre_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        every._global_optimizer_pre_hooks,
+        every._global_optimizer_post_hooks,
+    )
+    return {
+        "threads": threads,
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "hooks": [len(each) for each in hooks],
+        "source": state.get(ddp).metrics_source(),
+        "comm hook": (_torch.has_comm_hook(ddp), _torch.hook_states(ddp)),
+    }
+
+
+def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
+    """Rank 1 fails; then both train as with DDP alone, attach again, and train."""
+    torch.manual_seed(0)
+    ddp, twin = (DistributedDataParallel(MLP(2)) for _ in range(2))
+    twin.load_state_dict(ddp.state_dict())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = _traces(ddp, optimizer)
+    with contextlib.ExitStack() as stack:
+        if where and rank == 1:
+            stack.enter_context(mock.patch(where, side_effect=ArithmeticError("no luck")))
+        said = error_of(lambda: attach(ddp, optimizer, algorithm))
+    assert _traces(ddp, optimizer) == before
+    x = batches(rank, [(4, WIDTH)])[0]
+    for model in (ddp, twin):
+        model(x).square().sum().backward()
+    pairs = zip(ddp.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    handle = attach(ddp, optimizer, FLAT)
+    for _ in range(2):
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    assert handle.num_communications == 2
+    handle.detach()
+    assert _traces(ddp, optimizer) == before
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "algorithm"), FAILURES, ids=lambda v: v if isinstance(v, str) else v.name
+)
+def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
+    ranks: Ranks, where: str, algorithm: Any
+) -> None:
+    """Wherever it fails; the error is raised on all ranks, and says which one it is from."""
+    for said in ranks.run(_fail_to_attach, where, algorithm):
+        why = "ArithmeticError: no luck" if where else "_OddError: odd "
+        assert said.startswith(f"AttachError: on rank 1: {why}")
+
+
+def test_the_rank_that_failed_has_the_cause(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP(1))
+    optimizer = torch.optim.SGD(ddp.parameters())
+    failing = mock.patch(f"{_HANDLE}.Worker", side_effect=ArithmeticError)
+    with failing, pytest.raises(AttachError, match="on rank 0: ArithmeticError") as raised:
+        attach(ddp, optimizer, FLAT)
+    assert isinstance(raised.value.__cause__, ArithmeticError)
+
+
+# ---- optimizers whose updates would not be noticed ----------------------------------------------
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Looks like an optimizer, without its constructor: Accelerate's, PostLocalSGDOptimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class WrappingWithHooks(Wrapping):
+    """As timm's Lookahead, which has the hooks' dictionaries, and a step that no one wrapped."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer of its own around another one, of which it has the parameters."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        result = self.inner.step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.99)
+        return result
+
+
+class Twice(torch.optim.SGD):
+    """Its step calls that of its base class, which calls hooks as well."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Wrapping, WrappingWithHooks])
+def test_an_optimizer_whose_step_calls_no_hooks_is_refused(one_rank: None, kind: Any) -> None:
+    ddp = DistributedDataParallel(MLP(1))
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(OptionError, match=f"step.. of the {kind.__name__} calls none of the hooks"):
+        attach(ddp, kind(inner), FLAT)
+    with pytest.raises(OptionError, match="no optimizer is given"):
+        attach(ddp, [], FLAT)
+    handle = attach(ddp, inner, FLAT)  # as the error advises
+    for _ in range(3):
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+        kind(inner).step()
+    assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
+    handle.detach()
+
+
+def _scheduled(parameters: Any) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which sets a `step` on it
+    return optimizer, optimizer
+
+
+def _around(kind: Any, is_inner_given: bool) -> Any:
+    """Makes an optimizer around another; returns the one for `attach`, and the one to step."""
+
+    def make(parameters: Any) -> tuple[Any, Any]:
+        inner = torch.optim.SGD(parameters, lr=0.1)
+        outer = kind(inner)
+        return (inner if is_inner_given else outer), outer
+
+    return make
+
+
+def _zero(parameters: Any) -> tuple[Any, Any]:
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    return optimizer, optimizer
+
+
+def _twice(parameters: Any) -> tuple[Any, Any]:
+    optimizer = Twice(parameters, lr=0.1)
+    return optimizer, optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_scheduled, _around(Lookahead, True), _around(Lookahead, False), _zero, _twice],
+    ids=["scheduler", "inner of a wrapper", "wrapper", "ZeRO", "super"],
+)
+def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, make: Any) -> None:
+    """And others of the process, nor one that has the model's parameters while paused."""
+    ddp, other = DistributedDataParallel(MLP(1)), MLP(1)
+    given, stepped = make(ddp.parameters())
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    visitor = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    said: list[str] = []
+    handle = attach(ddp, given, FLAT)
+    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+        for _ in range(3):
+            ddp(torch.ones(2, WIDTH)).sum().backward()
+            other(torch.ones(2, WIDTH)).sum().backward()
+            others.step()
+            stepped.step()
+            with handle.paused():
+                ddp(torch.ones(2, WIDTH)).sum().backward()
+                visitor.step()
+    assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
+    assert not said
+    handle.detach()
+
+
+def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
+    """Update with an optimizer that was made after `attach`, for all layers or the last one."""
+    ddp, optimizer, handle = _attached(name)
+    x = torch.ones(2, WIDTH)
+    ddp(x).sum().backward()
+    optimizer.step()
+    ddp(x).sum().backward()
+    anew = torch.optim.AdamW(ddp.module.layers[-1 if is_partial else 0 :].parameters(), lr=0.1)
+    if is_partial:
+        optimizer.step()
+    anew.step()
+    with torch.no_grad():
+        ddp(x)  # an evaluation says nothing
+    said = [error_of(lambda: ddp(x)), error_of(lambda: ddp(x))]
+    handle.detach()
+    again = attach(ddp, [optimizer, anew], ByteGrad(hierarchical=False))
+    ddp(x).sum().backward()
+    optimizer.step()
+    anew.step()
+    ddp(x)
+    again.detach()
+    return said
+
+
+@pytest.mark.parametrize("is_partial", [False, True], ids=["all", "a part"])
+@pytest.mark.parametrize("name", ALL)
+def test_an_optimizer_that_was_made_anew_is_noticed_at_the_next_forward(
+    ranks: Ranks, name: str, is_partial: bool
+) -> None:
+    for said in ranks.run(_make_anew, name, is_partial):
+        for text in said:
+            assert text.startswith(
+                "AttachError: a AdamW that was not given to attach has updated parameters of this "
+                f"model in step 2, and {name} has to know"
+            )
+
+
+def _replace_step(how: str) -> tuple[list[str], int]:
+    """Train with two optimizers, the first one's `step` replaced before or after `attach`."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(2))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in ddp.module.layers)
+
+    def update() -> None:
+        with torch.no_grad():
+            for parameter in ddp.module.layers[0].parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+    said: list[str] = []
+    handle = attach(ddp, [first, second], FLAT)
+    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+        for step in range(4):
+            ddp.zero_grad()
+            ddp(torch.ones(2, WIDTH)).square().mean().backward()
+            if how == "replaced":
+                first.step = update  # type: ignore[method-assign]
+            if how in ("clipped", "every second"):
+                with torch.no_grad():
+                    ddp.module.layers[0].weight.clamp_(-0.01, 0.01)
+            if how != "skipped" and (how not in ("every second", "alternate") or step % 2):
+                first.step()
+            if how != "skipped":
+                second.step()
+    handle.detach()
+    return said, handle.num_communications
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "replaced", "clipped", "every second", "alternate", "skipped"]
+)
+def test_a_step_that_was_replaced_is_told_once(one_rank: None, how: str) -> None:
+    """And so are weights that somebody wrote, if the step was skipped; all else is no news.
+
+    What the algorithm itself writes is none.
+    """
+    said, num_communications = _replace_step(how)
+    assert num_communications == 4
+    assert len(said) == (how in ("replaced", "every second"))
+    for text in said:
+        assert text.startswith("weights were written after the backward of step 1, and step() of ")
+        assert "the SGD given to attach has not called its hooks" in text
+
+
+# ---- a parameter in two DDP modules --------------------------------------------------------------
+
+
+def _share(rank: int) -> list[str]:
+    """Attach where another module has a layer of the model, on rank 1 only or on both."""
+    x = torch.ones(2, WIDTH)
+    model = MLP(2)
+    others: list[Any] = [DistributedDataParallel(nn.Sequential(MLP(1), model.layers[1]))]
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    said = [error_of(lambda: attach(ddp, optimizer, FLAT))]
+    others[0].circle = others  # which the garbage collector has to find
+    if rank == 0:
+        others = []
+    said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
+    others = []
+    frozen = MLP(1).requires_grad_(False)
+    keep = DistributedDataParallel(nn.Sequential(frozen, MLP(1)))
+    ddp = DistributedDataParallel(nn.Sequential(frozen, model))  # the first one is not needed
+    handle = attach(ddp, optimizer, FLAT)
+    ddp(x).sum().backward()
+    keep(x).sum().backward()
+    optimizer.step()
+    handle.detach()
+    return said
+
+
+def test_a_parameter_in_two_ddp_modules_is_refused(ranks: Ranks) -> None:
+    """On all ranks; a frozen one may be, and one in a module that is garbage."""
+    for first, second in ranks.run(_share):
+        assert first.startswith("AttachError: on rank 0: layers.1.weight is also in another Distr")
+        assert second.startswith("AttachError: on rank 1: layers.1.weight is also in another Distr")
+        assert "DistributedDataParallel(Sequential)" in second
+
+
+# ---- after detach -------------------------------------------------------------------------------
+
+
+def _after_detach(rank: int, is_detached: bool) -> tuple[bool, list[Any], str, str]:
+    """What is said of a comm hook where an algorithm is attached, and was."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(4), bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, optimizer, ByteGrad(hierarchical=False))
+    if is_detached:
+        handle.detach()
+    options = {"inner": "aot_eager", "buckets": "auto"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    for x in batches(rank, [(4, WIDTH)] * 3):
+        optimizer.zero_grad()
+        compiled(x).square().mean().backward()
+        optimizer.step()
+    found = _torch.has_comm_hook(ddp), [type(s).__name__ for s in _torch.hook_states(ddp)]
+    texts = str(ddpopt.explain(ddp)), tuner._find_lasting_obstacle(ddp, "auto")
+    handle.detach()
+    return *found, *texts
+
+
+def test_after_detach_nothing_says_that_there_is_a_comm_hook(ranks: Ranks) -> None:
+    """So better buckets are looked for, as the hook that stays only runs DDP's allreduce."""
+    for has_hook, states, explained, obstacle in ranks.run(_after_detach, False):
+        assert has_hook
+        assert states == ["BucketReduction"]
+        assert "comm hook" in explained
+        assert "comm hook" in obstacle
+    for has_hook, states, explained, obstacle in ranks.run(_after_detach, True):
+        assert not has_hook
+        assert not states
+        assert "hook" not in explained
+        assert not obstacle
 
 
 # ---- compiled ---------------------------------------------------------------------------------

@@ -10,4 +10,5 @@ from ddpopt._torch.ddp import *
 from ddpopt._torch.dynamo import *
 from ddpopt._torch.hidden import *
 from ddpopt._torch.names import LOG_NAME as LOG_NAME
+from ddpopt._torch.optimizers import *
 from ddpopt._torch.runtime import *

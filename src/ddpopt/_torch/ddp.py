@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _traced
@@ -39,6 +40,13 @@ from ddpopt.reducer import Parameter
 
 def active_ddp() -> DistributedDataParallel | None:
     return names.GET_ACTIVE_DDP.get(DistributedDataParallel)()
+
+
+def live_ddp_modules() -> list[DistributedDataParallel]:
+    """Return all DDP modules of this process, also those that wait for the garbage collector."""
+    # The class is looked for among the bases, since asking it whether it is one, an abstract class,
+    # takes seconds for the objects of a large program.
+    return [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
 
 
 # ---- Buckets -----------------------------------------------------------------------------------
@@ -366,15 +374,55 @@ def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[int, ...]:
     )
 
 
+class BucketReduction:
+    """What reduces the buckets of a DDP module: an algorithm, or DDP's allreduce when that is gone.
+
+    It is the state of the only comm hook that the module can get, and stays when an algorithm goes.
+    DDP's Reducer keeps it alive from C++, where no cycles are collected, so it has weak references;
+    copies of the module lose it.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        # The function that reduces a bucket to the future of its gradients, None while none does.
+        self.find: Callable[[], Callable[[Any], Any] | None] = lambda: None
+        ddp.register_comm_hook(self, BucketReduction.reduce)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether DDP's own allreduce runs, as if there were no comm hook."""
+        return self.find() is None
+
+    def reduce(self, bucket):  # type: ignore[no-untyped-def]  # DDP refuses Any
+        reduce, ddp = self.find(), self._ddp()
+        assert ddp is not None  # it is in its backward
+        return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
+
+
+def bucket_reduction(ddp: DistributedDataParallel) -> BucketReduction | None:
+    """Return the one of this module, None if no algorithm has ever been attached to it."""
+    states = (state for _, state in _registered_hooks(ddp) if isinstance(state, BucketReduction))
+    return next(states, None)
+
+
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a comm hook was registered, in Python or one of DDP's own in C++."""
-    return bool(_log_of(ddp).get("comm_hook"))
+    """Whether a comm hook reduces gradients, in Python or one of DDP's own in C++."""
+    reduction = bucket_reduction(ddp)
+    is_registered = bool(_log_of(ddp).get("comm_hook"))
+    return is_registered and (reduction is None or not reduction.is_idle)
 
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
-    """Return the states of comm hooks registered in Python, except None and process groups."""
+    """Return the states of comm hooks registered in Python, except None and process groups.
+
+    That of an algorithm that was detached is none: DDP's allreduce keeps nothing.
+    """
     kinds = (type(None), dist.ProcessGroup)
-    return [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
+    states = [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
+    return [s for s in states if not (isinstance(s, BucketReduction) and s.is_idle)]
 
 
 def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:

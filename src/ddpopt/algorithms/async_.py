@@ -82,7 +82,7 @@ class _OverError(Exception):
 
 
 class AveragingLoop:
-    """A thread that makes rounds with the other ranks. Collective to make.
+    """A thread that makes rounds with the other ranks.
 
     In each round ranks first agree whether to stop, which they do when all of them want to.
     Otherwise they average weights as `AsyncModelAverage` says. The thread ends by `stop` or
@@ -94,7 +94,8 @@ class AveragingLoop:
         group, device = owner.training.group, owner.training.device
         self.weights_lock = FairLock(device)  # see [Note: the lock on weights]
         # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
-        self._agreement = owner.groups.make_agreement()
+        assert owner.groups.agreement is not None
+        self._agreement = owner.groups.agreement
         self._data = owner.groups.everyone
         self._timeout_s: float = _torch.group_timeout(group, device).total_seconds()
         self._interval_s = interval_s
@@ -310,6 +311,7 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
     """
 
     handle_type = AsyncModelAverageHandle
+    agrees_on_cpu = True
     sync_interval_ms: float = 500
     warmup_steps: int = 0
 

@@ -144,6 +144,7 @@ class Groups:
         self.everyone = self._make("everyone", ranks)
         self.leaders: Communicator | None = self.everyone
         self.node: Communicator | None = None
+        self.agreement: Communicator | None = None
         if ranks_per_node > 1:
             node = ranks[first : first + ranks_per_node]
             self.node = self._make(f"node-{first}", node)
@@ -151,9 +152,9 @@ class Groups:
             if ddp.rank == first:
                 self.leaders = self._make("leaders", ranks[::ranks_per_node])
 
-    def make_agreement(self) -> Communicator:
-        """Make a gloo group of all ranks, for flags on the CPU, which `end` ends. Collective."""
-        return self._make("agreement", self._ranks, "gloo")
+    def make_agreement(self) -> None:
+        """Make `agreement`, a gloo group of all ranks, for flags on the CPU. Collective."""
+        self.agreement = self._make("agreement", self._ranks, "gloo")
 
     def _make(self, name: str, ranks: Sequence[int], backend: str = "") -> Communicator:
         made = _make_group(self.ddp, f"{self._name}-{name}", ranks, backend)

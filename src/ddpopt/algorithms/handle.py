@@ -19,22 +19,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ddpopt import _logs, _torch
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, ring_bytes
 from ddpopt.config import check_boolean
-from ddpopt.errors import AttachError, OptionError
+from ddpopt.errors import AttachError, OptionError, PeerError, TorchDriftError
 from ddpopt.inspection import metrics
 from ddpopt.ranks.agree import Fact, RankReport, communicating, require_equal
 from ddpopt.reducer import Parameter
@@ -48,39 +52,16 @@ _COUNTERS = ("num_steps", "num_communications")
 _METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")
 
 
-class _Reduction:
-    """What reduces the buckets of a DDP module: an algorithm, or DDP's allreduce when that is gone.
-
-    It is the state of the only comm hook that the module can get. DDP's Reducer keeps it alive from
-    C++, where no cycles are collected, so it has weak references; copies of the module lose it.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = weakref.ref(ddp)
-        self.find: Callable[[], Callable[[Bucket], GradientFuture] | None] = lambda: None
-        ddp.register_comm_hook(self, _Reduction.reduce)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def reduce(self, bucket):  # type: ignore[no-untyped-def]  # see GradientFuture
-        reduce, ddp = self.find(), self._ddp()
-        assert ddp is not None  # it is in its backward
-        return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
-
-
-def _find_free_reduction(ddp: DistributedDataParallel) -> _Reduction | None:
-    """Return it, if any; raise AttachError if it has an algorithm, or another hook is there."""
-    found = (state for state in _torch.hook_states(ddp) if isinstance(state, _Reduction))
-    reduction = next(found, None)
+def _check_is_free(ddp: DistributedDataParallel) -> None:
+    """Raise AttachError if an algorithm or another comm hook reduces the module's buckets."""
+    reduction = _torch.bucket_reduction(ddp)
     if reduction is None and _torch.has_comm_hook(ddp):
         raise AttachError(
             "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
             "module without"
         )
-    if reduction is not None and reduction.find() is not None:
+    if reduction is not None and not reduction.is_idle:
         raise AttachError("this model has an algorithm already; detach it first")
-    return reduction
 
 
 class ModuleHook:
@@ -120,6 +101,105 @@ class Training:
         return next(iter(self.parameters)).device
 
 
+class _Updates:
+    """Finds updates of the model of which its handle was not told by an optimizer's hooks.
+
+    There are two kinds. An optimizer that was not given to `attach` updates the model, such as one
+    that was made anew; all optimizers of the process are watched for that. Or the `step` of one
+    that was given was replaced by a function that calls no hooks; a load of a checkpoint looks the
+    same, so this is only looked for until an optimizer has called its hooks for the first time.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        # Since a backward outside of `paused` began to reduce gradients, to the next forward.
+        self._is_expected = False
+        self._num_own = 0  # how many updates of given optimizers have begun
+        self._num_running = 0  # how many of them have not ended
+        # Of each other optimizer whose update is running: how many own ones had begun before.
+        self._others: dict[torch.optim.Optimizer, int] = {}
+        self._stranger = ""  # the class of an optimizer that should have been given
+        # Given optimizers that have called no hook yet, with the versions that their weights had
+        # in the last backward, or after the algorithm wrote them; and those of them whose weights
+        # somebody else has written since.
+        self._silent: dict[torch.optim.Optimizer, list[int]]
+        self._silent = {optimizer: [] for optimizer in training.optimizers}
+        self._written: set[torch.optim.Optimizer] = set()
+
+    def expect(self, *, is_paused: bool) -> None:
+        """Note that a backward begins to reduce gradients, which an update follows."""
+        self._is_expected = not is_paused
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Note that what was written to weights up to here is no update."""
+        for optimizer in self._silent:
+            self._silent[optimizer] = _torch.versions(self._updated_by(optimizer))
+
+    def begin_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer that was given begins an update."""
+        self._silent.pop(optimizer, None)
+        self._find_written()
+        self._num_own += 1
+        self._num_running += 1
+
+    def end_own(self) -> None:
+        self._num_running -= 1
+
+    def begin(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        """Look at any optimizer of the process that begins an update."""
+        # One within an own update is a part of it, as with ZeroRedundancyOptimizer.
+        if not self._is_expected or self._num_running:
+            return
+        if optimizer not in self._training.optimizers and self._updated_by(optimizer):
+            self._others[optimizer] = self._num_own
+
+    def end(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+        # One that has called an own update is a wrapper.
+        if self._others.pop(optimizer, None) == self._num_own:
+            self._stranger = type(optimizer).__name__
+
+    def check(self, name: str, step: int) -> None:
+        """Raise or warn before a forward if the algorithm `name` has missed an update.
+
+        Raises:
+            AttachError: another optimizer than those given has updated the model.
+        """
+        self._num_running = 0  # an update that raised never ended
+        self._others.clear()
+        if self._stranger:
+            raise AttachError(
+                f"a {self._stranger} that was not given to attach has updated parameters of this "
+                f"model in step {step}, and {name} has to know of all updates; call detach(), and "
+                "attach the algorithm again with all optimizers that update the model now"
+            )
+        self._find_written()
+        missed = [optimizer for optimizer in self._silent if optimizer in self._written]
+        self._written.clear()
+        self._is_expected = False
+        for optimizer in missed:
+            del self._silent[optimizer]  # say it once
+            _logs.warning(
+                "weights were written after the backward of step %d, and step() of the %s given to "
+                "attach has not called its hooks: unless you wrote them yourself, %s does not know "
+                "of its updates; give attach the optimizer whose step() is called, and do not "
+                "replace that method by one that does not call it",
+                step,
+                type(optimizer).__name__,
+                name,
+            )
+
+    def _find_written(self) -> None:
+        for optimizer, versions in self._silent.items():
+            if self._is_expected and versions != _torch.versions(self._updated_by(optimizer)):
+                self._written.add(optimizer)
+
+    def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Return the parameters of the model that an optimizer has."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in parameters if p in self._training.parameters]
+
+
 HandleT = TypeVar("HandleT", bound="Handle")
 
 
@@ -132,6 +212,7 @@ class Algorithm(Generic[HandleT]):
 
     __slots__ = ()
     handle_type: type[HandleT]
+    agrees_on_cpu: ClassVar[bool] = False  # whether handles need `groups.agreement`
 
     @property
     def name(self) -> str:
@@ -203,12 +284,27 @@ def agree_on(
     remedy: str,
     group: Communicator | None = None,
 ) -> None:
-    """Raise on all ranks what `check` raises on any, or AttachError if its facts differ."""
+    """Raise on all ranks what `check` raises on any, or AttachError if its facts differ.
+
+    An error of another kind than `attach` raises is an AttachError with its text, on the rank that
+    it is from with the error as its cause. Only a PeerError is raised at once: the other ranks have
+    one too, or are not there to be told.
+    """
+    cause: Exception | None = None
     try:
         report = RankReport(check())
-    except (AttachError, OptionError, TypeError, NotImplementedError) as problem:
+    except PeerError:
+        raise
+    except (AttachError, OptionError, TorchDriftError, TypeError, NotImplementedError) as problem:
         report = RankReport([], problem)
-    require_equal(ddp, report, AttachError, remedy, group=None if group is None else group.group)
+    except Exception as problem:  # of an optimizer, or of an algorithm that users wrote
+        cause = problem
+        report = RankReport([], AttachError(f"{type(problem).__name__}: {problem}"))
+    communicator = None if group is None else group.group
+    try:
+        require_equal(ddp, report, AttachError, remedy, group=communicator)
+    except AttachError as error:
+        raise error from cause
 
 
 class Handle:
@@ -219,11 +315,13 @@ class Handle:
     how often ranks exchanged weights or reduced gradients.
     """
 
+    # Made by `attach` before __init__ runs. That makes no collective call, so that it may fail on
+    # one rank without others waiting for it.
+    groups: Groups
+
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         self.algorithm, self.training = algorithm, training
         self.weights = FlatWeights(training.parameters)
-        ranks_per_node = algorithm.ranks_per_node(training.group.size())
-        self.groups = Groups(training.group, training.device, ranks_per_node)
         self.num_steps = self.num_communications = 0
         self._metrics: dict[str, float] = dict.fromkeys(_METRICS, 0)  # of steps that have ended
         self._seen_communications = 0  # when the last one had ended
@@ -234,21 +332,64 @@ class Handle:
         # The first bucket of a backward was reduced, and it has not ended.
         self._is_reducing = False
         self._failure: Exception | None = None  # of a bucket; DDP would show it without its type
-        self._updated: set[torch.optim.Optimizer] = set()
+        self._updated: set[torch.optim.Optimizer] = set()  # in the current step
+        self._updates = _Updates(training)
         ignored, known = training.ddp.parameters_to_ignore, training.parameters
         named = training.ddp.module.named_parameters()
         # Neither DDP reduces them, nor does this hold them.
         self._frozen = {name: p for name, p in named if p not in known and name not in ignored}
-        self._reduction = _find_free_reduction(training.ddp) or _Reduction(training.ddp)
-        self._reduction.find = weakref.WeakMethod(self.on_bucket)
-        metrics.set_source(training.ddp, weakref.WeakMethod(self.metrics))
+        # The model and its optimizers know nothing of this yet: see `_take_over`.
+        self._reduction: _torch.BucketReduction | None = None
+        self._removable: list[Any] = []
+
+    def _take_over(self) -> None:
+        """Have the model and its optimizers call this handle from here on.
+
+        `attach` does this when the whole handle is made. The comm hook comes last, which cannot be
+        taken back.
+        """
+        ddp = self.training.ddp
         _torch.hide_from_dynamo()
         hook = ModuleHook(self._before_forward)  # the model keeps this alive
-        self._removable: list[Any] = [training.ddp.register_forward_pre_hook(hook)]
-        before, after = weakly(self._before_update), weakly(self._after_update)
-        for optimizer in training.optimizers:
+        self._removable.append(ddp.register_forward_pre_hook(hook))
+        before = weakly(self._before_update)
+        after = weakly(self._after_update)
+        for optimizer in self.training.optimizers:
             self._removable.append(optimizer.register_step_pre_hook(before))
             self._removable.append(optimizer.register_step_post_hook(after))
+        # These are the process's, and must not outlive a handle that is dropped with its model.
+        for register, method in (
+            (register_optimizer_step_pre_hook, self._updates.begin),
+            (register_optimizer_step_post_hook, self._updates.end),
+        ):
+            registered = register(weakly(method))
+            self._removable.append(registered)
+            weakref.finalize(self, registered.remove).atexit = False
+        metrics.set_source(ddp, weakref.WeakMethod(self.metrics))
+        self._reduction = _torch.bucket_reduction(ddp) or _torch.BucketReduction(ddp)
+        self._reduction.find = weakref.WeakMethod(self.on_bucket)
+
+    def _let_go(self) -> None:
+        """Undo `_take_over`, as far as that came: DDP has its own allreduce again."""
+        for removable in self._removable:
+            removable.remove()
+        metrics.set_source(self.training.ddp, lambda: None)
+        if self._reduction is not None:
+            self._reduction.find = lambda: None
+
+    def _abandon(self, *, is_agreed: bool) -> None:
+        """Leave nothing of a handle that could not be made, here or on another rank.
+
+        Unless all ranks know, groups stay on which others may be waiting, as in `detach`.
+        """
+        # What __init__ has not come to is missing, also for `close` of a class that users wrote.
+        # What fails to end here ends when the handle is collected.
+        with contextlib.suppress(Exception):
+            self._let_go()
+        with contextlib.suppress(Exception):
+            self.close()
+        if is_agreed:
+            self.groups.end()
 
     # ---- what an algorithm does --------------------------------------------------------------
 
@@ -352,10 +493,7 @@ class Handle:
                 self.average()
         finally:
             self._is_attached = False
-            for removable in self._removable:
-                removable.remove()
-            self._reduction.find = lambda: None
-            metrics.set_source(self.training.ddp, lambda: None)
+            self._let_go()
             self.close()
         if average:
             with communicating("waiting for all ranks to detach"):
@@ -417,6 +555,7 @@ class Handle:
                 "they may have different numbers"
             )
         if ddp.require_backward_grad_sync and (self._has_run_backward or not self._is_open):
+            self._updates.check(self.algorithm.name, self.num_steps)
             self.settle()
             if ddp.training:
                 self._open()
@@ -441,6 +580,8 @@ class Handle:
         if is_synced and not (self._is_open or self._num_pauses):
             self._open()
         self._has_run_backward = True
+        if not self._is_reducing:
+            self._updates.expect(is_paused=self._num_pauses > 0)
         if bucket.is_last() or (bucket.index() == 0 and self._is_reducing):
             _torch.at_end_of_backward(self._end_backward)  # often, with many of a static graph's
         self._is_reducing = True
@@ -455,18 +596,21 @@ class Handle:
             self.end_backward()
 
     def _before_update(
-        self, _optimizer: object, args: Sequence[Any], kwargs: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         """Prepare for an optimizer's update, `step(*args, **kwargs)`; args begin with it."""
+        self._updates.begin_own(optimizer)
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(
                 f"{self.algorithm.name} cannot work with a closure given to optimizer.step(), "
                 "which runs forward in the middle of an update; call forward and backward before"
             )
         self.before_update()
+        self._updates.note_versions()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
         """End the step with its last optimizer's update."""
+        self._updates.end_own()
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):
             self._end_step()
@@ -538,12 +682,13 @@ def attach(
     Raises:
         TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
         NotImplementedError: a parameter has sparse gradients.
-        OptionError: the algorithm's values, the optimizer or DDP's options do not fit.
-        AttachError: there is no process group, DDP already has a comm hook or an algorithm, or
-            ranks differ.
+        OptionError: the algorithm's values, an optimizer or DDP's options do not fit.
+        AttachError: there is no process group, DDP already has a comm hook or an algorithm, another
+            DDP module reduces some of its parameters, ranks differ, or something else failed.
         PeerError: a rank did not make this call.
 
-    If `ddp_model` is a DDP module, each of these is raised on all ranks, whichever it concerns.
+    If `ddp_model` is a DDP module, each of these is raised on all ranks, whichever it concerns, and
+    nothing is left behind on any, except after a PeerError.
     """
     ddp = ddp_of(ddp_model)
     if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
@@ -555,7 +700,25 @@ def attach(
     agree_on(ddp, lambda: _check(training, algorithm), remedy)
     with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
-    return algorithm.handle_type(training, algorithm)
+    handle = algorithm.handle_type.__new__(algorithm.handle_type)
+    with communicating("making the algorithm's process groups"):
+        ranks_per_node = algorithm.ranks_per_node(training.group.size())
+        handle.groups = Groups(training.group, training.device, ranks_per_node)
+        if algorithm.agrees_on_cpu:
+            handle.groups.make_agreement()
+
+    def make() -> list[Fact]:
+        handle.__init__(training, algorithm)  # type: ignore[misc]  # as calling the class does
+        handle._take_over()
+        return []
+
+    try:
+        agree_on(ddp, make, remedy)
+    except BaseException as error:
+        is_agreed = isinstance(error, Exception) and not isinstance(error, PeerError)
+        handle._abandon(is_agreed=is_agreed)
+        raise
+    return handle
 
 
 def _check(training: Training, algorithm: Any) -> list[Fact]:
@@ -565,18 +728,12 @@ def _check(training: Training, algorithm: Any) -> list[Fact]:
             f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
             "Decentralized()"
         )
-    _find_free_reduction(training.ddp)
+    _check_is_free(training.ddp)
     mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
     if mode is not None:
         raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
-    for optimizer in training.optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise OptionError(
-                "LBFGS runs forward and backward several times in one step, and communication "
-                "would be out of step; use an optimizer without a closure"
-            )
+    _check_is_alone(training)
+    _check_optimizers(training.optimizers)
     for parameter, described in training.parameters.items():
         if described.is_sparse:
             raise NotImplementedError(
@@ -591,6 +748,51 @@ def _check(training: Training, algorithm: Any) -> list[Fact]:
     algorithm.ranks_per_node(training.group.size())
     algorithm.check(training)
     return _facts(training, algorithm)
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise what keeps an algorithm from being told of the updates of these."""
+    if not optimizers:
+        raise OptionError("no optimizer is given; give attach all that update the model")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
+        if not _torch.calls_step_hooks(optimizer):
+            raise OptionError(
+                f"step() of the {type(optimizer).__name__} calls none of the hooks of "
+                "torch.optim.Optimizer, so that no update would be noticed; if it wraps an "
+                "optimizer, give attach that one, or call Optimizer.__init__ in its constructor"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OptionError(
+                "LBFGS runs forward and backward several times in one step, and communication "
+                "would be out of step; use an optimizer without a closure"
+            )
+
+
+def _check_is_alone(training: Training) -> None:
+    """Raise AttachError if another DDP module has a parameter of this one's."""
+
+    def find_shared() -> tuple[str, str] | None:
+        for ddp in _torch.live_ddp_modules():
+            if ddp is training.ddp or not hasattr(ddp, "parameters_to_ignore"):  # never made
+                continue
+            for name, parameter in ddp.module.named_parameters():
+                is_reduced = name not in ddp.parameters_to_ignore
+                if is_reduced and parameter in training.parameters:
+                    return training.parameters[parameter].name, type(ddp.module).__name__
+        return None
+
+    if find_shared() is None:
+        return
+    gc.collect()  # a module that was wrapped before may wait for that
+    shared = find_shared()
+    if shared is not None:
+        name, kind = shared
+        raise AttachError(
+            f"{name} is also in another DistributedDataParallel({kind}), which would reduce its "
+            "gradients too; delete that one, or freeze what they share before they are made"
+        )
 
 
 def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:

@@ -1,0 +1,28 @@
+"""Optimizers: whether a step calls hooks, and whether weights were written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ddpopt._torch import names
+
+
+def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a call of `optimizer.step` runs the hooks that are registered on it.
+
+    torch's constructor makes the hooks' dictionaries, and wraps the `step` of the optimizer's class
+    in a function that runs them. Wrappers may not call that constructor, and some of those make the
+    dictionaries themselves. A `step` that was set on the optimizer itself is not looked at:
+    learning rate schedulers set one, which calls that of the class.
+    """
+    plain = torch.optim.SGD([torch.empty(0)])
+    if not (names.STEP_HOOKS.is_in(plain) and names.IS_HOOKED.is_in(type(plain).step)):
+        return True  # this torch does it some other way, and the first steps will show
+    return names.STEP_HOOKS.is_in(optimizer) and names.IS_HOOKED.is_in(type(optimizer).step)
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each of these was written to in place, as autograd counts it; 0 if it does not."""
+    return [int(names.VERSION.find(tensor, 0)) for tensor in tensors]
