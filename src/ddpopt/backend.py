@@ -214,45 +214,51 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
     chose, the parts that train and that Dynamo left out are warned of too.
     """
     known = state.get(ddp)
-    if known.is_warned or (
-        known.plans and not torch.is_grad_enabled()
-    ):  # training is still to come
+    is_training_to_come = known.plans and not torch.is_grad_enabled()
+    if known.is_warned or is_training_to_come:
         return
     known.is_warned = True
     if state.has_drifted:
         return
-    name = type(ddp.module).__name__
-    is_skipped = False
+    what = _find_uncompiled(ddp, is_whole=is_whole)
+    if what is not None:
+        _logs.warning("torch.compile compiled nothing of %s: %s", what, _find_cause(ddp.module))
+
+
+def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | None:
+    """Say what Dynamo left out: the whole module, or what uses some parameters; None if nothing."""
+    module = f"this DistributedDataParallel({type(ddp.module).__name__})"
+    if not state.get(ddp).plans:
+        return module
+    left_out = None
+    if is_whole:
+        with contextlib.suppress(TorchDriftError):  # only a warning is lost
+            left_out = _find_left_out(ddp)
+    return None if left_out is None else f"what uses the {left_out} in {module}"
+
+
+def _find_cause(module: torch.nn.Module) -> str:
+    """Say why Dynamo compiled nothing of a module, or how to find out, and what to do."""
     why = (
         "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
         "part.compile() compiles nothing, but torch.compile(part) does"
     )
-    what = ""
     try:
-        is_skipped = _is_skipped(ddp.module)
-        if known.plans:
-            left_out = _find_left_out(ddp) if is_whole else None
-            if left_out is None:
-                return
-            what = f"what uses the {left_out} in "
-        if limit := _torch.find_reached_limit(ddp.module):
+        if limit := _torch.find_reached_limit(module):
             why = (
                 f"Dynamo has compiled {limit}, and leaves other models with it alone; raise that "
                 "limit, or call torch._dynamo.reset() before the next model"
             )
-        elif is_skipped:
+        elif _is_skipped(module):
+            name = type(module).__name__
             why = (
-                f"Dynamo skips frames of {type(ddp.module).__module__}, and the first frame under "
+                f"Dynamo skips frames of {type(module).__module__}, and the first frame under "
                 "DDP is one. Compile before wrapping, DDP(torch.compile(model, backend='ddpopt')), "
                 f"or wrap a module of your own that calls the {name}"
             )
     except TorchDriftError as error:
-        if known.plans and not what:  # only a warning is lost
-            return
         why = f"{why}; {error}"
-    _logs.warning(
-        "torch.compile compiled nothing of %sthis DistributedDataParallel(%s): %s", what, name, why
-    )
+    return why
 
 
 def _find_left_out(ddp: DistributedDataParallel) -> str | None:

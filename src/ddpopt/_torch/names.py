@@ -297,7 +297,6 @@ GROUP_TIMEOUT = PrivateName("ProcessGroup options", "_timeout", Need.ALGORITHMS)
 
 STEP_HOOKS = PrivateName("Optimizer", "_optimizer_step_pre_hooks", Need.ALGORITHMS)
 IS_HOOKED = PrivateName("Optimizer.step", "hooked", Need.ALGORITHMS)
-VERSION = PrivateName("Tensor", "_version", Need.ALGORITHMS)
 
 # ---- Autograd ----------------------------------------------------------------------------------
 

@@ -25,4 +25,4 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each of these was written to in place, as autograd counts it; 0 if it does not."""
-    return [int(names.VERSION.find(tensor, 0)) for tensor in tensors]
+    return [int(names.TENSOR_VERSION.find(tensor, 0)) for tensor in tensors]
