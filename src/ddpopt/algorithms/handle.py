@@ -771,11 +771,18 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def _check_is_alone(training: Training) -> None:
-    """Raise AttachError if another DDP module has a parameter of this one's."""
+    """Raise AttachError if another DDP module has a parameter of this one's.
+
+    A module from which an algorithm was detached is no such one: whoever wraps its model anew, as
+    to go on from a checkpoint, may still hold the old handle, and with it the old wrapper.
+    """
 
     def find_shared() -> tuple[str, str] | None:
         for ddp in _torch.live_ddp_modules():
             if ddp is training.ddp or not hasattr(ddp, "parameters_to_ignore"):  # never made
+                continue
+            reduction = _torch.bucket_reduction(ddp)
+            if reduction is not None and reduction.is_idle:
                 continue
             for name, parameter in ddp.module.named_parameters():
                 is_reduced = name not in ddp.parameters_to_ignore
