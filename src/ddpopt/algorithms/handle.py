@@ -315,7 +315,7 @@ class Handle:
     how often ranks exchanged weights or reduced gradients.
     """
 
-    # Made by `attach` before __init__ runs. That makes no collective call, so that it may fail on
+    # Made by `set_up` before __init__ runs. That makes no collective call, so that it may fail on
     # one rank without others waiting for it.
     groups: Groups
 
@@ -342,10 +342,34 @@ class Handle:
         self._reduction: _torch.BucketReduction | None = None
         self._removable: list[Any] = []
 
+    def set_up(self, training: Training, algorithm: Algorithm[Any], remedy: str) -> None:
+        """Make the groups, run __init__ and take over, on all ranks or on none. Collective.
+
+        It is how `attach` makes a handle, of which only `__new__` has been called. `remedy` is for
+        settings that differ between ranks.
+        """
+        with communicating("making the algorithm's process groups"):
+            ranks_per_node = algorithm.ranks_per_node(training.group.size())
+            self.groups = Groups(training.group, training.device, ranks_per_node)
+            if algorithm.agrees_on_cpu:
+                self.groups.make_agreement()
+
+        def make() -> list[Fact]:
+            self.__init__(training, algorithm)  # type: ignore[misc]  # as calling the class does
+            self._take_over()
+            return []
+
+        try:
+            agree_on(training.ddp, make, remedy)
+        except BaseException as error:
+            is_agreed = isinstance(error, Exception) and not isinstance(error, PeerError)
+            self._abandon(is_agreed=is_agreed)
+            raise
+
     def _take_over(self) -> None:
         """Have the model and its optimizers call this handle from here on.
 
-        `attach` does this when the whole handle is made. The comm hook comes last, which cannot be
+        `set_up` does this when the whole handle is made. The comm hook comes last, which cannot be
         taken back.
         """
         ddp = self.training.ddp
@@ -701,23 +725,7 @@ def attach(
     with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
     handle = algorithm.handle_type.__new__(algorithm.handle_type)
-    with communicating("making the algorithm's process groups"):
-        ranks_per_node = algorithm.ranks_per_node(training.group.size())
-        handle.groups = Groups(training.group, training.device, ranks_per_node)
-        if algorithm.agrees_on_cpu:
-            handle.groups.make_agreement()
-
-    def make() -> list[Fact]:
-        handle.__init__(training, algorithm)  # type: ignore[misc]  # as calling the class does
-        handle._take_over()
-        return []
-
-    try:
-        agree_on(ddp, make, remedy)
-    except BaseException as error:
-        is_agreed = isinstance(error, Exception) and not isinstance(error, PeerError)
-        handle._abandon(is_agreed=is_agreed)
-        raise
+    handle.set_up(training, algorithm, remedy)
     return handle
 
 
