@@ -466,9 +466,7 @@ def has_gradients(ddp: DistributedDataParallel) -> bool:
 
 def last_forward_synced(ddp: DistributedDataParallel) -> bool:
     """Whether the last forward had gradients and was not under no_sync; true before the first."""
-    with names.doing_without(names.Need.REBUCKET):
-        return bool(names.SYNCS_BUFFERS.get(ddp))
-    return False
+    return bool(names.SYNCS_BUFFERS.get(ddp))
 
 
 def num_reductions(ddp: DistributedDataParallel) -> int | None:
@@ -567,6 +565,7 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
                 row.get(ddp)
             elif row.owner == names.PREPARE_FOR_FORWARD.owner:
                 row.get(names.REDUCER.get(ddp))
+    names.SYNCS_BUFFERS.get(ddp)
     names.GROUP_STORE.get()
     queue_callback()
 

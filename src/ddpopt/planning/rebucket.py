@@ -90,8 +90,11 @@ class _Accumulation(Observer):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         # None is unknown: of the last forward we know only that it was not an ordinary one.
-        self._is_on: bool | None = False if _torch.last_forward_synced(ddp) else None
+        self._is_on: bool | None = None
         self._num_reductions: int | None = None
+        with contextlib.suppress(TorchDriftError):  # as below
+            if _torch.last_forward_synced(ddp):
+                self._is_on = False
         self.before_forward(ddp)  # the one that is running
 
     def before_forward(self, ddp: DistributedDataParallel) -> None:
