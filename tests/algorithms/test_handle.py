@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
@@ -736,6 +737,71 @@ def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, m
     assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
     assert not said
     handle.detach()
+
+
+@pytest.mark.parametrize("between", ["paused", "state_dict", "average", "nothing"])
+@pytest.mark.parametrize("name", ["Decentralized", "AsyncModelAverage"])
+def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
+    one_rank: None, name: str, between: str
+) -> None:
+    """A GradScaler skips the first update, and then a method of the handle's ends the step."""
+    kinds = {"Decentralized": FLAT, "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1)}
+    ddp = DistributedDataParallel(MLP(1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = attach(ddp, optimizer, kinds[name])
+    said: list[str] = []
+    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+        for step in range(3):
+            ddp(torch.ones(2, WIDTH)).sum().backward()
+            if step:
+                optimizer.step()
+            elif between == "paused":
+                with handle.paused(), torch.no_grad():
+                    ddp(torch.ones(2, WIDTH))
+                    time.sleep(0.05)
+            elif between != "nothing":
+                getattr(handle, between)()
+    assert not said
+    handle.detach()
+
+
+def test_handles_may_be_collected_in_the_middle_of_a_step(one_rank: None) -> None:
+    """Torch walks over the process's hooks there, and one of them collects garbage."""
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    own = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    try:
+        for _ in range(3):
+            ddp = DistributedDataParallel(MLP(1))
+            ddp.handle = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
+            del ddp  # with its handle, which nobody detaches
+            own.step()
+    finally:
+        hook.remove()
+
+
+def test_a_ddp_module_that_was_never_made_is_no_other_one(one_rank: None) -> None:
+    """Its constructor raised, and somebody keeps the error, as a notebook does."""
+    with pytest.raises(RuntimeError, match="any parameter that requires a gradient") as kept:
+        DistributedDataParallel(MLP(1).requires_grad_(False))
+    ddp = DistributedDataParallel(MLP(1))
+    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT).detach()
+    assert kept.tb is not None
+
+
+def _attach_on_nodes_of(rank: int) -> str:
+    ddp = DistributedDataParallel(MLP(1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(1 + rank)}):
+        return error_of(lambda: attach(ddp, optimizer, ByteGrad()))
+
+
+def test_ranks_that_are_told_of_other_nodes_find_out(ranks: Ranks) -> None:
+    for said in ranks.run(_attach_on_nodes_of):
+        assert "ranks on each node is 2 instead of 1" in said
 
 
 def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:

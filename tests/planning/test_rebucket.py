@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import BucketPlan
+from ddpopt import BucketPlan, _torch
 from ddpopt.planning import AllreduceCost, Gradient, Profile
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, error_of
 
 COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
 OPTIONS: list[dict[str, Any]] = [
@@ -75,6 +77,7 @@ def _train_rebucketed(
         train(trained, inputs, call)
     assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
     plan = _plan_for(module, SIZES)
+    ddp.zero_grad()  # which some options ask for
     ddpopt.rebucket(ddp, plan)
     index_of = {name: k for k, (name, _) in enumerate(module.named_parameters())}
     planned = [{index_of[name] for name in bucket.parameters} for bucket in plan.buckets]
@@ -171,6 +174,102 @@ def _backward_from_before(rank: int) -> None:
 
 def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(ranks: Ranks) -> None:
     ranks.run(_backward_from_before)
+
+
+def _pass_by(rank: int) -> None:
+    """A backward that is none of DDP's, between rebucket and the next forward of DDP's."""
+    ddp = DistributedDataParallel(MLP())
+    ddpopt.rebucket(ddp, _plan_for(ddp.module, SIZES))
+    with pytest.raises(ddpopt.errors.PlanError, match="let that be one of the DDP module"):
+        ddp.module(batches(rank, [(4, 64)])[0]).sum().backward()
+    file = io.BytesIO()
+    torch.save(ddp, file)  # with a hook that waits for that forward
+    file.seek(0)
+    copied = torch.load(file, weights_only=False)
+    train(copied, batches(rank, [(4, 64)] * 2))
+    with pytest.raises(ddpopt.errors.PlanError):
+        ddp.module(batches(rank, [(4, 64)])[0]).sum().backward()
+    ddp.zero_grad()
+    train(ddp, batches(rank, [(4, 64)] * 2))
+
+
+def test_until_the_next_forward_no_backward_can_run_and_the_module_can_be_saved(
+    ranks: Ranks,
+) -> None:
+    ranks.run(_pass_by)
+
+
+def _rebucket_noted(rank: int) -> tuple[str, str]:
+    """DDP looks for unused parameters: after an evaluation, and after a backward past DDP."""
+    x = batches(rank, [(4, 64)])[0]
+    evaluated, ddp = (DistributedDataParallel(MLP(), find_unused_parameters=True) for _ in range(2))
+    plan = _plan_for(ddp.module, SIZES)
+    with torch.no_grad():
+        evaluated(x)
+    after_evaluation = error_of(lambda: ddpopt.rebucket(evaluated, plan))
+    ddp.module.layers[0](x).sum().backward()
+    after_backward = error_of(lambda: ddpopt.rebucket(ddp, plan))
+    ddp.zero_grad()
+    ddpopt.rebucket(ddp, plan)
+    train(ddp, [x, x])
+    return after_evaluation, after_backward
+
+
+def test_with_unused_parameters_gradients_have_to_be_gone(ranks: Ranks) -> None:
+    """DDP may have noted them for its next reduction, which a new Reducer knows nothing of."""
+    for after_evaluation, after_backward in ranks.run(_rebucket_noted):
+        assert after_evaluation == "nothing"
+        assert "on rank 0: parameters have gradients, and DDP" in after_backward
+
+
+# DDP refuses hooks whose annotations are strings. None of these is ever run.
+
+
+def _reduce(kept, bucket):  # type: ignore[no-untyped-def]
+    raise NotImplementedError
+
+
+class _Compressor:
+    def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]
+        return _reduce(self, bucket)
+
+
+def _keeping(kept: Any) -> Any:
+    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
+        return _reduce(kept, bucket)
+
+    return reduce
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_stateful"),
+    [
+        (_Compressor().reduce, True),
+        (_keeping({}), True),
+        (_keeping(_keeping([])), True),
+        (_keeping(_reduce), False),
+        (_keeping(torch.float16), False),
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), False),
+    ],
+    ids=["method", "closure", "closure in a closure", "function", "dtype", "wrapper of torch's"],
+)
+def test_what_a_comm_hook_keeps_is_found_where_it_is_bound(
+    one_rank: None, hook: Any, is_stateful: bool
+) -> None:
+    """By name of a bucket, perhaps; so a search leaves buckets alone."""
+    ddp = DistributedDataParallel(MLP())
+    ddp.register_comm_hook(None, hook)
+    assert bool(_torch.hook_states(ddp)) == is_stateful
+
+
+def test_a_hook_that_runs_an_optimizer_keeps_its_buckets(one_rank: None) -> None:
+    """Torch's overlapped ZeRO, which numbers parameters by the Reducer's buckets."""
+    ddp = DistributedDataParallel(MLP())
+    hook = types.FunctionType(_reduce.__code__, globals())
+    hook.__module__ = ddp_zero_hook.__name__
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(ddpopt.errors.PlanError, match="comm hook runs an optimizer"):
+        ddpopt.rebucket(ddp, _plan_for(ddp.module, SIZES))
 
 
 def _rebucket_frozen(rank: int) -> None:

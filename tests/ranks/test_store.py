@@ -227,9 +227,11 @@ def test_a_store_that_does_not_answer_ends_a_monitored_block() -> None:
         pass
 
 
-def _decisions(size: int, limit_s: float, num_here: int | None = None) -> list[JointDecision]:
+def _decisions(
+    size: int, limit_s: float, num_here: int | None = None, key: str = "key"
+) -> list[JointDecision]:
     groups: list[Any] = [_Group(rank, size) for rank in range(num_here or size)]
-    return [JointDecision(g, "looking", "key", limit_s) for g in groups]
+    return [JointDecision(g, "looking", key, limit_s) for g in groups]
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
@@ -263,11 +265,11 @@ def test_one_that_cannot_go_on_answers_for_all() -> None:
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_one_that_cannot_go_on_for_now_answers_for_all_and_they_may_ask_again() -> None:
-    """The next decision is another one, although its key is the same."""
+    """With another key."""
     decisions = _decisions(2, LIMIT_S)
     answers = [decisions[1].decide("not yet", is_for_now=True), decisions[0].decide()]
     assert answers == [Refusal("on rank 1: not yet", is_for_now=True)] * 2
-    again = _decisions(2, LIMIT_S)
+    again = _decisions(2, LIMIT_S, key="key again")
     assert _on_ranks(2, lambda group: again[group.rank].decide()) == ["None"] * 2
 
 

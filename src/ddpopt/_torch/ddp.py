@@ -43,10 +43,14 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def live_ddp_modules() -> list[DistributedDataParallel]:
-    """Return all DDP modules of this process, also those that wait for the garbage collector."""
+    """Return all DDP modules of this process, also those that wait for the garbage collector.
+
+    One whose constructor has raised has no Reducer, and is left out.
+    """
     # The class is looked for among the bases, since asking it whether it is one, an abstract class,
     # takes seconds for the objects of a large program.
-    return [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    modules = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    return [ddp for ddp in modules if names.REDUCER.find(ddp) is not None]
 
 
 # ---- Buckets -----------------------------------------------------------------------------------
@@ -416,13 +420,53 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 
 
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
-    """Return the states of comm hooks registered in Python, except None and process groups.
+    """Return what comm hooks registered in Python may keep between buckets.
 
-    That of an algorithm that was detached is none: DDP's allreduce keeps nothing.
+    It is the state that they were registered with, and what is bound to them. The state of an
+    algorithm that was detached is none: DDP's allreduce keeps nothing.
     """
-    kinds = (type(None), dist.ProcessGroup)
-    states = [state for _, state in _registered_hooks(ddp) if not isinstance(state, kinds)]
-    return [s for s in states if not (isinstance(s, BucketReduction) and s.is_idle)]
+    found: list[Any] = []
+    for hook, state in _registered_hooks(ddp):
+        if not (isinstance(state, BucketReduction) and state.is_idle):
+            found += [kept for kept in (state, *_bound_to(hook)) if _may_change(kept)]
+    return found
+
+
+def _bound_to(hook: Any) -> list[Any]:
+    """What a function keeps: its object, its partial arguments, the variables of its closure."""
+    if isinstance(hook, functools.partial):
+        bound = [hook.func, *hook.args, *hook.keywords.values()]
+    elif isinstance(hook, types.MethodType):
+        bound = [hook.__self__]
+    elif isinstance(hook, types.FunctionType):
+        bound = []
+        for cell in hook.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                bound.append(cell.cell_contents)
+    else:
+        return [hook]
+    found: list[Any] = []
+    for each in bound:
+        is_function = isinstance(each, types.FunctionType | functools.partial)
+        found += _bound_to(each) if is_function and each is not hook else [each]
+    return found
+
+
+def _may_change(kept: Any) -> bool:
+    """Whether something may be another state for each bucket: not a group, a number, a class."""
+    constants = (int, float, str, torch.dtype, torch.device, types.BuiltinFunctionType, type)
+    is_function = isinstance(kept, types.FunctionType)
+    return (
+        kept is not None
+        and not is_function
+        and not isinstance(kept, (dist.ProcessGroup, *constants))
+    )
+
+
+def runs_optimizers(ddp: DistributedDataParallel) -> bool:
+    """Whether a comm hook is one of torch's that update parameters, by numbers of buckets."""
+    hooks = (hook for hook, _ in _registered_hooks(ddp))
+    return any(getattr(hook, "__module__", "").endswith(".ddp_zero_hook") for hook in hooks)
 
 
 def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:

@@ -139,14 +139,14 @@ class _Updates:
     def begin_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer that was given begins an update."""
         self._silent.pop(optimizer, None)
-        self._find_written()
+        self.find_written()
         self._num_own += 1
         self._num_running += 1
 
     def end_own(self) -> None:
         self._num_running -= 1
 
-    def begin(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at any optimizer of the process that begins an update."""
         # One within an own update is a part of it, as with ZeroRedundancyOptimizer.
         if not self._is_expected or self._num_running:
@@ -154,7 +154,7 @@ class _Updates:
         if optimizer not in self._training.optimizers and self._updated_by(optimizer):
             self._others[optimizer] = self._num_own
 
-    def end(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
         # One that has called an own update is a wrapper.
         if self._others.pop(optimizer, None) == self._num_own:
             self._stranger = type(optimizer).__name__
@@ -173,7 +173,7 @@ class _Updates:
                 f"model in step {step}, and {name} has to know of all updates; call detach(), and "
                 "attach the algorithm again with all optimizers that update the model now"
             )
-        self._find_written()
+        self.find_written()
         missed = [optimizer for optimizer in self._silent if optimizer in self._written]
         self._written.clear()
         self._is_expected = False
@@ -189,7 +189,8 @@ class _Updates:
                 name,
             )
 
-    def _find_written(self) -> None:
+    def find_written(self) -> None:
+        """Look for weights that were written since the last backward, or `note_versions`."""
         for optimizer, versions in self._silent.items():
             if self._is_expected and versions != _torch.versions(self._updated_by(optimizer)):
                 self._written.add(optimizer)
@@ -198,6 +199,38 @@ class _Updates:
         """Return the parameters of the model that an optimizer has."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in parameters if p in self._training.parameters]
+
+
+# One pair of the process's hooks for all handles, none of which the set keeps alive. They are not
+# removed when a handle is collected: torch may be walking over its hooks just then.
+_watching: weakref.WeakSet[_Updates] = weakref.WeakSet()
+_hooks_of_all: list[Any] = []
+
+
+def _watch_all_optimizers(updates: _Updates) -> None:
+    """Tell `updates` of each update that an optimizer of this process makes."""
+    if not _hooks_of_all:
+        _hooks_of_all.append(register_optimizer_step_pre_hook(_note_begin))
+        _hooks_of_all.append(register_optimizer_step_post_hook(_note_end))
+    _watching.add(updates)
+
+
+def _watch_no_longer(updates: _Updates) -> None:
+    _watching.discard(updates)
+    if not _watching:
+        for hook in _hooks_of_all:
+            hook.remove()
+        _hooks_of_all.clear()
+
+
+def _note_begin(optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    for updates in list(_watching):
+        updates.begin(optimizer)
+
+
+def _note_end(optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    for updates in list(_watching):
+        updates.end(optimizer)
 
 
 HandleT = TypeVar("HandleT", bound="Handle")
@@ -381,14 +414,7 @@ class Handle:
         for optimizer in self.training.optimizers:
             self._removable.append(optimizer.register_step_pre_hook(before))
             self._removable.append(optimizer.register_step_post_hook(after))
-        # These are the process's, and must not outlive a handle that is dropped with its model.
-        for register, method in (
-            (register_optimizer_step_pre_hook, self._updates.begin),
-            (register_optimizer_step_post_hook, self._updates.end),
-        ):
-            registered = register(weakly(method))
-            self._removable.append(registered)
-            weakref.finalize(self, registered.remove).atexit = False
+        _watch_all_optimizers(self._updates)
         metrics.set_source(ddp, weakref.WeakMethod(self.metrics))
         self._reduction = _torch.bucket_reduction(ddp) or _torch.BucketReduction(ddp)
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
@@ -397,6 +423,7 @@ class Handle:
         """Undo `_take_over`, as far as that came: DDP has its own allreduce again."""
         for removable in self._removable:
             removable.remove()
+        _watch_no_longer(self._updates)
         metrics.set_source(self.training.ddp, lambda: None)
         if self._reduction is not None:
             self._reduction.find = lambda: None
@@ -483,6 +510,7 @@ class Handle:
         """
         self.settle()
         if not self._num_pauses:
+            self._updates.find_written()
             self.begin_pause()
         self._num_pauses += 1
         try:
@@ -491,6 +519,7 @@ class Handle:
             self._num_pauses -= 1
             if not self._num_pauses and self._is_attached:
                 self.end_pause()
+                self._updates.note_versions()  # what was written in a pause is no update
 
     def average(self) -> None:
         """Give all ranks the mean of their weights, as after the last step. Collective."""
@@ -558,8 +587,10 @@ class Handle:
         self.check_attached()
         if self._is_open:
             self._metrics["skipped_updates"] += 1
+            self._updates.find_written()
             self.before_update()
             self._end_step()
+            self._updates.note_versions()
 
     def _before_forward(self, ddp: object, _inputs: object) -> None:
         if ddp is self.training.ddp:  # copies of `verify` share its hooks
@@ -787,7 +818,7 @@ def _check_is_alone(training: Training) -> None:
 
     def find_shared() -> tuple[str, str] | None:
         for ddp in _torch.live_ddp_modules():
-            if ddp is training.ddp or not hasattr(ddp, "parameters_to_ignore"):  # never made
+            if ddp is training.ddp:
                 continue
             reduction = _torch.bucket_reduction(ddp)
             if reduction is not None and reduction.is_idle:
@@ -811,7 +842,10 @@ def _check_is_alone(training: Training) -> None:
 
 
 def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
-    facts = [Fact("the algorithm", repr(algorithm))]
+    ranks_per_node = str(
+        algorithm.ranks_per_node(training.group.size())
+    )  # LOCAL_WORLD_SIZE may say
+    facts = [Fact("the algorithm", repr(algorithm)), Fact("ranks on each node", ranks_per_node)]
     for t, p in training.parameters.items():
         kind = f"{t.dtype} {list(t.shape)} on {t.device.type}"
         facts.append(Fact(f"parameter {p.name}", kind))

@@ -45,10 +45,23 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
             "rebucket takes a BucketPlan or the path of a saved one; this is a "
             f"{type(plan).__name__}"
         )
-    agree(ddp, plan)
+    agree(ddp, plan, _find_noted(ddp))
     apply(ddp, plan)
     state.get(ddp).take_new_limits()
     _forbid_backward(ddp)
+
+
+def _find_noted(ddp: DistributedDataParallel) -> str:
+    """Say why gradients may be noted as used that no backward has reduced; "" if there are none.
+
+    A backward that went past DDP, through `ddp.module`, leaves such notes too; nobody counts those.
+    """
+    if _torch.follows_arrival_order(ddp) or not _torch.has_gradients(ddp):
+        return ""
+    return (
+        "parameters have gradients, and DDP, which looks for unused parameters, may have noted "
+        "them for its next reduction; call zero_grad(), with set_to_none=True, before rebucket"
+    )
 
 
 def find_obstacle(ddp: DistributedDataParallel) -> str:
@@ -109,6 +122,10 @@ class _Accumulation(Observer):
                 self._num_reductions = None  # a new Reducer will count from the beginning
         self._is_on = is_on
 
+    def forget_notes(self) -> None:
+        """The Reducer that had them is gone."""
+        self._num_reductions = None
+
     def is_on(self, ddp: DistributedDataParallel) -> bool | None:
         """Whether gradients accumulate, None if that is not known."""
         return self._has_notes(ddp) or self._is_on
@@ -127,8 +144,7 @@ def _is_accumulating(ddp: DistributedDataParallel) -> bool:
         return is_on
     if _torch.last_forward_synced(ddp):
         return False
-    # It was under no_sync, or an evaluation; DDP does not tell.
-    return _torch.has_gradients(ddp) or not _torch.follows_arrival_order(ddp)
+    return _torch.has_gradients(ddp)  # it was under no_sync, or an evaluation; DDP does not tell
 
 
 def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
@@ -147,18 +163,24 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
             f"its {changed} was changed after it was made, which DDP's Reducer has not noticed; "
             "make DistributedDataParallel with the value that it is to have"
         )
-    # By name: importing its class needs numpy.
-    if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
-        return (
-            "its comm hook is PowerSGD, which keeps errors by bucket; give "
-            "DistributedDataParallel the plan's ddp_kwargs() instead"
-        )
+    if kept := _find_kept_by_hooks(ddp):
+        return f"its comm hook {kept}; give DistributedDataParallel the plan's ddp_kwargs() instead"
     own = list(_torch.reducer_parameters(ddp).values())
     if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
         return (
             "its parameters are of several dtypes or devices, or sparse, for which DDP forms "
             "buckets apart; give DistributedDataParallel the plan's ddp_kwargs() instead"
         )
+    return ""
+
+
+def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
+    """Say what a comm hook of torch's own keeps of the present buckets; "" if there is nothing."""
+    # By name: importing its class needs numpy.
+    if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
+        return "is PowerSGD, which keeps errors by bucket"
+    if _torch.runs_optimizers(ddp):
+        return "runs an optimizer, whose parameters are in the order of the present buckets"
     return ""
 
 
@@ -179,14 +201,16 @@ def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     return ""
 
 
-def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
+def agree(ddp: DistributedDataParallel, plan: BucketPlan, problem: str = "") -> None:
     """Raise on all ranks unless all can apply the same plan. Collective.
+
+    `problem` is one that the caller has found on this rank.
 
     Raises:
         PlanError: the first problem, or the ranks that differ from the first one.
         PeerError: a rank did not make this call.
     """
-    problem = find_obstacle(ddp) or find_pending(ddp) or find_misfit(ddp, plan)
+    problem = find_obstacle(ddp) or find_pending(ddp) or problem or find_misfit(ddp, plan)
     require_equal(
         ddp,
         RankReport([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
@@ -199,7 +223,7 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """Give `ddp` the buckets of a plan that fits."""
     buckets = indices_of(ddp, plan)
-    _torch.replace_reducer(ddp, buckets, plan.caps_bytes)
+    _replace_reducer(ddp, buckets, plan.caps_bytes)
     state.get(ddp).give_buckets(buckets, plan)
 
 
@@ -207,8 +231,17 @@ def take_back(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
     """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
-    _torch.replace_reducer(ddp, buckets, caps_bytes)
+    _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets)
+
+
+def _replace_reducer(
+    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+) -> None:
+    _torch.replace_reducer(ddp, buckets, caps_bytes)
+    watching = find_observer(ddp, Priority.ACCUMULATION)
+    if isinstance(watching, _Accumulation):
+        watching.forget_notes()
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
@@ -225,25 +258,32 @@ def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:
     """Make backward raise until the next forward: a new Reducer does not know earlier ones."""
-
-    def refuse(_gradient: torch.Tensor) -> None:
-        raise PlanError(
-            "this backward belongs to a forward from before ddpopt.rebucket, whose gradients "
-            "would not be reduced; call rebucket between a step and the next forward"
-        )
-
     _allow_backward(ddp)
     reduced = _torch.reducer_parameters(ddp)
     with _torch.requiring_grad(reduced):
         handles = [
-            parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # as torch has it
+            parameter.register_hook(_refuse_backward)  # type: ignore[no-untyped-call]  # as torch has it
             for parameter in reduced
         ]
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
     _torch.hide_from_dynamo()
-    begin = ddp.register_forward_pre_hook(lambda module, _inputs: _begin_forward(module))
+    begin = ddp.register_forward_pre_hook(_begin_at_forward)
     state.get(ddp).guards = [*handles, begin]
     observe(ddp, Priority.REBUCKET, _Permission())
+
+
+def _refuse_backward(_gradient: torch.Tensor) -> None:
+    raise PlanError(
+        "this backward belongs to a forward from before ddpopt.rebucket, whose gradients would not "
+        "be reduced, or to none of DistributedDataParallel's; call rebucket between a step and the "
+        "next forward, and let that be one of the DDP module"
+    )
+
+
+def _begin_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
+    """A hook of the module's; a function of the file, so that the module can be pickled."""
+    if state.get(ddp).guards:  # a copy has the hook too
+        _begin_forward(ddp)
 
 
 class _Permission(Observer):

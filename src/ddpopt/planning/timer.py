@@ -47,7 +47,6 @@ from ddpopt import _torch
 from ddpopt._events import Observer, Priority, ignore, will_communicate
 from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
-from ddpopt.ranks.store import next_key
 from ddpopt.split import state
 
 _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
@@ -277,8 +276,8 @@ class Stopwatch(StepTimer):
         if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-            name = f"buckets/{digest}/{_numbers.get(ddp, 0)}"
-            self.key = next_key(ddp.process_group, name)
+            _num_measured[ddp] = _num_measured.get(ddp, 0) + 1
+            self.key = f"ddpopt/buckets/{digest}/{_numbers.get(ddp, 0)}/{_num_measured[ddp]}"
 
     def measured(self) -> Measured:
         """Return the medians over the complete steps."""
@@ -339,6 +338,8 @@ class Stopwatch(StepTimer):
 
 _numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 _numbers = weakref.WeakKeyDictionary()
+_num_measured: weakref.WeakKeyDictionary[DistributedDataParallel, int]  # by how many stopwatches
+_num_measured = weakref.WeakKeyDictionary()
 _num_modules: collections.Counter[str] = collections.Counter()  # that have one, by group's name
 
 

@@ -234,9 +234,9 @@ class _Tuner(Observer):
     def _announce(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
         """Begin a meeting: it ends before the forward that follows the next backward."""
         try:
-            self._joint_decision = JointDecision(
-                ddp.process_group, stage.title, stopwatch.key, self._limit_s
-            )
+            # Ranks that were refused for now meet again.
+            key = f"{stopwatch.key}/{self._num_missed}"
+            self._joint_decision = JointDecision(ddp.process_group, stage.title, key, self._limit_s)
         except PeerError as error:
             self._end_stage(ddp, stopwatch)
             self._give_up(ddp, stage, str(error))

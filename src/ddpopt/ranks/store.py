@@ -236,16 +236,14 @@ class JointDecision:
     """All ranks go on together, or none does; nobody waits longer than `limit_s`.
 
     Creating it announces this rank, before the last collective that precedes the decision; so
-    nobody waits for a rank that is not announced. Decisions with one `key` are told apart by the
-    order in which a rank creates them, which has to be the same on all ranks.
+    nobody waits for a rank that is not announced. No other decision may have its `key`.
 
     Raises:
         PeerError: the store has gone or does not answer.
     """
 
     def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
-        # Ranks that were refused for now meet again, with the same key.
-        self._store = GroupStore(group, title, next_key(group, key), limit_s)
+        self._store = GroupStore(group, title, key, limit_s)
         self._store.set_own(_ANNOUNCED)
 
     def decide(self, problem: str = "", *, is_for_now: bool = False) -> Refusal | None:
