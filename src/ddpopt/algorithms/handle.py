@@ -823,9 +823,8 @@ def _check_is_alone(training: Training) -> None:
             reduction = _torch.bucket_reduction(ddp)
             if reduction is not None and reduction.is_idle:
                 continue
-            for name, parameter in ddp.module.named_parameters():
-                is_reduced = name not in ddp.parameters_to_ignore
-                if is_reduced and parameter in training.parameters:
+            for parameter in _torch.reducer_parameters(ddp):
+                if parameter in training.parameters:
                     return training.parameters[parameter].name, type(ddp.module).__name__
         return None
 
