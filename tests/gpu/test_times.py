@@ -38,6 +38,7 @@ def _packages() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.nightly  # on a CPU: `make gpu` runs it whatever it is marked
 @pytest.mark.usefixtures("_packages")
 def test_more_runs_beside_communication_than_unsplit(
     device: str, inner: str, tmp_path: Path, record_property: Any
