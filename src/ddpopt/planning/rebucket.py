@@ -26,13 +26,14 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
     Comm hooks and all options are kept; a hook of yours that keeps state by bucket must drop it.
     This is a collective call: every rank of DDP's process group must make it with an equal plan,
     between a step and the next forward: not while gradients are accumulated under `no_sync`, and
-    with `gradient_as_bucket_view=True` after `zero_grad()`. A backward whose forward ran before the
-    call raises. Graphs compiled with `backend="ddpopt"` are compiled again in the next forward.
+    with `gradient_as_bucket_view=True` or `find_unused_parameters=True` after `zero_grad()`. Until
+    the next forward of the DDP module each backward raises. Graphs compiled with
+    `backend="ddpopt"` are compiled again in that forward.
 
     Raises:
         PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
-            a backward is running, gradients wait to be reduced or lie in DDP's buckets, or DDP is
-            in a mode in which its Reducer cannot be replaced.
+            a backward is running, gradients wait to be reduced or lie in DDP's buckets, or DDP or
+            its comm hook is of a kind whose Reducer cannot be replaced.
         PeerError: a rank did not make this call.
         TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
         OSError: the plan's file cannot be read.
