@@ -241,6 +241,16 @@ def _keeping(kept: Any) -> Any:
     return reduce
 
 
+def _having_each_other() -> Any:
+    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
+        return again(bucket)
+
+    def again(bucket: Any) -> Any:
+        return reduce(None, bucket)
+
+    return reduce
+
+
 @pytest.mark.parametrize(
     ("hook", "is_stateful"),
     [
@@ -249,9 +259,18 @@ def _keeping(kept: Any) -> Any:
         (_keeping(_keeping([])), True),
         (_keeping(_reduce), False),
         (_keeping(torch.float16), False),
+        (_having_each_other(), False),
         (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), False),
     ],
-    ids=["method", "closure", "closure in a closure", "function", "dtype", "wrapper of torch's"],
+    ids=[
+        "method",
+        "closure",
+        "closure in a closure",
+        "function",
+        "dtype",
+        "each other",
+        "wrapper of torch's",
+    ],
 )
 def test_what_a_comm_hook_keeps_is_found_where_it_is_bound(
     one_rank: None, hook: Any, is_stateful: bool

@@ -433,34 +433,41 @@ def hook_states(ddp: DistributedDataParallel) -> list[Any]:
 
 
 def _bound_to(hook: Any) -> list[Any]:
-    """What a function keeps: its object, its partial arguments, the variables of its closure."""
-    if isinstance(hook, functools.partial):
-        bound = [hook.func, *hook.args, *hook.keywords.values()]
-    elif isinstance(hook, types.MethodType):
-        bound = [hook.__self__]
-    elif isinstance(hook, types.FunctionType):
-        bound = []
-        for cell in hook.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                bound.append(cell.cell_contents)
-    else:
-        return [hook]
+    """What a hook keeps: its object, its partial arguments, the variables of its closure.
+
+    Functions among them are looked into as well, each once: two may have each other.
+    """
+    if isinstance(hook, types.MethodType):
+        return [hook.__self__]
     found: list[Any] = []
-    for each in bound:
-        is_function = isinstance(each, types.FunctionType | functools.partial)
-        found += _bound_to(each) if is_function and each is not hook else [each]
+    seen: set[int] = set()
+    pending = [hook]
+    while pending:
+        kept = pending.pop()
+        if id(kept) in seen:
+            continue
+        seen.add(id(kept))
+        if isinstance(kept, functools.partial):
+            pending += [kept.func, *kept.args, *kept.keywords.values()]
+        elif isinstance(kept, types.FunctionType):
+            for cell in kept.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty one
+                    pending.append(cell.cell_contents)
+        else:
+            found.append(kept)
     return found
 
 
+# What cannot be another state for each bucket.
+_CONSTANTS = (
+    *(type(None), int, float, str, type, torch.dtype, torch.device, dist.ProcessGroup),
+    *(types.FunctionType, types.BuiltinFunctionType),
+)
+
+
 def _may_change(kept: Any) -> bool:
-    """Whether something may be another state for each bucket: not a group, a number, a class."""
-    constants = (int, float, str, torch.dtype, torch.device, types.BuiltinFunctionType, type)
-    is_function = isinstance(kept, types.FunctionType)
-    return (
-        kept is not None
-        and not is_function
-        and not isinstance(kept, (dist.ProcessGroup, *constants))
-    )
+    """Whether something may be a state that a hook changes from bucket to bucket."""
+    return not isinstance(kept, _CONSTANTS)
 
 
 def runs_optimizers(ddp: DistributedDataParallel) -> bool:

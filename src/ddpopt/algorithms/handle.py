@@ -841,10 +841,11 @@ def _check_is_alone(training: Training) -> None:
 
 
 def _facts(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
-    ranks_per_node = str(
-        algorithm.ranks_per_node(training.group.size())
-    )  # LOCAL_WORLD_SIZE may say
-    facts = [Fact("the algorithm", repr(algorithm)), Fact("ranks on each node", ranks_per_node)]
+    ranks_per_node = algorithm.ranks_per_node(training.group.size())
+    facts = [
+        Fact("the algorithm", repr(algorithm)),
+        Fact("ranks on each node", str(ranks_per_node)),  # the environment may say how many
+    ]
     for t, p in training.parameters.items():
         kind = f"{t.dtype} {list(t.shape)} on {t.device.type}"
         facts.append(Fact(f"parameter {p.name}", kind))

@@ -91,7 +91,7 @@ def find_pending(ddp: DistributedDataParallel) -> str:
 
 def watch(ddp: DistributedDataParallel) -> None:
     """Note from this forward on whether gradients accumulate, for `find_pending`."""
-    if not state.is_copy(ddp) and find_observer(ddp, Priority.ACCUMULATION) is None:
+    if not state.is_copy(ddp) and _find_watching(ddp) is None:
         observe(ddp, Priority.ACCUMULATION, _Accumulation(ddp))
 
 
@@ -115,16 +115,14 @@ class _Accumulation(Observer):
         if not torch.is_grad_enabled():
             return
         is_on = not will_communicate(ddp)
-        # Without the name a step goes on, and `rebucket`, which asks again, raises.
-        with contextlib.suppress(TorchDriftError):
-            if is_on and not self._is_on:
+        if is_on and not self._is_on:
+            # Without the name a step goes on, and `rebucket`, which asks again, raises.
+            with contextlib.suppress(TorchDriftError):
                 self._num_reductions = _torch.num_reductions(ddp)
-            elif not is_on and not self._has_notes(ddp):
-                self._num_reductions = None  # a new Reducer will count from the beginning
         self._is_on = is_on
 
     def forget_notes(self) -> None:
-        """The Reducer that had them is gone."""
+        """Forget the notes of a Reducer that is gone: a new one counts from the beginning."""
         self._num_reductions = None
 
     def is_on(self, ddp: DistributedDataParallel) -> bool | None:
@@ -137,10 +135,17 @@ class _Accumulation(Observer):
         return noted is not None and noted == _torch.num_reductions(ddp)
 
 
+def _find_watching(ddp: DistributedDataParallel) -> _Accumulation | None:
+    """What `watch` has begun for a module, None if nothing has."""
+    observer = find_observer(ddp, Priority.ACCUMULATION)
+    assert observer is None or isinstance(observer, _Accumulation)
+    return observer
+
+
 def _is_accumulating(ddp: DistributedDataParallel) -> bool:
     """Whether gradients accumulate under no_sync, or may do so if nobody has watched forwards."""
-    observer = find_observer(ddp, Priority.ACCUMULATION)
-    is_on = observer.is_on(ddp) if isinstance(observer, _Accumulation) else None
+    watching = _find_watching(ddp)
+    is_on = None if watching is None else watching.is_on(ddp)
     if is_on is not None:
         return is_on
     if _torch.last_forward_synced(ddp):
@@ -240,8 +245,8 @@ def _replace_reducer(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
     _torch.replace_reducer(ddp, buckets, caps_bytes)
-    watching = find_observer(ddp, Priority.ACCUMULATION)
-    if isinstance(watching, _Accumulation):
+    watching = _find_watching(ddp)
+    if watching is not None:
         watching.forget_notes()
 
 

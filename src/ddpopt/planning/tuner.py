@@ -8,10 +8,10 @@ forward that follows one and the same backward, ranks meet through the process g
 time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. A new Reducer
 knows nothing of what was accumulated before it, so that forward is the first with gradients after
 the backward, be it under no_sync; and if a rank has gradients that wait to be reduced, or that lie
-in the present buckets, all meet again one backward later, a few times. From there on
-they are at the same place and use collectives: they measure the network and gather the times, rank
-0 plans and broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A
-few iterations later they meet once more, to compare. If iterations did not get shorter, they undo
+in the present buckets, all meet again one backward later, a few times. From there on they are at
+the same place and use collectives: they measure the network and gather the times, rank 0 plans and
+broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A few
+iterations later they meet once more, to compare. If iterations did not get shorter, they undo
 the change.
 
 A plan from a file is applied at such a meeting too, after the second backward.

@@ -264,7 +264,8 @@ def _require_order(
     for event, node, _ in whole.events:
         _require(event in ran_in, f"{node.name} is left out")
         # Two equal reads are one event: both have to come before what the first one stands before.
-        place = -1 if (node, event[-1]) in before_all else place_of_call[node]
+        argument_read = event[-1]  # of an effect it is something else, which is not in the set
+        place = -1 if (node, argument_read) in before_all else place_of_call[node]
         stands_at[event] = min(stands_at.get(event, len(calls)), place)
     ordered = sorted(stands_at, key=stands_at.__getitem__)
     places = [stands_at[event] for event in ordered]
