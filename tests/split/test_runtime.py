@@ -93,9 +93,10 @@ def test_a_copy_of_a_trained_module_is_at_its_beginning(
 def test_a_copy_has_no_comm_hook(one_rank: None) -> None:
     """DDP copies the list of hooks, and registers none of them with the new Reducer."""
     original = DistributedDataParallel(MLP())
-    original.register_comm_hook("state", default_hooks.fp16_compress_hook)
+    state: list[int] = []
+    original.register_comm_hook(state, default_hooks.fp16_compress_hook)
     assert _torch.has_comm_hook(original)
-    assert _torch.hook_states(original) == ["state"]
+    assert _torch.hook_states(original) == [state]
     ddp = copy.deepcopy(original)
     assert not _torch.has_comm_hook(ddp)
     assert _torch.hook_states(ddp) == []
