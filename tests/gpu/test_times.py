@@ -81,6 +81,7 @@ def test_more_runs_beside_communication_than_unsplit(
     assert found["backward"].num_beside > found["nosplit"].num_beside
 
 
+@pytest.mark.nightly  # on a CPU, as above
 @pytest.mark.usefixtures("_packages")
 @pytest.mark.parametrize("model", MODELS)
 def test_peers_take_turns(

@@ -438,7 +438,14 @@ def _asked_by(ranks: Ranks, door: str) -> set[Use]:
     return _asked[door]
 
 
-@pytest.mark.parametrize("door", DOORS)
+# These take a minute each, and reach few names that no other door does.
+_EACH_NIGHT = ("config.verify", "low_precision", "qadam", "async_average", "options of Inductor")
+
+
+@pytest.mark.parametrize(
+    "door",
+    [pytest.param(door, marks=[pytest.mark.nightly] * (door in _EACH_NIGHT)) for door in DOORS],
+)
 def test_whatever_else_is_called_works_or_says_what_is_missing(ranks: Ranks, door: str) -> None:
     """On both ranks alike: TorchDriftError with the name, or what was asked for."""
     asked = _asked_by(ranks, door)

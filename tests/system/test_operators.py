@@ -27,7 +27,8 @@ STRANGEST = {
 }
 
 
-_EACH_NIGHT = ("in place", "complex", "several outputs", "empty")  # beside all operators
+# Beside all operators.
+_EACH_NIGHT = ("views", "in place", "complex", "several outputs", "random", "empty")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import OwnRanks, Ranks
 from tests.system.lives import LIVES, Life, Refs, Trial
 
-SPLITS = ["backward", pytest.param("forward", marks=pytest.mark.nightly)]
 CAP_MB = 0.03
 SLOW_START = AllreduceCost(startup_s=0.1, s_per_byte=0.0)
 NUM_STEPS = 12  # buckets change in the ninth
@@ -131,7 +130,8 @@ def _run_long(rank: int, peer: str, is_leaking: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.nightly
+@pytest.mark.parametrize("split", ["backward", "forward"])
 def test_steps_shapes_evaluations_and_recompiles_leave_nothing(ranks: Ranks, split: str) -> None:
     for found in ranks.run(_run_long, split, False):
         assert found["with compiling"] == {}
