@@ -22,8 +22,7 @@ from torch.profiler import record_function
 
 from ddpopt import _torch
 
-_COMPILED_BACKWARD = "CompiledFunctionBackward"  # the autograd node that AOTAutograd makes
-_DEPTH = 4  # of views that may lie between an output and that node
+_DEPTH = 4  # of views that may lie between an output and the node of its compiled graph
 _WATCHED = "ddpopt: watched"  # in the node's own dictionary, which ends with the step
 
 Context = contextlib.AbstractContextManager[None]
@@ -214,7 +213,7 @@ def _find_node(outputs: Any) -> Any:
     level: list[Any] = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
     for _ in range(_DEPTH):
         nodes = [node for node in level if node is not None]
-        compiled = [node for node in nodes if node.name() == _COMPILED_BACKWARD]
+        compiled = [node for node in nodes if _torch.is_compiled_backward(node)]
         for node in compiled:
             if _WATCHED not in node.metadata:
                 return node

@@ -26,7 +26,6 @@ from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, Uns
 from ddpopt.options import NO_COMPILER, Options, resolve_options
 from ddpopt.planning import decision, rebucket, timer, tuner
 from ddpopt.split import driver, recomputation, state
-from ddpopt.split.nodes import graph_name
 from ddpopt.split.plan import frame_of
 
 
@@ -64,7 +63,7 @@ def backend(
         if ddp is not None and version is not None:
             start = functools.partial(_see_to_buckets, resolved)
             compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
-            version.is_cut = state.get(ddp).is_cut_in_forward(graph_name(gm))
+            version.is_cut = state.get(ddp).is_cut_in_forward(_torch.graph_name(gm))
             return compiled
         if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
             _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
@@ -152,7 +151,7 @@ def _guard_on_rules(
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    version = recomputation.Version(frame_of(graph_name(gm)), state.rules_of(ddp))
+    version = recomputation.Version(frame_of(_torch.graph_name(gm)), state.rules_of(ddp))
     code = [] if ddp is None else state.get(ddp).code
     has_parameters = any(isinstance(value, torch.nn.Parameter) for value in example_inputs)
     recomputation.note_compiled(version, has_parameters)

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import config
+from ddpopt import _torch, config
 from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import dump
@@ -143,7 +143,7 @@ def test_no_name_of_a_graph_leads_out_of_the_folder(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Dynamo's are plain; a folder's name is made plain all the same, and short."""
-    monkeypatch.setattr(dump, "graph_name", lambda _gm: name)
+    monkeypatch.setattr(_torch, "graph_name", lambda _gm: name)
     _train(tmp_path / "dumps")
     (folder,) = _compile_folders(tmp_path / "dumps")
     assert re.fullmatch(r"\w{1,60}", folder.name)

@@ -136,11 +136,14 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         forwards: list[Any] = []
 
         def inner_compile(graph: fx.GraphModule, graph_inputs: Any, **options: Any) -> Any:
-            if not options.get("is_backward", False):
+            if not options.get(names.IS_BACKWARD.text, False):
                 cutting.edit_forward(graph)
                 forwards.append(compile_inner(graph, graph_inputs, **options))
                 return forwards[-1]
-            static = set(options.pop("static_input_idxs", ()))
+            static = set(options.pop(names.STATIC_INPUTS.text, ()))
+            (whole_output,) = graph.graph.find_nodes(op="output")
+            if names.STRIDES_KEPT.text not in whole_output.meta:
+                raise names.STRIDES_KEPT.drift()  # Inductor sets it in each backward
 
             def compile_section(
                 section: fx.GraphModule, section_inputs: list[Any], origins: list[int | None]
@@ -148,9 +151,10 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 (output,) = section.graph.find_nodes(op="output")
                 values: Any = output.args[0]
                 # Inductor keeps the strides of these; the next section relies on them.
-                output.meta["user_visible_output_idxs"] = list(range(len(values)))
+                output.meta[names.STRIDES_KEPT.text] = list(range(len(values)))
                 kept = [i for i, origin in enumerate(origins) if origin in static]
-                return compile_inner(section, section_inputs, static_input_idxs=kept, **options)
+                static_inputs = {names.STATIC_INPUTS.text: kept}
+                return compile_inner(section, section_inputs, **static_inputs, **options)
 
             sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
@@ -232,7 +236,7 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
     """
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp  # noqa: PLC0415  # as rarely used
 
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    values = map(aten_value, gm.graph.find_nodes(op="placeholder"))
     if not all(map(_has_strides_of, values, inputs)):
         for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             view.target = torch.ops.aten.reshape.default
@@ -247,6 +251,53 @@ def _has_strides_of(value: object, other: object) -> bool:
     return value.layout is not torch.strided or value.stride() == other.stride()
 
 
+def aten_value(node: fx.Node) -> Any:
+    """What AOTAutograd, or make_fx, found a node of a graph of ATen to return; None if unknown.
+
+    A fake tensor, a number that may be symbolic, or a tuple of such.
+    """
+    return node.meta.get(names.VALUE.text)
+
+
+def has_aten_value(node: fx.Node) -> bool:
+    return names.VALUE.text in node.meta
+
+
+def set_aten_value(node: fx.Node, value: Any) -> None:
+    node.meta[names.VALUE.text] = value
+
+
+def is_tangent(placeholder: fx.Node) -> bool:
+    """Whether an input of a backward graph is the gradient of an output of the forward."""
+    return placeholder.name.startswith(names.TANGENTS.text)
+
+
+def is_held_outside(placeholder: fx.Node) -> bool:
+    """Whether an input of a backward graph is held by somebody else: a parameter or a tangent."""
+    return placeholder.name.startswith((names.PRIMALS.text, names.TANGENTS.text))
+
+
+def input_name(index: int, is_held: bool) -> str:
+    """The name by which Inductor tells whether an input's memory is free after its last use."""
+    return f"{names.HELD_NAME.text if is_held else 'saved'}{index}"
+
+
+def check_backward(backward: fx.GraphModule) -> None:
+    """Raise TorchDriftError if a backward graph lacks a mark that AOTAutograd gives each of them.
+
+    Whoever reads the marks one by one could not tell: an input may well have no value, and a call
+    no number.
+    """
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    if not any(map(is_tangent, placeholders)):  # the token's is always there
+        raise names.TANGENTS.drift()
+    if not any(map(has_aten_value, placeholders)):
+        raise names.VALUE.drift()
+    calls = [node for node in backward.graph.nodes if node.op == "call_function"]
+    if calls and all(autograd_number(node) is None for node in calls):
+        raise names.AUTOGRAD_NUMBER.drift()
+
+
 def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     """Return, for each value that a backward graph returns, which argument's gradient it is.
 
@@ -258,13 +309,14 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
     (output,) = backward.graph.find_nodes(op="output")
-    described = output.meta.get("desc", ())
+    described = output.meta.get(names.DESCRIPTION.text, ())
     if len(described) != len(output.args[0]):
         raise NotCutError(Reason.NOT_DESCRIBED)
-    return [
-        text.grad_of.idx if isinstance(text, gradient) and isinstance(text.grad_of, plain) else None
-        for text in described
-    ]
+    arguments: list[int | None] = []
+    for text in described:
+        source = names.GRADIENT_OF.get(text) if isinstance(text, gradient) else None
+        arguments.append(names.INPUT_INDEX.get(source) if isinstance(source, plain) else None)
+    return arguments
 
 
 def autograd_number(node: fx.Node) -> int | None:
@@ -273,17 +325,21 @@ def autograd_number(node: fx.Node) -> int | None:
     None if AOTAutograd does not tell. A call of the forward that is recomputed has the number of
     the node that it made.
     """
-    number = node.meta.get("seq_nr")
+    number = node.meta.get(names.AUTOGRAD_NUMBER.text)
     return number if isinstance(number, int) else None
 
 
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
     """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
     plain = names.PLAIN_INPUT.get()
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    if not any(names.DESCRIPTION.text in node.meta for node in placeholders):
+        raise names.DESCRIPTION.drift()
+    described = {node: node.meta.get(names.DESCRIPTION.text) for node in placeholders}
     return {
-        node: node.meta["desc"].idx
-        for node in forward.graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("desc"), plain)
+        node: names.INPUT_INDEX.get(text)
+        for node, text in described.items()
+        if isinstance(text, plain)
     }
 
 

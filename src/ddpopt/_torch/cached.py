@@ -43,7 +43,7 @@ class CutBackward(_OutputCode):
     def __init__(self, sections: Sequence[Any], data: Any) -> None:
         self.sections = list(sections)
         self.data = data
-        self._boxed_call = True  # as AOTAutograd requires
+        names.BOXED_CALL.mark(self, True)  # as AOTAutograd requires
         self._call: Any = _run.get()(self.sections, data)
 
     def __call__(self, inputs: list[Any]) -> Any:

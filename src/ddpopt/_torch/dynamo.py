@@ -338,7 +338,9 @@ def depth_below_frame(placeholder: fx.Node) -> int:
     1 for `self.linear.weight`, 0 for `self.weight`.
     """
     name = names.SOURCE_NAME.find(names.DYNAMO_SOURCE.find(placeholder), "")
-    return str(name() if callable(name) else name).count("._modules[")  # a method in some releases
+    return str(name() if callable(name) else name).count(
+        f".{names.MODULES.name}["
+    )  # a method in some releases
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
@@ -384,6 +386,114 @@ def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
 def is_higher_order(target: object) -> bool:
     """Whether a call's target is an operator that takes graphs or kernels as arguments."""
     return isinstance(target, names.HIGHER_ORDER.get())
+
+
+def runs_graphs(name: str) -> bool:
+    """Whether a higher-order operator does nothing but run the graphs that it is given."""
+    return name in names.RUNNING_GRAPHS.text.split()
+
+
+def is_triton_kernel(target: object) -> bool:
+    """Whether a call runs a user's Triton kernel, which may write to what it is given."""
+    return target is names.TRITON_KERNEL.get()
+
+
+def links_effects(target: object) -> bool:
+    """Whether a call takes and returns an effect token, which keeps such calls in order."""
+    return target is names.WITH_EFFECTS.get()
+
+
+def is_effect_token(target: object) -> bool:
+    """Whether an operator makes the first effect token, or takes the last."""
+    return target in (names.MAKE_TOKEN.get(), names.SINK_TOKENS.get())
+
+
+def is_view(target: object) -> bool:
+    """Whether an operator returns memory of its first argument, seen in another shape."""
+    if not isinstance(target, _OVERLOAD):
+        return False
+    # ATen does not mark `_unsafe_view` as a view: autograd need not know, but it is one.
+    unsafe = names.UNSAFE_VIEW.get().default
+    return bool(names.IS_VIEW.get(target)) or target is unsafe
+
+
+def without_device(name: str) -> str:
+    """The name of an operator for the CPU as that of the same one for all devices."""
+    return name.replace(names.FOR_CPU.text, "")
+
+
+def enters_autocast(name: str) -> bool:
+    return names.ENTER_AUTOCAST.is_name_of(name)
+
+
+def exits_autocast(name: str) -> bool:
+    return names.EXIT_AUTOCAST.is_name_of(name)
+
+
+def sets_grad_mode(name: str) -> bool:
+    """Whether a call, by its name, switches gradients on or off for the calls after it."""
+    return names.SET_GRAD_ENABLED.is_name_of(name)
+
+
+def region_partners() -> dict[str, str]:
+    """The names of calls that switch on a global state, with those that switch it off.
+
+    Those of autocast and of no_grad are not among them.
+    """
+    pairs = (
+        (names.ENTER_VMAP, names.EXIT_VMAP),
+        (names.ENTER_GRAD, names.EXIT_GRAD),
+        (names.ENTER_JVP, names.EXIT_JVP),
+        (names.DISABLE_SAVED_HOOKS, names.ENABLE_SAVED_HOOKS),
+        (names.ENTER_DUAL_LEVEL, names.EXIT_DUAL_LEVEL),
+    )
+    for row in itertools.chain.from_iterable(pairs):
+        row.get()
+    return {enter.name: leave.name for enter, leave in pairs}
+
+
+# The endings of the names above, by which others like them are told, such as functionalize's.
+_STATEFUL = ("_nesting", "_hooks_disable", "_hooks_enable", "_dual_level")
+
+
+def changes_state(name: str) -> bool:
+    """Whether a function of torch's, by its name, changes a global state."""
+    return name.endswith(_STATEFUL)
+
+
+def uses_stream(target: object) -> bool:
+    """Whether an operator says on which stream the calls after it run, or waits for one."""
+    return namespace_of(target) == names.STREAMS.text
+
+
+def dynamo_value(node: fx.Node) -> Any:
+    """What Dynamo found a node of its graph to return, when it traced; None if unknown.
+
+    A fake tensor, a number that may be symbolic, or a tuple of such.
+    """
+    return node.meta.get(names.EXAMPLE_VALUE.text)
+
+
+def traced_value(node: fx.Node) -> Any:
+    """What a node returned when it was traced, by Dynamo or else into a graph of ATen."""
+    return node.meta.get(names.EXAMPLE_VALUE.text, node.meta.get(names.VALUE.text))
+
+
+def check_dynamo_graph(gm: fx.GraphModule) -> None:
+    """Raise TorchDriftError if a graph lacks a mark that Dynamo gives each of them.
+
+    Without values it would seem to have no memory that calls share or write to, and no nested
+    tensors; without a name it would be taken for any other graph.
+    """
+    if not any(names.EXAMPLE_VALUE.text in node.meta for node in gm.graph.nodes):
+        raise names.EXAMPLE_VALUE.drift()
+    if names.PARAMETER_SOURCES.is_in(gm) and names.COMPILE_ID.text not in gm.meta:
+        raise names.COMPILE_ID.drift()
+
+
+def graph_name(gm: fx.GraphModule) -> str:
+    """Dynamo's name for a graph: its frame and the number of the frame's compile."""
+    return str(gm.meta.get(names.COMPILE_ID.text, "?"))
 
 
 def namespace_of(target: object) -> str | None:
@@ -449,9 +559,11 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 def constant_of(value: object) -> int | None:
     """Return the number that a symbolic integer is known to equal, None if it may vary."""
-    from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  # it imports sympy
+    from torch.fx.experimental import sym_node, symbolic_shapes  # noqa: PLC0415  # import sympy
 
-    if not isinstance(value, torch.SymInt) or not hasattr(value.node, "expr"):  # a jagged size
+    if not isinstance(value, torch.SymInt):
+        return None
+    if not isinstance(names.SYM_NODE.get(value), sym_node.SymNode):  # a jagged size
         return None
     return int(value) if symbolic_shapes.is_concrete_int(value) else None
 
@@ -468,7 +580,7 @@ def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
         yield
         return
     values: dict[Any, Any] = names.VALUES.get(shape_env)
-    used = {s for node in graph.nodes for s in free_symbols(node.meta.get("example_value"))}
+    used = {s for node in graph.nodes for s in free_symbols(dynamo_value(node))}
     hidden = {s: v for s, v in values.items() if not s.is_integer and s not in used}
     for symbol in hidden:
         del values[symbol]

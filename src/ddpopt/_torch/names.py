@@ -6,6 +6,10 @@ raises `TorchDriftError`, the backend reports that as `Reason.TORCH_DRIFT`, and 
 unsplit. A name without which only one thing is lost is done without, after a warning. See
 tests/system/test_drift.py.
 
+What torch writes into graphs, such as the keys of a node's metadata, is private too, and cannot be
+looked up: a graph without it looks like a graph that has nothing to say. Such texts are rows of the
+second kind, `PrivateText`, and each says what becomes of a graph without it.
+
 A name that torch renamed is one row still: `NEW if installed_release() >= (2, 14) else OLD`.
 """
 
@@ -96,10 +100,7 @@ class PrivateName:
 
     def drift(self) -> TorchDriftError:
         """Return the error for a release that should have this name but does not."""
-        return TorchDriftError(
-            f"torch {torch.__version__} has no {self}, which ddpopt needs; "
-            f"ddpopt was tested with torch {tested_range()}"
-        )
+        return _drift_of(self)
 
     def get(self, owner: Any = None) -> Any:
         """Return the name's value, or raise TorchDriftError."""
@@ -117,6 +118,14 @@ class PrivateName:
 
     def is_in(self, owner: Any) -> bool:
         return self.find(owner, _read) is not _read
+
+    def is_name_of(self, called: str) -> bool:
+        """Whether a call in a graph is one of this function, by the name of what it calls.
+
+        TorchDriftError if torch has no such function: the graph would call it by another name.
+        """
+        self.get()
+        return called == self.name
 
     def set(self, value: Any, owner: Any = None) -> None:
         """Give the name, which has to exist, another value, or raise TorchDriftError."""
@@ -143,6 +152,33 @@ class PrivateName:
         if given is not None or not self.is_global:
             return given
         return sys.modules.get(self.owner) or _find_class(self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateText:
+    """A text that torch writes into graphs or reports, or takes as a keyword, and where it stands.
+
+    `without` says what happens in a release that writes another one.
+    """
+
+    where: str
+    text: str
+    need: Need
+    without: str
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.text!r}"
+
+    def drift(self) -> TorchDriftError:
+        """Return the error for a graph that should have this text somewhere, but has it nowhere."""
+        return _drift_of(self)
+
+
+def _drift_of(row: PrivateName | PrivateText) -> TorchDriftError:
+    return TorchDriftError(
+        f"torch {torch.__version__} has no {row}, which ddpopt needs; "
+        f"ddpopt was tested with torch {tested_range()}"
+    )
 
 
 _find_class = functools.cache(pkgutil.resolve_name)  # which tries to import it, slowly, first
@@ -316,6 +352,7 @@ CHECKPOINT_FRAME = PrivateName("torch.utils.checkpoint", "_CheckpointFrame", Nee
 # ---- Graphs, operators, symbols ----------------------------------------------------------------
 
 _FAKE, _GRAPH = "torch._subclasses.fake_tensor", "Dynamo's GraphModule"
+_FUNCTORCH, _AUTOCAST = "torch._C._functorch", "torch.amp.autocast_mode"
 
 PARAMETER_SOURCES = PrivateName(_GRAPH, "_param_name_to_source", Need.SPLIT)
 USER_STACKS = PrivateName(_GRAPH, "_source_to_user_stacks", Need.SPLIT, since=(2, 12))
@@ -325,7 +362,15 @@ DYNAMO_SOURCE = PrivateName("Dynamo's placeholder", "_dynamo_source", Need.SPLIT
 SOURCE_NAME = PrivateName("Source", "name", Need.SPLIT)
 HIGHER_ORDER = PrivateName("torch._ops", "HigherOrderOperator", Need.SPLIT)
 SCHEMA = PrivateName("OpOverload", "_schema", Need.SPLIT)
-IS_OF_FUNCTORCH = PrivateName("torch._C._functorch", "is_functorch_wrapped_tensor", Need.SPLIT)
+IS_VIEW = PrivateName("OpOverload", "is_view", Need.BACKWARD)
+UNSAFE_VIEW = PrivateName("torch.ops.aten", "_unsafe_view", Need.BACKWARD)
+MAKE_TOKEN = PrivateName("torch._prims", "_make_token", Need.SPLIT)
+SINK_TOKENS = PrivateName("torch._prims", "_sink_tokens", Need.SPLIT)
+WITH_EFFECTS = PrivateName("torch._higher_order_ops.effects", "with_effects", Need.BACKWARD)
+TRITON_KERNEL = PrivateName(
+    "torch._higher_order_ops.triton_kernel_wrap", "triton_kernel_wrapper_mutation", Need.SPLIT
+)
+IS_OF_FUNCTORCH = PrivateName(_FUNCTORCH, "is_functorch_wrapped_tensor", Need.SPLIT)
 FAKE_TENSOR = PrivateName(_FAKE, "FakeTensor", Need.SPLIT)
 FAKE_TENSOR_MODE = PrivateName(_FAKE, "FakeTensorMode", Need.SPLIT)
 TO_FAKE_TENSOR = PrivateName(_UTILS, "to_fake_tensor", Need.SPLIT)
@@ -334,6 +379,24 @@ VALUES = PrivateName("ShapeEnv", "backed_var_to_val", Need.SPLIT)
 MAKE_GRAPH_MODULE = PrivateName("torch.fx._lazy_graph_module", "_make_graph_module", Need.LAZY)
 SYM_NODE = PrivateName("SymInt", "node", Need.SPLIT)
 HINT = PrivateName("SymNode", "hint", Need.BACKWARD)
+
+# Dynamo's graphs call these, which switch something on or off for the calls after them. They are
+# told by their names, and looked up in each graph all the same: under another name they would look
+# like any call, and a section could begin with gradients on where they are off. (Dynamo may call
+# functorch's by wrappers of the same names.)
+ENTER_AUTOCAST = PrivateName(_AUTOCAST, "_enter_autocast", Need.SPLIT)
+EXIT_AUTOCAST = PrivateName(_AUTOCAST, "_exit_autocast", Need.SPLIT)
+SET_GRAD_ENABLED = PrivateName(_C, "_set_grad_enabled", Need.SPLIT)
+ENTER_VMAP = PrivateName(_FUNCTORCH, "_vmap_increment_nesting", Need.SPLIT)
+EXIT_VMAP = PrivateName(_FUNCTORCH, "_vmap_decrement_nesting", Need.SPLIT)
+ENTER_GRAD = PrivateName(_FUNCTORCH, "_grad_increment_nesting", Need.SPLIT)
+EXIT_GRAD = PrivateName(_FUNCTORCH, "_grad_decrement_nesting", Need.SPLIT)
+ENTER_JVP = PrivateName(_FUNCTORCH, "_jvp_increment_nesting", Need.SPLIT)
+EXIT_JVP = PrivateName(_FUNCTORCH, "_jvp_decrement_nesting", Need.SPLIT)
+DISABLE_SAVED_HOOKS = PrivateName(_C_AUTOGRAD, "_saved_tensors_hooks_disable", Need.SPLIT)
+ENABLE_SAVED_HOOKS = PrivateName(_C_AUTOGRAD, "_saved_tensors_hooks_enable", Need.SPLIT)
+ENTER_DUAL_LEVEL = PrivateName(_C, "_enter_dual_level", Need.SPLIT)
+EXIT_DUAL_LEVEL = PrivateName(_C, "_exit_dual_level", Need.SPLIT)
 
 # ---- AOTAutograd and Inductor ------------------------------------------------------------------
 
@@ -354,6 +417,8 @@ REMOTE_AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "enable_remote_autograd_cache",
 BUNDLED_AUTOGRAD_CACHE = PrivateName(_AOT_CONFIG, "bundled_autograd_cache", Need.BACKWARD)
 GRADIENT_OUTPUT = PrivateName(_AOT, "GradAOTOutput", Need.BACKWARD)
 PLAIN_INPUT = PrivateName(_AOT, "PlainAOTInput", Need.BACKWARD)
+GRADIENT_OF = PrivateName("GradAOTOutput", "grad_of", Need.BACKWARD)
+INPUT_INDEX = PrivateName("PlainAOTInput", "idx", Need.BACKWARD)
 BOXED_CALL = PrivateName("boxed function", "_boxed_call", Need.BACKWARD)
 # Earlier releases were not examined; with them everything is compiled anew.
 OUTPUT_CODE = PrivateName(f"{_INDUCTOR}.output_code", "OutputCode", Need.CACHE, since=(2, 13))
@@ -391,3 +456,82 @@ TRACE_STRUCTURED = PrivateName("torch._logging", "trace_structured", Need.TRACE)
 LOG_NAME = f"{DDP_OPTIMIZER.owner}.ddpopt"
 
 TABLE = tuple(row for row in list(globals().values()) if isinstance(row, PrivateName))
+
+# ---- Texts -------------------------------------------------------------------------------------
+
+_NODE, _GRAPH_META = "a node's metadata", "a graph's metadata"
+_PLACEHOLDER, _KEYWORD = "a placeholder's name", "a keyword of Inductor's inner compiler"
+_IS_DRIFT = "TorchDriftError, the graph is not cut: "
+
+EXAMPLE_VALUE = PrivateText(
+    _NODE, "example_value", Need.SPLIT, _IS_DRIFT + "it would seem to write to no memory"
+)
+COMPILE_ID = PrivateText(
+    _GRAPH_META, "dynamo_compile_id", Need.SPLIT, _IS_DRIFT + "all graphs would have one name"
+)
+STREAMS = PrivateText(
+    "a library of operators",
+    "streams",
+    Need.SPLIT,
+    # LIMIT: such a call keeps its place among effects, but the calls on its stream may leave it.
+    "calls on streams are taken for those of a library that nobody knows",
+)
+RUNNING_GRAPHS = PrivateText(
+    "the names of higher-order operators",
+    "associative_scan autograd_function_apply cond flex_attention flex_attention_backward "
+    "invoke_subgraph map_impl scan tag_activation_checkpoint triton_kernel_wrapper_functional "
+    "while_loop wrap",
+    Need.SPLIT,
+    "such a call is not known to be pure, so it keeps its place",
+)
+FOR_CPU = PrivateText(
+    "the ending of an operator's name",
+    "_for_cpu",
+    Need.ESTIMATE,
+    "the CPU's attention counts as no arithmetic, as all operators without a formula do",
+)
+VALUE = PrivateText(
+    _NODE, "val", Need.BACKWARD, _IS_DRIFT + "its inputs would seem to be in nobody's memory"
+)
+AUTOGRAD_NUMBER = PrivateText(
+    _NODE, "seq_nr", Need.BACKWARD, _IS_DRIFT + "gradients would be released too early for hooks"
+)
+DESCRIPTION = PrivateText(
+    _NODE,
+    "desc",
+    Need.BACKWARD,
+    # Of a forward TorchDriftError: what it saves would seem to be in nobody's memory.
+    "the backward is not cut: Reason.NOT_DESCRIBED",
+)
+TANGENTS = PrivateText(
+    _PLACEHOLDER, "tangents_", Need.BACKWARD, _IS_DRIFT + "tangents would seem to be saved tensors"
+)
+PRIMALS = PrivateText(
+    _PLACEHOLDER,
+    "primals_",
+    Need.BACKWARD,
+    "Inductor orders kernels as if parameters were freed after their last use",
+)
+STRIDES_KEPT = PrivateText(
+    _NODE, "user_visible_output_idxs", Need.BACKWARD, _IS_DRIFT + "sections rely on those strides"
+)
+HELD_NAME = PrivateText(
+    _PLACEHOLDER, "arg", Need.BACKWARD, "as without 'primals_'; Inductor reads the name"
+)
+IS_BACKWARD = PrivateText(
+    _KEYWORD, "is_backward", Need.BACKWARD, "no backward is found, so the graph is not cut"
+)
+STATIC_INPUTS = PrivateText(
+    _KEYWORD,
+    "static_input_idxs",
+    Need.BACKWARD,
+    "Inductor looks in each call whether saved tensors are aligned",
+)
+COMPILED_BACKWARD = PrivateText(
+    "the name of an autograd node",
+    "CompiledFunctionBackward",
+    Need.RECORD,
+    "what sections take in backward is not recorded",
+)
+
+TEXTS = tuple(row for row in list(globals().values()) if isinstance(row, PrivateText))

@@ -13,6 +13,11 @@ from ddpopt._torch import names
 from ddpopt.errors import TorchDriftError
 
 
+def is_compiled_backward(node: Any) -> bool:
+    """Whether AOTAutograd made an autograd node, which runs the backward of a compiled graph."""
+    return bool(node.name() == names.COMPILED_BACKWARD.text)
+
+
 def is_in_backward() -> bool:
     return running_backward() != -1
 

@@ -73,13 +73,13 @@ def estimate(
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
     for name, node in zip(trained, made, strict=True):
-        if node is not None and node.meta["val"].layout is not torch.strided:
+        if node is not None and _torch.aten_value(node).layout is not torch.strided:
             raise PlanError(
                 f"the gradient of {name} is sparse, which DDP reduces in a bucket of its own; use "
                 "a dense one (sparse=False)"
             )
     if device is None:
-        values = [node.meta.get("val") for node in graph.nodes]
+        values = [_torch.aten_value(node) for node in graph.nodes]
         used = {value.dtype for value in values if isinstance(value, torch.Tensor)}
         first = next(iter(trained.values()))
         device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
@@ -293,7 +293,7 @@ def _base_name(node: fx.Node) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return getattr(node.target, "is_view", False) or _base_name(node) == "_unsafe_view"
+    return _torch.is_view(node.target)
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -308,12 +308,12 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     # None has no "val": the result of a call without one, or a gradient that nobody needs.
     is_none = not node.users or name_of(node) == "getitem"
-    if "val" not in node.meta and node.op != "get_attr" and not is_none:
+    if not _torch.has_aten_value(node) and node.op != "get_attr" and not is_none:
         raise PlanError(
             f"node {node.name} ({name_of(node)}) has no meta['val']; trace the graph with make_fx "
             "and tracing_mode='fake'"
         )
-    return [leaf for leaf in leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(_torch.aten_value(node)) if isinstance(leaf, torch.Tensor)]
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -329,8 +329,8 @@ def _num_bytes(node: fx.Node) -> int:
 
 def _count_flops(node: fx.Node, formulas: Mapping[str, Any]) -> int:
     # The CPU's attention has no formula of its own (torch 2.11 to 2.13).
-    formula = formulas.get(_base_name(node).replace("_for_cpu", ""))
+    formula = formulas.get(_torch.without_device(_base_name(node)))
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = map_arg((node.args, node.kwargs), _torch.aten_value)
+    return int(formula(*args, **kwargs, out_val=_torch.aten_value(node)))

@@ -38,7 +38,7 @@ from ddpopt.split.backward_plan import (
     saved_arguments,
 )
 from ddpopt.split.forward_cut import SectionCompiler
-from ddpopt.split.nodes import IS_COPY, call_nodes, graph_name, has_ragged_sizes, output_values
+from ddpopt.split.nodes import IS_COPY, call_nodes, has_ragged_sizes, output_values
 from ddpopt.split.plan import BackwardCuts, SplitPlan
 from ddpopt.split.runtime import TOKEN_DTYPE, CompiledSection, GatedGraph, run_first_section
 from ddpopt.split.state import Nodes
@@ -77,14 +77,13 @@ def cut_backward(
     made = [[calls[i] for i in cuts.order[s.start : s.stop]] for s in cuts.sections]
     made[0] = [*snapshots, *made[0]]
     released = [[gradients[argument] for argument in arguments] for arguments in cuts.releases]
-    symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
+    symbols = [node for node in inputs if isinstance(_torch.aten_value(node), torch.SymInt)]
     taken = [
         {*symbols, *_taken(nodes, gradients_of, repeats)}
         for nodes, gradients_of in zip(made, released, strict=True)
     ]
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
-    # Held by somebody outside the run: parameters and inputs, tangents.
-    held = {n for n in inputs if n.name.startswith(("primals_", "tangents_"))}
+    held = {node for node in inputs if _torch.is_held_outside(node)}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
     slots = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
     sections = []
@@ -157,8 +156,8 @@ def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
     """A copy of a value in memory of its own."""
     copied = graph.call_function(torch.ops.aten.clone.default, (value,))
     copied.meta = {**value.meta, IS_COPY: True}
-    if isinstance(value.meta.get("val"), torch.Tensor):
-        copied.meta["val"] = value.meta["val"].clone()
+    if isinstance(_torch.aten_value(value), torch.Tensor):
+        _torch.set_aten_value(copied, _torch.aten_value(value).clone())
     return copied
 
 
@@ -180,8 +179,7 @@ def _taken(
 class _Builder:
     """Builds one section's graph.
 
-    Nodes get new names, so that equal sections have equal code and are compiled once. Inductor
-    tells by an input's name whether its memory is free after its last use: that of an `arg` is not.
+    Nodes get new names, so that equal sections have equal code and are compiled once.
     """
 
     def __init__(
@@ -191,8 +189,8 @@ class _Builder:
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         for index, node in enumerate(takes):
-            name = "saved" if node in freed else "arg"
-            self._values[node] = self._graph.placeholder(f"{name}{index}")
+            name = _torch.input_name(index, is_held=node not in freed)
+            self._values[node] = self._graph.placeholder(name)
             self._values[node].meta = dict(node.meta)
 
     def value_of(self, node: fx.Node) -> fx.Node:
@@ -268,12 +266,12 @@ def compile_gated(
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     _add_token(gm)
     token = torch.zeros(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
-    cutting = _Cutting(graph_name(gm), len(example_inputs), device, cut, key)
+    cutting = _Cutting(_torch.graph_name(gm), len(example_inputs), device, cut, key)
     compiled = aot(gm, [*example_inputs, token], cutting)
     kept = cutting.kept
     assert kept is not None, "AOTAutograd returned a forward without its backward"
     gated = GatedGraph(compiled, cutting.further, device)
-    return dataclasses.replace(kept.plan, graph=graph_name(gm)), kept.nodes, gated
+    return dataclasses.replace(kept.plan, graph=_torch.graph_name(gm)), kept.nodes, gated
 
 
 @dataclasses.dataclass
@@ -297,6 +295,7 @@ class _Cutting(_torch.Cutting):
     def compile(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
     ) -> tuple[Sequence[Any], _Kept]:
+        _torch.check_backward(backward)
         refuse_linked_calls(backward)
         (output,) = backward.graph.find_nodes(op="output")
         arguments = _torch.gradient_arguments(backward)
@@ -304,7 +303,7 @@ class _Cutting(_torch.Cutting):
         # The token's gradient, which is not a value of the graph, is the run's handle.
         output.args = (tuple(None if a == self._num_inputs else value for value, a in returned),)
         _torch.restride(backward, inputs)
-        devices = {node.meta["val"].device for node in gradient_nodes(backward).values()}
+        devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
         plan, nodes, sections = self._cut(backward, self._saved)
@@ -312,7 +311,7 @@ class _Cutting(_torch.Cutting):
             whole = compile_section(backward, inputs, list(range(len(inputs))))
             return [whole], _Kept(plan=plan, nodes=nodes, sections=(), arguments=arguments)
         placeholders = backward.graph.find_nodes(op="placeholder")
-        saved = {k for k, n in enumerate(placeholders) if not n.name.startswith("tangents_")}
+        saved = {k for k, n in enumerate(placeholders) if not _torch.is_tangent(n)}
         compiled, places = _compile_sections(sections, inputs, saved, compile_section, self._graph)
         flows = [
             {
@@ -389,7 +388,7 @@ def _compile_sections(
         placeholders = section.graph.graph.find_nodes(op="placeholder")
         origins = [slot if slot < len(inputs) else None for slot in section.takes]
         values = [
-            node.meta.get("val") if origin is None else inputs[origin]
+            _torch.aten_value(node) if origin is None else inputs[origin]
             for node, origin in zip(placeholders, origins, strict=True)
         ]
         key = _identity(section.graph, values, [origin in saved for origin in origins]) or index

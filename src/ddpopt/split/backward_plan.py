@@ -111,7 +111,7 @@ def refuse_linked_calls(gm: fx.GraphModule) -> None:
     """Raise NotCutError if calls depend on each other by more than the values they read."""
     if uses_streams(gm.graph):
         raise NotCutError(Reason.STREAMS)
-    if any(name_of(node) == "with_effects" for node in gm.graph.nodes):
+    if any(_torch.links_effects(node.target) for node in gm.graph.nodes):
         raise NotCutError(Reason.EFFECTS)
 
 
@@ -198,7 +198,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
         is_repeat=[node in repeats for node in calls],
         is_ordered=is_ordered,
         reads=reads,
-        num_bytes=[num_bytes_of(node.meta.get("val")) for node in calls],
+        num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
         gradients=gradients,
         argument_reads=argument_reads,
         write_backs=write_backs,
@@ -210,7 +210,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
 
 def argument_of(placeholder: fx.Node, saved: Mapping[str, int]) -> int | None:
     """The argument in whose memory a tensor is that a backward graph takes; None for others."""
-    if not isinstance(placeholder.meta.get("val"), torch.Tensor):
+    if not isinstance(_torch.aten_value(placeholder), torch.Tensor):
         return None  # a size is in nobody's memory
     return saved.get(placeholder.name)
 
@@ -232,10 +232,10 @@ def _forward_reads(
     needs_tangent: set[fx.Node] = set()
     read_by: dict[fx.Node, frozenset[int]] = {}  # the arguments in whose memory a value is
     for node in gm.graph.find_nodes(op="placeholder"):
-        argument = argument_of(node, saved)
-        if node.name.startswith("tangents_"):
+        argument, value = argument_of(node, saved), _torch.aten_value(node)
+        if _torch.is_tangent(node):
             needs_tangent.add(node)
-        elif argument is not None and argument not in trained and _has_true_copy(node.meta["val"]):
+        elif argument is not None and argument not in trained and _has_true_copy(value):
             read_by[node] = frozenset([argument])
     found: dict[int, frozenset[int]] = {}
     if not needs_tangent:
@@ -333,7 +333,7 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
         if not is_pure(node):
             continue
         is_constant = not node.all_input_nodes
-        is_view = getattr(node.target, "is_view", False) or name_of(node) == "_unsafe_view.default"
+        is_view = _torch.is_view(node.target)
         if name_of(node) == "getitem":
             is_view = node.args[0] in repeats
         if is_view or is_constant:
@@ -342,7 +342,7 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _tie(value: fx.Node, reader: fx.Node) -> Tie:
-    made = value.meta.get("val")
+    made = _torch.aten_value(value)
     if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):
         return Tie.TUPLE
     is_product = name_of(value).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")

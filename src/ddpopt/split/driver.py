@@ -48,7 +48,6 @@ from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
     describe,
-    graph_name,
     is_pure,
     output_values,
 )
@@ -209,13 +208,14 @@ def _survey(
     ddp: DistributedDataParallel,
     options: Options,
 ) -> _Survey:
+    _torch.check_dynamo_graph(gm)
     reduced = _torch.reducer_parameters(ddp)
     graph = copy_for_splitting(gm)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
     owners = parameters_of(graph, example_inputs, trained)
     known = state.get(ddp)
     used = {index for indices in owners.values() for index in indices}
-    later, earlier = known.arrival_around(graph_name(gm), used)
+    later, earlier = known.arrival_around(_torch.graph_name(gm), used)
     name_of = _torch.names_now(ddp)
     names = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
     frame = frame_module(
@@ -243,7 +243,7 @@ def _blank_plan(gm: fx.GraphModule, options: Options) -> SplitPlan:
     with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
         num_fixed = sum(not is_pure(node) for node in calls)
     return SplitPlan(
-        graph=graph_name(gm),
+        graph=_torch.graph_name(gm),
         inner=options.inner_name,
         num_nodes=len(calls),
         num_fixed=num_fixed,

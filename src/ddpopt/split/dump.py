@@ -26,7 +26,7 @@ from torch import fx
 from ddpopt import _logs, _torch, config
 from ddpopt._text import new_folder
 from ddpopt.errors import TorchDriftError
-from ddpopt.split.nodes import describe, graph_name, num_bytes_of
+from ddpopt.split.nodes import describe, num_bytes_of
 from ddpopt.split.plan import Crossing, SplitPlan
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _code(graph: fx.GraphModule) -> str:
 def _folder_of(gm: fx.GraphModule) -> Path:
     if gm not in _folders:
         of_process = _process_folder(config.dump_dir, os.getpid())
-        _folders[gm] = new_folder(of_process, _plain(graph_name(gm)))
+        _folders[gm] = new_folder(of_process, _plain(_torch.graph_name(gm)))
     return _folders[gm]
 
 
@@ -135,7 +135,7 @@ def find_crossings(
 
 def _num_bytes(node: fx.Node) -> int:
     try:
-        return num_bytes_of(node.meta.get("example_value", node.meta.get("val")))
+        return num_bytes_of(_torch.traced_value(node))
     except TorchDriftError:
         raise
     except Exception:  # raised by someone's subclass; what is shown is not worth a training run

@@ -63,7 +63,7 @@ def _inline_constant(node: fx.Node) -> None:
 
     AOTAutograd would have to return it from its section as a plain int, which it cannot do.
     """
-    constant = _torch.constant_of(node.meta.get("example_value"))
+    constant = _torch.constant_of(_torch.dynamo_value(node))
     if node.op == "placeholder" or constant is None:
         return
     for user in list(node.users):
@@ -75,7 +75,7 @@ def _read_again_for_each_user(node: fx.Node) -> None:
     """Give each user of a float argument its own `item` call: the tensor behind it can cross."""
     is_float_argument = (
         node.target == "item"
-        and isinstance(node.meta.get("example_value"), torch.SymFloat)
+        and isinstance(_torch.dynamo_value(node), torch.SymFloat)
         and isinstance(node.args[0], fx.Node)
         and node.args[0].op == "placeholder"
     )
@@ -87,7 +87,7 @@ def _read_again_for_each_user(node: fx.Node) -> None:
 
 def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
     """Take a tuple apart right where it is made: it cannot cross a cut, but its elements can."""
-    takes_tuple_apart = isinstance(producer.meta.get("example_value"), tuple | list)
+    takes_tuple_apart = isinstance(_torch.dynamo_value(producer), tuple | list)
     if takes_tuple_apart and not isinstance(node.args[1], fx.Node):
         place = producer
         while place.next.target is operator.getitem and place.next.args[0] is producer:
@@ -148,7 +148,7 @@ def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[
     passing = find_passing_gradients(graph)
     found = []
     for node, section in section_of.items():
-        value = node.meta.get("example_value")
+        value = _torch.dynamo_value(node)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             later = [user for user in node.users if section_of.get(user) != section]
             if later and passing.isdisjoint(later):
@@ -270,7 +270,7 @@ class _CompilingSections(fx.Interpreter):
             )
             self.compiled[target] = _events.notifying(compiled, Label(self._graph, index))
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
-            has_parts = any(is_composite(n.meta.get("example_value")) for n in returned)
+            has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs

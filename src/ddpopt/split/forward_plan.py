@@ -40,17 +40,6 @@ from ddpopt.split.nodes import (
 )
 from ddpopt.split.plan import Section, make_sections, parts_of_buckets
 
-# Calls that switch on a global state until their partner switches it off, and whose value does
-# not link the two. Autocast regions may be cut: split_module closes and reopens them.
-_REGION_PARTNERS = {
-    "_vmap_increment_nesting": "_vmap_decrement_nesting",
-    "_grad_increment_nesting": "_grad_decrement_nesting",
-    "_jvp_increment_nesting": "_jvp_decrement_nesting",
-    "_saved_tensors_hooks_disable": "_saved_tensors_hooks_enable",
-    "_enter_dual_level": "_exit_dual_level",
-}
-_AUTOCAST = ("_enter_autocast", "_exit_autocast")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
@@ -193,12 +182,13 @@ def _uncrossable_spans(
     bound = {
         symbol
         for node in gm.graph.nodes
-        if isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat)
-        for symbol in _torch.free_symbols(node.meta["example_value"])
+        if isinstance(_torch.dynamo_value(node), torch.SymInt | torch.SymFloat)
+        for symbol in _torch.free_symbols(_torch.dynamo_value(node))
     }
     for position, node in enumerate(calls):
-        if last_use[position] > position and name_of(node) not in _AUTOCAST:
-            value = node.meta.get("example_value")
+        # Autocast regions may be cut: split_module closes and reopens them.
+        if last_use[position] > position and not _torch.enters_autocast(name_of(node)):
+            value = _torch.dynamo_value(node)
             can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
             if not can_cross or not _torch.free_symbols(value) <= bound:
                 yield position + 1, last_use[position]
@@ -206,16 +196,18 @@ def _uncrossable_spans(
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
     """Yield spans under a global state that cannot be closed and reopened at a cut."""
+    # What links the two calls of a region is the state, no value.
+    partners = _torch.region_partners()
     opened: list[tuple[str, int]] = []
     no_grad_since: int | None = None
     for position, node in enumerate(calls):
         name = name_of(node)
-        if name == "_set_grad_enabled":
+        if _torch.sets_grad_mode(name):
             if no_grad_since is not None:
                 yield no_grad_since + 1, position
             no_grad_since = None if node.args[0] else position
-        elif name in _REGION_PARTNERS:
-            opened.append((_REGION_PARTNERS[name], position))
+        elif name in partners:
+            opened.append((partners[name], position))
         elif opened and name == opened[-1][0]:
             yield opened.pop()[1] + 1, position
     for _, position in opened:

@@ -32,14 +32,6 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 # What computes and does nothing else, except for operators that torch knows to be impure.
 _PURE_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
 _PURE_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
-# Operators that run graphs, which may do more.
-_RUNNING_GRAPHS = (
-    "associative_scan autograd_function_apply cond flex_attention flex_attention_backward "
-    "invoke_subgraph map_impl scan tag_activation_checkpoint triton_kernel_wrapper_functional "
-    "while_loop wrap"
-)
-_EFFECT_TOKENS = frozenset({"_make_token.default", "_sink_tokens.default"})
-_STATEFUL = ("_nesting", "_hooks_disable", "_hooks_enable", "_dual_level")
 _pure_operators: dict[Any, bool] = {}
 
 
@@ -55,16 +47,17 @@ def is_pure(node: fx.Node) -> bool:
     library = _torch.namespace_of(node.target)
     if library is not None:
         if node.target not in _pure_operators:
-            is_known = library in _PURE_LIBRARIES and name not in _EFFECT_TOKENS
+            is_known = library in _PURE_LIBRARIES and not _torch.is_effect_token(node.target)
             _pure_operators[node.target] = is_known and not node.is_impure()
         return _pure_operators[node.target]
     if sets_mode(node) or node.is_impure():
         return sets_mode(node)
     if _torch.is_higher_order(node.target):
-        return name in _RUNNING_GRAPHS.split() and all(map(is_pure, _calls_of_graphs(node)))
+        return _torch.runs_graphs(name) and all(map(is_pure, _calls_of_graphs(node)))
     module = getattr(node.target, "__module__", None) or "torch"  # as most of torch's builtins
-    is_known = module.partition(".")[0] in _PURE_MODULES
-    return is_known and not module.startswith("torch.distributed") and not name.endswith(_STATEFUL)
+    if module.startswith("torch.distributed") or _torch.changes_state(name):
+        return False
+    return module.partition(".")[0] in _PURE_MODULES
 
 
 def _calls_of_graphs(node: fx.Node) -> list[fx.Node]:
@@ -77,7 +70,9 @@ def _calls_of_graphs(node: fx.Node) -> list[fx.Node]:
 
 def sets_mode(node: fx.Node) -> bool:
     """Whether a call switches autocast or gradients on or off for the calls after it."""
-    return name_of(node) in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+    name = name_of(node)
+    is_autocast = _torch.enters_autocast(name) or _torch.exits_autocast(name)
+    return is_autocast or _torch.sets_grad_mode(name)
 
 
 IS_COPY = "ddpopt_is_copy"  # in the `meta` of a call of our own that passes on a value as it is
@@ -85,12 +80,7 @@ IS_COPY = "ddpopt_is_copy"  # in the `meta` of a call of our own that passes on 
 
 def uses_streams(graph: fx.Graph) -> bool:
     """Whether a graph says on which stream its calls run: then each has to keep its place."""
-    return any(_torch.namespace_of(node.target) == "streams" for node in graph.nodes)
-
-
-def graph_name(gm: fx.GraphModule) -> str:
-    """Return Dynamo's name for a graph: its frame and the number of the frame's compile."""
-    return str(gm.meta.get("dynamo_compile_id", "?"))
+    return any(_torch.uses_stream(node.target) for node in graph.nodes)
 
 
 def output_values(gm: fx.GraphModule) -> Sequence[Any]:
@@ -114,7 +104,7 @@ def has_ragged_sizes(graph: fx.Graph) -> bool:
     given: set[Any] = set()
     ragged: set[Any] = set()
     for node in graph.nodes:
-        value = node.meta.get("example_value")
+        value = _torch.dynamo_value(node)
         if is_composite(value):
             ragged |= _torch.free_symbols(value)
         elif node.op == "placeholder":
@@ -143,7 +133,7 @@ def leaves(value: Any) -> list[Any]:
 
 def storage_keys(node: fx.Node) -> list[int]:
     """Identify the memory of the tensors that a node stands for: equal keys share memory."""
-    keys = (_torch.storage_key(tensor) for tensor in _tensors_of(node.meta.get("example_value")))
+    keys = (_torch.storage_key(tensor) for tensor in _tensors_of(_torch.dynamo_value(node)))
     return [key for key in keys if key is not None]
 
 
@@ -156,7 +146,7 @@ def num_bytes_of(value: Any) -> int:
 
 def is_differentiable(node: fx.Node) -> bool:
     """Whether gradients may flow back through a call; True if that is not known."""
-    value = node.meta.get("example_value")
+    value = _torch.dynamo_value(node)
     tensors = _tensors_of(value)
     if tensors:
         return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
@@ -173,8 +163,8 @@ def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
         NodeText(
             name=node.name,
             target=_target_text(node),
-            shape=_shape_text(node.meta.get("example_value", node.meta.get("val"))),
-            source=_source_text(node.meta.get("stack_trace") or ""),
+            shape=_shape_text(_torch.traced_value(node)),
+            source=_source_text(node.stack_trace or ""),
         )
         for node in nodes
     )
@@ -183,8 +173,9 @@ def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
 def _target_text(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return f".{node.target}" if node.op == "call_method" else node.target
-    module = getattr(node.target, "__module__", "") or ""
-    return str(node.target) if module.startswith("torch._ops") else f"{module}.{name_of(node)}"
+    if _torch.namespace_of(node.target) is not None:
+        return str(node.target)  # an operator
+    return f"{getattr(node.target, '__module__', '') or ''}.{name_of(node)}"
 
 
 def _shape_text(value: Any) -> str:
@@ -313,7 +304,7 @@ def _argument(node: fx.Node, place: int | None, name: str) -> Any:
 
 def _writes_within(node: fx.Node) -> bool:
     """Whether a higher-order operator's kernel, or a graph that it calls, writes to an input."""
-    if name_of(node) == "triton_kernel_wrapper_mutation":
+    if _torch.is_triton_kernel(node.target):
         return True
     gm = node.graph.owning_module
     modules = [attribute_of(gm, n) for n in node.all_input_nodes if n.op == "get_attr"]

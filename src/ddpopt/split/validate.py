@@ -146,8 +146,8 @@ class _Program:
                 self.events.append((("read", call, argument), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
-        is_grad_mode = name_of(node) == "_set_grad_enabled"
-        if name_of(node) == "_enter_autocast" or (is_grad_mode and not node.args[0]):
+        is_grad_mode = _torch.sets_grad_mode(name_of(node))
+        if _torch.enters_autocast(name_of(node)) or (is_grad_mode and not node.args[0]):
             self._modes.append(False if is_grad_mode else self.freeze(node.args, values))
         elif not is_grad_mode or False in self._modes:
             self._modes.pop()
@@ -155,7 +155,7 @@ class _Program:
     def freeze(self, value: Any, values: Mapping[fx.Node, Any] = {}) -> Hashable:
         """Return what is equal for equal arguments, read now. Nodes have these `values`."""
         if isinstance(value, fx.Node):
-            constant = _torch.constant_of(value.meta.get("example_value"))
+            constant = _torch.constant_of(_torch.dynamo_value(value))
             is_inlined = constant is not None and value.op != "placeholder"
             value = constant if is_inlined else values[value]
         if isinstance(value, _Value):
