@@ -1,9 +1,11 @@
-"""Layer order is import order: the arrows between modules, read off their source."""
+"""Layer order is import order: the arrows between modules, read off their source.
+
+That torch's private names stay in one room is tested in tests/_torch/test_names.py.
+"""
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,26 +62,6 @@ def test_modules_import_only_the_layers_below_them() -> None:
         ours = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
         ours &= set(LAYERS)  # the others are names that the package shows
         assert ours <= below, f"{path} imports {sorted(ours - below)}"
-
-
-def test_private_torch_names_stay_in_one_room() -> None:
-    """No other module imports an underscored name of torch's or reads an underscored attribute.
-
-    `_replace` and `_asdict` are named tuples', and public.
-
-    How the room itself touches them is tested in tests/_torch/test_table.py.
-    """
-    for layer, path in _files():
-        if layer == "_torch":
-            continue
-        found = [name for name in _imports(path) if re.match(r"torch\b.*\._", name)]
-        private = re.compile(r"_(?!_|(?:replace|asdict)$)")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and private.match(node.attr):
-                owner = node.value.id if isinstance(node.value, ast.Name) else ""
-                if owner not in ("self", "cls"):
-                    found.append(ast.unparse(node))
-        assert not found, f"{path} touches {found}"
 
 
 def test_packages_of_callbacks_are_imported_by_those_who_use_them() -> None:

@@ -13,11 +13,12 @@ import torch
 
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt._torch.names import TABLE, Need, PrivateName
+from ddpopt._torch.names import TABLE, TEXTS, Need, PrivateName, PrivateText
 from ddpopt.errors import TorchDriftError
 
 ROOM = Path(_torch.__file__).parent
 FILES = sorted(path for path in ROOM.glob("*.py") if path.name != "names.py")
+OUTSIDE = sorted(path for path in ROOM.parent.rglob("*.py") if path.parent != ROOM)
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 
@@ -46,6 +47,51 @@ def _is_private(name: str) -> bool:
     return bool(re.match(r"(torch\b.*)?\._(?!_)", name))
 
 
+# Underscored, but not torch's: what named tuples have, and the module behind `operator`.
+_OF_PYTHON = {"_replace", "_asdict", "_fields", "_operator"}
+
+
+def _found_outside(text: str) -> list[str]:
+    """Return the private names of torch, and the texts of its graphs, in a module's source.
+
+    Names may also be spelled out, as in a comparison with what a node calls. What the module
+    defines, or sets on `self`, is its own.
+    """
+    tree = ast.parse(text)
+    found: list[str] = []
+    own = set(_OF_PYTHON)
+    texts = {row.text for row in TEXTS}
+    for node in ast.walk(tree):
+        found += filter(_is_private, _named(node))
+        found += _keys_of_metadata(node)
+        match node:
+            case ast.Constant(value=str(string)):
+                if string in texts or re.fullmatch(r"_[a-z]\w*(\.\w+)?", string):
+                    found.append(string)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) | ast.FunctionDef(name=name):
+                own.add(name)
+    return [name for name in found if name.removeprefix(".") not in own]
+
+
+def _keys_of_metadata(node: ast.AST) -> list[str]:
+    """Return a key of `x.meta` that stands in an expression: all are torch's, but `IS_COPY`."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="meta"), slice=ast.Constant(value=key)):
+            return [str(key)]
+        case ast.Call(
+            func=ast.Attribute(value=ast.Attribute(attr="meta")),
+            args=[ast.Constant(value=key), *_],
+        ):
+            return [str(key)]
+        case ast.Compare(
+            left=ast.Constant(value=key),
+            ops=[ast.In() | ast.NotIn()],
+            comparators=[ast.Attribute(attr="meta")],
+        ):
+            return [str(key)]
+    return []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_private_names_are_touched_by_their_rows_alone(path: Path) -> None:
     """No underscored attribute of another's object, by name or as a string, and no such import."""
@@ -69,6 +115,39 @@ def test_the_test_above_sees_what_goes_past(text: str) -> None:
     assert _goes_past(ast.parse(text))
 
 
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(ROOM.parent)))
+def test_no_private_name_is_touched_outside_the_room(path: Path) -> None:
+    """Neither as an attribute or an import, nor as a string; nor any key of metadata."""
+    assert _found_outside(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("reducer._set_static_graph()", "._set_static_graph"),
+        ("torch._dynamo.reset()", "._dynamo"),
+        ("from torch import _guards", "torch._guards"),
+        ("getattr(ddp, '_comm_hooks', None)", "_comm_hooks"),
+        ("hasattr(node.target, '_schema')", "_schema"),
+        ("node.meta['from_node']", "from_node"),
+        ("node.meta['val'] = value", "val"),
+        ("node.meta.get('original_aten')", "original_aten"),
+        ("'stack_trace' not in node.meta", "stack_trace"),
+        ("name_of(node) == '_enter_autocast'", "_enter_autocast"),
+        ("_TOKENS = frozenset({'_make_token.default'})", "_make_token.default"),
+        ("node.name.startswith(('primals_', other))", "primals_"),
+        ("node.name() == 'CompiledFunctionBackward'", "CompiledFunctionBackward"),
+    ],
+)
+def test_the_test_above_sees_what_is_touched(text: str, found: str) -> None:
+    """Each way by which a name could be touched, planted into a module that touches none."""
+    module = (
+        "class Cut:\n    _kept = 1\n    def get(self): return self._kept, vars(self)['_kept']\n"
+    )
+    assert _found_outside(module) == []
+    assert found in _found_outside(f"{module}{text}\n")
+
+
 def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
     """A row that nobody uses would still be asked for by doctor."""
     used = {
@@ -79,10 +158,11 @@ def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
         and isinstance(node.value, ast.Name)
         and node.value.id == "names"
     }
-    rows = {name: row for name, row in vars(names).items() if isinstance(row, PrivateName)}
+    kinds = (PrivateName, PrivateText)
+    rows = {name: row for name, row in vars(names).items() if isinstance(row, kinds)}
     assert set(rows) <= used
-    assert set(rows.values()) == set(TABLE)
-    assert len({str(row) for row in TABLE}) == len(TABLE) > 100
+    assert set(rows.values()) == {*TABLE, *TEXTS}
+    assert len({str(row) for row in (*TABLE, *TEXTS)}) == len(rows) > 160
     assert {row.need for row in TABLE} == set(Need)
 
 

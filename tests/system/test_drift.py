@@ -467,6 +467,8 @@ IN_TRIALS = {
     names.SYM_NODE: "forward",
     names.DONATED_IDXS: "forward",
     names.HINT: "backward",
+    names.GRADIENT_OF: "backward",
+    names.INPUT_INDEX: "backward",
 }
 _OF_GUARDS = "of what Dynamo makes with the guards of a graph, which is split without"
 NOT_NAMED = {
@@ -512,6 +514,7 @@ UNASKED: dict[PrivateName, str] = {
     names.BOXED_CALL: "written on functions of ours alone",
     names.DELAYED_HOOK: "read where DDP delays parameters; the graph is left whole without it",
     names.TENSOR_HOOKS: "as above",
+    names.TRITON_KERNEL: "read where a graph has operators of higher order that run no graphs",
 }
 
 

@@ -403,9 +403,9 @@ def links_effects(target: object) -> bool:
     return target is names.WITH_EFFECTS.get()
 
 
-def is_effect_token(target: object) -> bool:
+def is_effect_token(name: str) -> bool:
     """Whether an operator makes the first effect token, or takes the last."""
-    return target in (names.MAKE_TOKEN.get(), names.SINK_TOKENS.get())
+    return name in names.EFFECT_TOKENS.text.split()
 
 
 def is_view(target: object) -> bool:

@@ -364,8 +364,6 @@ HIGHER_ORDER = PrivateName("torch._ops", "HigherOrderOperator", Need.SPLIT)
 SCHEMA = PrivateName("OpOverload", "_schema", Need.SPLIT)
 IS_VIEW = PrivateName("OpOverload", "is_view", Need.BACKWARD)
 UNSAFE_VIEW = PrivateName("torch.ops.aten", "_unsafe_view", Need.BACKWARD)
-MAKE_TOKEN = PrivateName("torch._prims", "_make_token", Need.SPLIT)
-SINK_TOKENS = PrivateName("torch._prims", "_sink_tokens", Need.SPLIT)
 WITH_EFFECTS = PrivateName("torch._higher_order_ops.effects", "with_effects", Need.BACKWARD)
 TRITON_KERNEL = PrivateName(
     "torch._higher_order_ops.triton_kernel_wrap", "triton_kernel_wrapper_mutation", Need.SPLIT
@@ -484,6 +482,12 @@ RUNNING_GRAPHS = PrivateText(
     Need.SPLIT,
     "such a call is not known to be pure, so it keeps its place",
 )
+EFFECT_TOKENS = PrivateText(
+    "the names of operators",
+    "_make_token.default _sink_tokens.default",
+    Need.BACKWARD,
+    "they are taken for pure; WITH_EFFECTS, which stands in the same graphs, is found all the same",
+)
 FOR_CPU = PrivateText(
     "the ending of an operator's name",
     "_for_cpu",
@@ -497,11 +501,7 @@ AUTOGRAD_NUMBER = PrivateText(
     _NODE, "seq_nr", Need.BACKWARD, _IS_DRIFT + "gradients would be released too early for hooks"
 )
 DESCRIPTION = PrivateText(
-    _NODE,
-    "desc",
-    Need.BACKWARD,
-    # Of a forward TorchDriftError: what it saves would seem to be in nobody's memory.
-    "the backward is not cut: Reason.NOT_DESCRIBED",
+    _NODE, "desc", Need.BACKWARD, _IS_DRIFT + "no value that it saves would seem to be an argument"
 )
 TANGENTS = PrivateText(
     _PLACEHOLDER, "tangents_", Need.BACKWARD, _IS_DRIFT + "tangents would seem to be saved tensors"

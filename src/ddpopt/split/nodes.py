@@ -47,7 +47,7 @@ def is_pure(node: fx.Node) -> bool:
     library = _torch.namespace_of(node.target)
     if library is not None:
         if node.target not in _pure_operators:
-            is_known = library in _PURE_LIBRARIES and not _torch.is_effect_token(node.target)
+            is_known = library in _PURE_LIBRARIES and not _torch.is_effect_token(name)
             _pure_operators[node.target] = is_known and not node.is_impure()
         return _pure_operators[node.target]
     if sets_mode(node) or node.is_impure():

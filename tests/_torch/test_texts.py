@@ -1,0 +1,80 @@
+"""Torch that writes something else into graphs than ddpopt reads: one text at a time is renamed.
+
+As drift of names is simulated in tests/system/test_drift.py. Training is eager's all the same, and
+where a graph without the text could be misread, it is not cut, for a reason that has the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import ddpopt
+from ddpopt._torch import names
+from ddpopt._torch.names import PrivateText
+from ddpopt.errors import Reason
+from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+
+# Why the graph of a small model is not cut, or its backward, without a text; None if it is.
+REASONS: dict[PrivateText, Reason | None] = {
+    names.EXAMPLE_VALUE: Reason.TORCH_DRIFT,
+    names.COMPILE_ID: Reason.TORCH_DRIFT,
+    names.STREAMS: None,
+    names.RUNNING_GRAPHS: None,
+    names.EFFECT_TOKENS: None,
+    names.FOR_CPU: None,
+    names.VALUE: Reason.BACKWARD_DRIFT,
+    names.AUTOGRAD_NUMBER: Reason.BACKWARD_DRIFT,
+    names.DESCRIPTION: Reason.BACKWARD_DRIFT,
+    names.TANGENTS: Reason.BACKWARD_DRIFT,
+    names.PRIMALS: None,
+    names.HELD_NAME: None,
+    names.COMPILED_BACKWARD: None,
+}
+WITH_INDUCTOR: dict[PrivateText, Reason | None] = {
+    names.STRIDES_KEPT: Reason.BACKWARD_DRIFT,
+    names.IS_BACKWARD: Reason.BACKWARD_FAILED,
+    names.STATIC_INPUTS: Reason.BACKWARD_FAILED,
+}
+
+
+def test_each_text_is_renamed_below() -> None:
+    assert {*REASONS, *WITH_INDUCTOR} == set(names.TEXTS)
+
+
+def _check_training(
+    row: PrivateText, reason: Reason | None, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = (name for name, value in vars(names).items() if value is row)
+    renamed = dataclasses.replace(row, text="renamed")
+    monkeypatch.setattr(names, name, renamed)
+    inputs = batches(0, [(4, WIDTH)] * 2)
+    eager, ddp = twins(MLP(3), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner, "split": "backward"})
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    plan = ddpopt.explain(ddp).plans[-1]
+    found = plan.fallback or plan.backward_fallback
+    assert found is reason, plan.detail
+    if reason in (Reason.TORCH_DRIFT, Reason.BACKWARD_DRIFT):
+        assert f"has no {renamed}, which ddpopt needs" in plan.detail
+    else:
+        assert len(plan.sections) > 1
+
+
+@pytest.mark.parametrize("row", REASONS, ids=str)
+def test_training_goes_on_without_a_text(
+    one_rank: None, row: PrivateText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncut, where a graph without it could be misread."""
+    _check_training(row, REASONS[row], "aot_eager", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", WITH_INDUCTOR, ids=str)
+def test_so_it_does_with_inductor(
+    one_rank: None, row: PrivateText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what it alone reads, or takes."""
+    _check_training(row, WITH_INDUCTOR[row], "inductor", monkeypatch)
