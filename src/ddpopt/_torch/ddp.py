@@ -75,7 +75,7 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
         _seen_before_rebuild.add(reducer)
         return True
     try:
-        return not _log_of(ddp).get("has_rebuilt_buckets")
+        return not _log_of(ddp).get(names.HAS_REBUILT.text)
     except TorchDriftError:
         return False
 
@@ -111,7 +111,7 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
 
 def _logged_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
     """Return the rebuilt buckets as DDP's log has them, None without."""
-    logged = _log_of(ddp).get("rebuilt_per_bucket_param_indices")
+    logged = _log_of(ddp).get(names.REBUILT_BUCKETS.text)
     if not logged:
         return None
     return tuple(tuple(map(int, bucket.split())) for bucket in logged.split(","))
@@ -146,12 +146,12 @@ def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
     """Return the last step that DDP timed: it times the first ten, then every hundredth."""
     logged = _log_of(ddp)  # in nanoseconds
     return LoggedStep(
-        number=int(logged.get("iteration", 0)),
-        forward_s=logged.get("forward_compute_time", 0) / 1e9,
-        backward_s=logged.get("backward_compute_time", 0) / 1e9,
-        communication_s=logged.get("backward_comm_time", 0) / 1e9,
-        overlap_s=logged.get("backward_compute_comm_overlap_time", 0) / 1e9,
-        num_bytes=int(logged.get("total_parameter_size_bytes", 0)),
+        number=int(logged.get(names.ITERATION.text, 0)),
+        forward_s=logged.get(names.FORWARD_TIME.text, 0) / 1e9,
+        backward_s=logged.get(names.BACKWARD_TIME.text, 0) / 1e9,
+        communication_s=logged.get(names.COMM_TIME.text, 0) / 1e9,
+        overlap_s=logged.get(names.OVERLAP_TIME.text, 0) / 1e9,
+        num_bytes=int(logged.get(names.NUM_BYTES.text, 0)),
     )
 
 
@@ -415,7 +415,7 @@ def bucket_reduction(ddp: DistributedDataParallel) -> BucketReduction | None:
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
     """Whether a comm hook reduces gradients, in Python or one of DDP's own in C++."""
     reduction = bucket_reduction(ddp)
-    is_registered = bool(_log_of(ddp).get("comm_hook"))
+    is_registered = bool(_log_of(ddp).get(names.COMM_HOOK.text))
     return is_registered and (reduction is None or not reduction.is_idle)
 
 
@@ -481,12 +481,12 @@ def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
 
     Copies of a module have its list of hooks, but a Reducer without any.
     """
-    return list(names.COMM_HOOKS.get(ddp)) if _log_of(ddp).get("comm_hook") else []
+    return list(names.COMM_HOOKS.get(ddp)) if _log_of(ddp).get(names.COMM_HOOK.text) else []
 
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
     """Return the name of DDP's own comm hook in C++, which only the log keeps."""
-    name = str(_log_of(ddp).get("comm_hook", ""))
+    name = str(_log_of(ddp).get(names.COMM_HOOK.text, ""))
     kinds = names.BUILTIN_HOOKS.get()
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
 

@@ -457,8 +457,8 @@ TABLE = tuple(row for row in list(globals().values()) if isinstance(row, Private
 
 # ---- Texts -------------------------------------------------------------------------------------
 
-_NODE, _GRAPH_META = "a node's metadata", "a graph's metadata"
-_PLACEHOLDER, _KEYWORD = "a placeholder's name", "a keyword of Inductor's inner compiler"
+_NODE, _GRAPH_META, _LOG = "node metadata", "graph metadata", "entry of DDP's log"
+_PLACEHOLDER, _KEYWORD = "placeholder name", "keyword of Inductor's inner compiler"
 _IS_DRIFT = "TorchDriftError, the graph is not cut: "
 
 EXAMPLE_VALUE = PrivateText(
@@ -468,14 +468,14 @@ COMPILE_ID = PrivateText(
     _GRAPH_META, "dynamo_compile_id", Need.SPLIT, _IS_DRIFT + "all graphs would have one name"
 )
 STREAMS = PrivateText(
-    "a library of operators",
+    "operator library",
     "streams",
     Need.SPLIT,
     # LIMIT: such a call keeps its place among effects, but the calls on its stream may leave it.
     "calls on streams are taken for those of a library that nobody knows",
 )
 RUNNING_GRAPHS = PrivateText(
-    "the names of higher-order operators",
+    "higher-order operators",
     "associative_scan autograd_function_apply cond flex_attention flex_attention_backward "
     "invoke_subgraph map_impl scan tag_activation_checkpoint triton_kernel_wrapper_functional "
     "while_loop wrap",
@@ -483,13 +483,13 @@ RUNNING_GRAPHS = PrivateText(
     "such a call is not known to be pure, so it keeps its place",
 )
 EFFECT_TOKENS = PrivateText(
-    "the names of operators",
+    "operators",
     "_make_token.default _sink_tokens.default",
     Need.BACKWARD,
     "they are taken for pure; WITH_EFFECTS, which stands in the same graphs, is found all the same",
 )
 FOR_CPU = PrivateText(
-    "the ending of an operator's name",
+    "operator name ending",
     "_for_cpu",
     Need.ESTIMATE,
     "the CPU's attention counts as no arithmetic, as all operators without a formula do",
@@ -519,19 +519,49 @@ HELD_NAME = PrivateText(
     _PLACEHOLDER, "arg", Need.BACKWARD, "as without 'primals_'; Inductor reads the name"
 )
 IS_BACKWARD = PrivateText(
-    _KEYWORD, "is_backward", Need.BACKWARD, "no backward is found, so the graph is not cut"
+    _KEYWORD, "is_backward", Need.BACKWARD, "no backward is found: Reason.BACKWARD_FAILED"
 )
 STATIC_INPUTS = PrivateText(
     _KEYWORD,
     "static_input_idxs",
     Need.BACKWARD,
-    "Inductor looks in each call whether saved tensors are aligned",
+    "Inductor does not take it from us: Reason.BACKWARD_FAILED",
 )
 COMPILED_BACKWARD = PrivateText(
-    "the name of an autograd node",
+    "autograd node name",
     "CompiledFunctionBackward",
     Need.RECORD,
     "what sections take in backward is not recorded",
+)
+
+HAS_REBUILT = PrivateText(
+    _LOG,
+    "has_rebuilt_buckets",
+    Need.SPLIT,
+    "buckets of a module that was copied or loaded count as not yet final",
+)
+REBUILT_BUCKETS = PrivateText(
+    _LOG,
+    "rebuilt_per_bucket_param_indices",
+    Need.SPLIT,
+    "final buckets are never known, and cuts stay where they are predicted",
+)
+COMM_HOOK = PrivateText(
+    _LOG,
+    "comm_hook",
+    Need.REBUCKET,
+    # LIMIT: without a hook the entry is not there either, so nobody notices.
+    "a module seems to have no comm hook, and loses it with its Reducer",
+)
+ITERATION = PrivateText(_LOG, "iteration", Need.RECORD, "all steps that DDP timed are number 0")
+FORWARD_TIME = PrivateText(_LOG, "forward_compute_time", Need.RECORD, "forward took 0 s")
+BACKWARD_TIME = PrivateText(_LOG, "backward_compute_time", Need.RECORD, "backward took 0 s")
+COMM_TIME = PrivateText(_LOG, "backward_comm_time", Need.RECORD, "allreduces took 0 s")
+OVERLAP_TIME = PrivateText(
+    _LOG, "backward_compute_comm_overlap_time", Need.RECORD, "no allreduce was overlapped"
+)
+NUM_BYTES = PrivateText(
+    _LOG, "total_parameter_size_bytes", Need.RECORD, "gradients have 0 bytes together"
 )
 
 TEXTS = tuple(row for row in list(globals().values()) if isinstance(row, PrivateText))
