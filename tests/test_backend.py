@@ -20,7 +20,7 @@ import ddpopt
 import ddpopt.backend
 from ddpopt.errors import Reason
 from ddpopt.options import NO_COMPILER
-from ddpopt.split import driver, state
+from ddpopt.split import compiler, state
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
@@ -38,7 +38,7 @@ def _x() -> torch.Tensor:
 
 
 def _only_plan(ddp: torch.nn.Module) -> ddpopt.inspection.Explanation:
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     return plan
 
 
@@ -167,7 +167,7 @@ def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
     with torch.no_grad():
         compiled(_x())
     compiled(_x()).sum().backward()
-    reasons = [plan.fallback for plan in ddpopt.explain(ddp).plans]
+    reasons = [plan.fallback for plan in ddpopt.explain(ddp).cuts]
     assert reasons == [Reason.NO_GRAD, None]
 
 
@@ -389,11 +389,11 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
 @pytest.mark.parametrize(
     ("moved", "options", "reason"),
     [
-        ("cut_backward", {}, Reason.BACKWARD_FAILED),
+        ("make_section_graphs", {}, Reason.BACKWARD_FAILED),
         ("compile_gated", {}, Reason.BACKWARD_DRIFT),
-        ("split_forward", {"split": "forward"}, Reason.SPLIT_FAILED),
-        ("compile_sections", {"split": "forward"}, Reason.TORCH_DRIFT),
-        ("read_facts", {}, Reason.TORCH_DRIFT),
+        ("make_stitched_graph", {"split": "forward"}, Reason.SPLIT_FAILED),
+        ("compile_forward_sections", {"split": "forward"}, Reason.TORCH_DRIFT),
+        ("read_forward", {}, Reason.TORCH_DRIFT),
     ],
 )
 def test_an_error_while_splitting_costs_overlap_not_training(
@@ -410,7 +410,7 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     def broken(*_: Any, **__: Any) -> Any:
         raise error("u0")
 
-    monkeypatch.setattr(driver, moved, broken)
+    monkeypatch.setattr(compiler, moved, broken)
     eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 2)
     assert_equal_states(train(ddp, inputs, _compile(ddp, **options)), train(eager, inputs))
@@ -442,7 +442,7 @@ def test_a_graph_that_takes_the_place_of_several_is_split(
     """Those that only the first forward ran are no reason to leave it whole."""
     _, ddp = twins(_PreparedOnce(computes_before), bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-    *_, later = ddpopt.explain(ddp).plans
+    *_, later = ddpopt.explain(ddp).cuts
     assert later.graph.endswith("/1")
     assert len(later.sections) == 3, later.headline()
 
@@ -460,7 +460,7 @@ def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> No
         compiled = _compile(ddp, enabled=enabled)
         for scale in (0.5, 0.25, 1.5, 2.5, 3.5):
             compiled(_x(), scale).sum().backward()
-        assert len(ddpopt.explain(ddp).plans) == 2
+        assert len(ddpopt.explain(ddp).cuts) == 2
 
 
 def test_loading_the_backend_leaves_the_python_reducer_alone() -> None:
@@ -484,6 +484,6 @@ def test_reset_forgets_the_plans(one_rank: None) -> None:
     compiled = _compile(ddp)
     compiled(_x())
     torch._dynamo.reset()
-    assert not ddpopt.explain(ddp).plans
+    assert not ddpopt.explain(ddp).cuts
     compiled(_x()).sum().backward()
     assert len(_only_plan(ddp).sections) == 3

@@ -46,20 +46,20 @@ for _ in range(3):
 
 
 QUIET_S = """
-from ddpopt.split import forward_cut
-forward_cut._QUIET_S = {}
+from ddpopt.split import section_compiler
+section_compiler._QUIET_S = {}
 """
 
 REFUSE_TO_FORMAT = """
 import sys, torch.fx
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 
 def refuse(*_, original=torch.fx.GraphModule.print_readable, **options):
     if "ddpopt" in sys._getframe(1).f_code.co_filename:
         raise AssertionError("formatted while logs are off")
     return original(*_, **options)  # AOTAutograd formats its own graphs
 
-SplitPlan.__str__ = torch.fx.GraphModule.print_readable = refuse
+Cut.__str__ = torch.fx.GraphModule.print_readable = refuse
 """
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.reducer import Bucket, Parameter, ReducerRules, find_misplaced, predict_buckets
 from ddpopt.split import state
-from ddpopt.split.forward_plan import order_arrival
+from ddpopt.split.arrival import order_arrival
 from tests.support.models import MLP, batches, train
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

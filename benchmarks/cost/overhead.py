@@ -88,7 +88,7 @@ def compare_arms(inner: str, num_parameters: int, num_sections: int, rounds: int
     base = times["unsplit"]
     rows = []
     for name, ddp in ddps.items():
-        (plan,) = ddpopt.explain(ddp).plans
+        (plan,) = ddpopt.explain(ddp).cuts
         num_cut = len(plan.sections)
         # What is not cut is divided as if it were, so that its noise can be compared.
         parts = num_cut if num_cut > 1 else num_sections

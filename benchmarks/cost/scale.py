@@ -30,11 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.report import table
 from ddpopt.backend import backend
 from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
-from ddpopt.split.backward_cut import cut_backward
-from ddpopt.split.backward_plan import final_positions, plan_backward, read_backward
-from ddpopt.split.forward_plan import order_arrival
-from ddpopt.split.plan import SplitPlan
-from ddpopt.split.validate import validate_backward
+from ddpopt.split.arrival import final_positions, order_arrival
+from ddpopt.split.backward import make_section_graphs
+from ddpopt.split.cut import Cut
+from ddpopt.split.facts import read_backward
+from ddpopt.split.proof import prove_backward
+from ddpopt.split.sections import choose_backward_sections
 
 _MIB = 1024 * 1024
 _WIDTH = 2
@@ -115,11 +116,11 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         facts = read_backward(gm, {})
         final = final_positions(facts, arguments, ())
         buckets = predict_buckets(order_arrival(parameters, final), rules)
-        cuts = plan_backward(facts, buckets, arguments, final)
-        sections = cut_backward(gm, cuts)
+        cuts = choose_backward_sections(facts, buckets, arguments, final)
+        sections = make_section_graphs(gm, cuts)
         arrival = tuple(parameters)
-        plan = SplitPlan(graph="", inner="", num_nodes=0, sections=cuts.sections, arrival=arrival)
-        validate_backward(gm, plan, sections, {}, arguments)
+        plan = Cut(graph="", inner="", num_nodes=0, sections=cuts.sections, arrival=arrival)
+        prove_backward(gm, plan, sections, {}, arguments)
         num_made.append(len(sections))
         return time.thread_time() - start
 

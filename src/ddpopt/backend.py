@@ -1,8 +1,8 @@
 """The Dynamo backend `ddpopt`: what Dynamo calls, and for which graphs splitting is on.
 
-It finds the active DDP module, or a reason not to split; `split/driver.py` does the rest. Importing
-this module, as Dynamo does when it looks up the backend, lets it take over graphs from the in-tree
-DDPOptimizer.
+It finds the active DDP module, or a reason not to split; `split/compiler.py` does the rest.
+Importing this module, as Dynamo does when it looks up the backend, lets it take over graphs from
+the in-tree DDPOptimizer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
 from ddpopt.planning import decision, rebucket, timer, tuner
-from ddpopt.split import driver, recomputation, state
-from ddpopt.split.plan import frame_of
+from ddpopt.split import compiler, recomputation, state
+from ddpopt.split.cut import frame_of
 
 
 def backend(
@@ -62,12 +62,12 @@ def backend(
     try:
         if ddp is not None and version is not None:
             start = functools.partial(_see_to_buckets, resolved)
-            compiled = driver.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
+            compiled = compiler.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
             version.is_cut = state.get(ddp).is_cut_in_forward(_torch.graph_name(gm))
             return compiled
         if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
             _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
-        return driver.compile_whole(gm, example_inputs, ddp, resolved, refusal)
+        return compiler.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     except Exception as error:
         if "InvalidCxxCompiler" in str(error):  # Python 3.10 has no notes
             remedy = f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
@@ -213,7 +213,7 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
     chose, the parts that train and that Dynamo left out are warned of too.
     """
     known = state.get(ddp)
-    is_training_to_come = known.plans and not torch.is_grad_enabled()
+    is_training_to_come = known.cuts and not torch.is_grad_enabled()
     if known.is_warned or is_training_to_come:
         return
     known.is_warned = True
@@ -227,7 +227,7 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
 def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | None:
     """Say what Dynamo left out: the whole module, or what uses some parameters; None if nothing."""
     module = f"this DistributedDataParallel({type(ddp.module).__name__})"
-    if not state.get(ddp).plans:
+    if not state.get(ddp).cuts:
         return module
     left_out = None
     if is_whole:
@@ -281,7 +281,7 @@ def _find_left_out(ddp: DistributedDataParallel) -> str | None:
     if paths:
         return f"{count(num_left_out, 'parameter')} of {shorten(paths)}"
     without = (Reason.NO_PARAMETERS, Reason.NO_GRAD)
-    if training and all(plan.fallback in without for plan in state.get(ddp).plans):
+    if training and all(cut.fallback in without for cut in state.get(ddp).cuts):
         return count(len(training), "parameter")
     return None
 

@@ -61,7 +61,7 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
 
     monkeypatch.setattr(names, "_read", without)
     ddp = _train_compiled(bucket_cap_mb=0.03)
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     assert plan.fallback is Reason.TORCH_DRIFT
     assert name in plan.detail
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1

@@ -67,7 +67,7 @@ def _check_training(
     eager, ddp = twins(MLP(3), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner, "split": "backward"})
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    plan = ddpopt.explain(ddp).plans[-1]
+    plan = ddpopt.explain(ddp).cuts[-1]
     found = plan.fallback or plan.backward_fallback
     assert found is reason, plan.detail
     if reason in (Reason.TORCH_DRIFT, Reason.BACKWARD_DRIFT):

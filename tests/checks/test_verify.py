@@ -261,7 +261,7 @@ def test_training_runs_the_code_that_was_verified(split: str) -> None:
     for _ in range(3):
         model(x).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs
-    (plan,) = state.get(state.ddp_of(model)).plans
+    (plan,) = state.get(state.ddp_of(model)).cuts
     assert len(plan.sections) > 1
     assert plan.split == split
 

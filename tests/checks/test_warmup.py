@@ -84,7 +84,7 @@ def _warm_and_train(
     assert num_graphs > 0
     assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs
-    (plan,) = state.get(ddp).plans
+    (plan,) = state.get(ddp).cuts
     assert plan.split == split
     assert len(plan.sections) > 1
     return {
@@ -145,7 +145,7 @@ def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
     ours = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
     assert_equal_states(ours, train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs > 0
-    assert any(plan.sections for plan in state.get(ddp).plans)
+    assert any(plan.sections for plan in state.get(ddp).cuts)
     return verdict.passed
 
 

@@ -101,14 +101,14 @@ def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str
         if not relative <= tolerance:
             raise AssertionError(f"{name} differs by {relative:.1e} of its largest element")
         worst = max(worst, relative)
-    plans = ddpopt.explain(ddps[0]).plans
+    cuts = ddpopt.explain(ddps[0]).cuts
     seen = "; ".join(
-        f"{plan.split}, {len(plan.sections)} sections"
-        + (f", instead: {plan.backward_fallback.name}" if plan.backward_fallback else "")
-        + (f", fallback: {plan.fallback.name}" if plan.fallback else "")
-        for plan in plans
+        f"{cut.split}, {len(cut.sections)} sections"
+        + (f", instead: {cut.backward_fallback.name}" if cut.backward_fallback else "")
+        + (f", fallback: {cut.fallback.name}" if cut.fallback else "")
+        for cut in cuts
     )
-    splits = {plan.split for plan in plans if len(plan.sections) > 1}
+    splits = {cut.split for cut in cuts if len(cut.sections) > 1}
     if not splits or (trial.split != "auto" and splits != {trial.split}):
         raise AssertionError(f"not split as asked for: {seen}")
     return f"{seen}; largest relative difference {worst:.0e}"

@@ -68,7 +68,7 @@ def _warmup(rank: int, device: str, inner: str, _folder: Path) -> str:
     assert all(map(torch.equal, before, ddp.parameters()))
     with torch.compiler.set_stance("fail_on_recompile"):
         _train(rank, model, 3)
-    return f"{len(ddpopt.explain(ddp).plans[0].sections)} sections, no compile after it"
+    return f"{len(ddpopt.explain(ddp).cuts[0].sections)} sections, no compile after it"
 
 
 def _calibrate(_rank: int, device: str, _inner: str, _folder: Path) -> str:

@@ -34,7 +34,7 @@ def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
     compiled(torch.randn(2, 64))
     explanation = ddpopt.explain(compiled)
     assert explanation == ddpopt.explain(ddp)
-    (plan,) = explanation.plans
+    (plan,) = explanation.cuts
     assert [bucket.num_bytes for bucket in plan.buckets] == [33280] * 3
     assert [section.completes for section in plan.sections] == [(0,), (1,), (2,)]
     for text in (str(explanation), str(plan)):
@@ -64,7 +64,7 @@ def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     for _ in range(4):
         compiled(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
-    first, second = (plan.graph for plan in explanation.plans)
+    first, second = (plan.graph for plan in explanation.cuts)
     assert [bucket.graphs for bucket in explanation.buckets] == [
         (second,),
         (first, second),
@@ -72,7 +72,7 @@ def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     ]
     assert explanation.buckets[1].completed_by == f"{first} section 0"
     assert "(spans graphs)" in str(explanation)
-    assert [len(plan.sections) for plan in explanation.plans] == [2, 2]
+    assert [len(plan.sections) for plan in explanation.cuts] == [2, 2]
     assert all(bucket.is_as_planned for bucket in explanation.buckets)
 
 
@@ -116,7 +116,7 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
             compiled(torch.randn(batch, 64))
     planned = [
         [{p.index for p in bucket.parameters} for bucket in plan.buckets]
-        for plan in ddpopt.explain(ddp).plans
+        for plan in ddpopt.explain(ddp).cuts
         if plan.buckets
     ]
     assert len(planned) == 4
@@ -134,7 +134,7 @@ def test_after_an_evaluation_explain_still_says_what_completes_buckets(one_rank:
     with torch.no_grad():
         compiled(torch.randn(2, 64))
     after = ddpopt.explain(ddp)
-    assert len(after.plans) == 2
+    assert len(after.cuts) == 2
     assert after.buckets == before.buckets
     assert all("section" in bucket.completed_by for bucket in after.buckets)
     assert ddpopt.metrics(ddp)["ddpopt.recompiles"] == 0
@@ -243,7 +243,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(torch.randn(2, 64)).sum().backward()
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     first, second, third = plan.sections
     joined = dataclasses.replace(
         first, stop=second.stop, parameters=first.parameters + second.parameters

@@ -77,7 +77,7 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
         mock.patch(f"ddpopt.planning.decision.{name}", side_effect=KeyError("lost")),
     ):
         train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
-    *_, plan = ddpopt.explain(ddp).plans
+    *_, plan = ddpopt.explain(ddp).cuts
     return [line for line in lines if "lost" in line], len(plan.sections)
 
 

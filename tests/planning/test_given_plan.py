@@ -55,8 +55,8 @@ def _train(rank: int, path: str, split: str, ddp_options: dict[str, Any]) -> dic
         "buckets": [{names[i] for i in bucket} for bucket in real_buckets(ddp)],
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "as_planned": [b.is_as_planned for b in explained.buckets],
-        "sections": len(explained.plans[-1].sections),
-        "fallback": explained.plans[-1].fallback,
+        "sections": len(explained.cuts[-1].sections),
+        "fallback": explained.cuts[-1].fallback,
         "tuning": explained.tuning,
         "hash": explained.bucket_plan.hash if explained.bucket_plan else None,
     }

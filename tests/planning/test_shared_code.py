@@ -48,7 +48,7 @@ class _Twin:
 
     @property
     def num_graphs(self) -> int:
-        return len(state.get(self.ddp).plans)
+        return len(state.get(self.ddp).cuts)
 
     @property
     def outcome(self) -> str:
@@ -132,11 +132,11 @@ def _train_after_one_that_stays(rank: int, options: dict[str, Any]) -> Any:
         inputs = iter(batches(rank, [SHAPE] * 100))
         for _ in range(2):
             first.step(next(inputs))
-        coarse = len(state.get(first.ddp).plans[0].sections)
+        coarse = len(state.get(first.ddp).cuts[0].sections)
         fine = []
         for _ in range(DECIDED + 2):
             second.step(next(inputs))
-            fine.append(len(state.get(second.ddp).plans[-1].sections))
+            fine.append(len(state.get(second.ddp).cuts[-1].sections))
         first.step(next(inputs))
     return first.outcome, second.outcome, coarse, fine, [len(b) for b in real_buckets(second.ddp)]
 

@@ -27,7 +27,7 @@ from ddpopt.errors import NotCutError, Reason
 from ddpopt.planning import AllreduceCost, decision, rebucket, timer
 from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import store
-from ddpopt.split import driver
+from ddpopt.split import compiler
 from ddpopt.split import state as records
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
@@ -103,7 +103,7 @@ def _train(
         "explained": str(ddpopt.explain(ddp)),
         "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
         "names": [name for name, _ in module.named_parameters()],
-        "sections": [len(plan.sections) for plan in records.get(ddp).plans],
+        "sections": [len(plan.sections) for plan in records.get(ddp).cuts],
     }
 
 
@@ -236,7 +236,7 @@ def test_where_unused_parameters_are_looked_for_buckets_change_too(ranks: Ranks)
 
 def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
     refused = NotCutError(Reason.ATTRIBUTES)
-    with mock.patch.object(driver, "_split_backward", side_effect=refused):
+    with mock.patch.object(compiler.GraphCompiler, "_cut_backward", side_effect=refused):
         return _train(rank, "auto", cost, {})
 
 

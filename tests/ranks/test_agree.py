@@ -68,8 +68,8 @@ def _train_beside_eager(
         rank, shapes if is_other or what != "recompiles" else [shapes[0]] * len(shapes)
     )
     assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
-    plans = state.get(ddp).plans
-    return counters["stats"]["unique_graphs"] - before, any(plan.sections for plan in plans)
+    cuts = state.get(ddp).cuts
+    return counters["stats"]["unique_graphs"] - before, any(cut.sections for cut in cuts)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -259,8 +259,8 @@ def _compile_unasked(rank: int) -> tuple[int, int, int]:
         mock.patch.object(threading, "Thread", wraps=threading.Thread) as thread,
     ):
         train(ddp, batches(rank, [(8, 64)] * 3), model)
-    (plan,) = state.get(ddp).plans
-    return len(plan.sections), thread.call_count, store_of.call_count
+    (cut,) = state.get(ddp).cuts
+    return len(cut.sections), thread.call_count, store_of.call_count
 
 
 def test_compiling_takes_no_thread_and_no_store(ranks: Ranks) -> None:

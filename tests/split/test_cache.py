@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt._torch import cached
-from ddpopt.split import driver
-from ddpopt.split.backward_cut import _Cutting as Cutting
+from ddpopt.split import compiler
+from ddpopt.split.compiler import GraphCompiler
 from tests.support.models import MLP, WIDTH
 
 CAP_MB = 0.005
@@ -62,7 +62,7 @@ def _step(
                 loss.backward(retain_graph=True)
             loss.backward()
     explanation = ddpopt.explain(ddp)
-    (plan,) = explanation.plans
+    (plan,) = explanation.cuts
     return Step(
         is_hit=counters["aot_autograd"]["autograd_cache_hit"] > 0,
         num_sections=len(plan.sections),
@@ -87,7 +87,9 @@ def cold(one_rank: None, folder: Path) -> Step:
 
 def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
     """It has the plan and the nodes of the cold one, and gradients equal to the bit."""
-    with mock.patch.object(driver, "cut_backward", side_effect=AssertionError("cut again")):
+    with mock.patch.object(
+        compiler, "make_section_graphs", side_effect=AssertionError("cut again")
+    ):
         warm = _step()
     assert warm.is_hit
     assert warm.num_sections == cold.num_sections > 2
@@ -122,7 +124,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
         "context": lambda: mock.patch.object(codecache, "torch_key", return_value=b"2")
     },
     "ddpopt": lambda: {
-        "context": lambda: mock.patch.object(driver, "source_digest", return_value="another")
+        "context": lambda: mock.patch.object(compiler, "source_digest", return_value="another")
     },
     "search": lambda: {"buckets": "auto"},
 }
@@ -166,7 +168,7 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
 ) -> None:
     """Bundling is switched off in the middle of one; also where that compile fails then."""
-    settings, run = torch._functorch.config, Cutting.run
+    settings, run = torch._functorch.config, GraphCompiler.run_backward
     found: list[bool] = []
 
     def run_or_raise(self: Any, *args: Any) -> Any:
@@ -176,7 +178,7 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
         return run(self, *args)
 
     monkeypatch.setattr(cached, "are_storable", lambda _graphs: False)
-    monkeypatch.setattr(Cutting, "run", run_or_raise)
+    monkeypatch.setattr(GraphCompiler, "run_backward", run_or_raise)
     with fresh_cache(), settings.patch(bundled_autograd_cache=bundles):
         before = settings.get_config_copy(), torch.compiler.config.get_config_copy()
         step = _step()

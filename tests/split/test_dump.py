@@ -23,7 +23,7 @@ from ddpopt import _torch, config
 from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import dump
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 
@@ -58,7 +58,7 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_
     for k in range(3):
         assert (folder / f"section_{k}.py").read_text().count("torch._C._nn.linear(") == 2
     assert "submod_2" in (folder / "stitched.py").read_text()
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     written = json.loads((folder / "plan.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
     assert folder.name == plan.graph.replace("/", "_")
@@ -75,7 +75,7 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
     whole = (folder / "original_backward.py").read_text()
     parts = "".join((folder / f"{name}.py").read_text() for name in sorted(sections))
     assert whole.count("torch.ops.aten.mm") == parts.count("torch.ops.aten.mm") > 0
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     written = json.loads((folder / "plan.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
     assert written["split"] == "backward"
@@ -98,7 +98,7 @@ def test_each_compile_of_a_frame_has_its_folder(one_rank: None, tmp_path: Path) 
     with config.patch(dump_dir=str(tmp_path)):
         train(ddp, batches(0, [(2, 64), (5, 64)]), compiled)
     names = [folder.name for folder in _compile_folders(tmp_path)]
-    assert names == [plan.graph.replace("/", "_") for plan in ddpopt.explain(ddp).plans]
+    assert names == [plan.graph.replace("/", "_") for plan in ddpopt.explain(ddp).cuts]
     assert len(names) == 2
 
 
@@ -160,7 +160,7 @@ def test_the_environments_rank_leads_to_no_other_folder(
     monkeypatch.setenv("RANK", rank)
     gm = fx.symbolic_trace(torch.nn.ReLU())
     with config.patch(dump_dir=str(tmp_path / "dumps")):
-        plan = SplitPlan(graph="0/0", inner="eager", num_nodes=1, split="forward")
+        plan = Cut(graph="0/0", inner="eager", num_nodes=1, split="forward")
         dump.write(gm, plan, [])
     (process,) = (tmp_path / "dumps").iterdir()
     assert re.fullmatch(r"rank\d{1,60}-pid\d+", process.name)
@@ -177,7 +177,7 @@ def test_a_dump_that_fails_costs_one_warning_and_no_training(
     inputs = batches(0, [(2, 64), (5, 64)])
     with config.patch(dump_dir=str(tmp_path / "file" / "dumps")):
         assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert [plan.fallback for plan in ddpopt.explain(ddp).plans] == [None, None]
+    assert [plan.fallback for plan in ddpopt.explain(ddp).cuts] == [None, None]
     said = [r.getMessage() for r in caplog.records if "no longer dumped" in r.getMessage()]
     assert len(said) == 1
     assert "NotADirectoryError" in said[0]
@@ -245,7 +245,7 @@ def _crossing(graph: networkx.DiGraph, cut: int) -> dict[tuple[str, str], int]:
 def test_sections_fill_buckets_and_hand_values_on(one_rank: None, split: str) -> None:
     """Nodes are those that explain names; sizes are those of the shapes."""
     explanation = _explain(MLP(), split=split)
-    (plan,) = explanation.plans
+    (plan,) = explanation.cuts
     graph = explanation.to_networkx()
     sections, buckets = _of_kind(graph, f"{split} section"), _of_kind(graph, "bucket")
     assert sections == [f"{plan.graph} section {k}" for k in range(len(plan.sections))]
@@ -287,7 +287,7 @@ class _Hourglass(nn.Module):
 def test_fewest_bytes_cross_at_the_waist(one_rank: None) -> None:
     """A value that is read two sections later is kept across both cuts, and counts in each."""
     explanation = _explain(_Hourglass(), cap_mb=0.001)
-    (plan,) = explanation.plans
+    (plan,) = explanation.cuts
     assert len(plan.sections) == 4
     graph = explanation.to_networkx()
     wide, waist, wide_again = (_crossing(graph, cut) for cut in (1, 2, 3))
@@ -316,7 +316,7 @@ def test_buckets_have_times_once_these_are_known(one_rank: None) -> None:
 
 def test_a_graph_that_is_compiled_whole_is_one_node(one_rank: None) -> None:
     explanation = _explain(MLP(), enabled=False)
-    (plan,) = explanation.plans
+    (plan,) = explanation.cuts
     graph = explanation.to_networkx()
     assert graph.nodes[plan.graph]["kind"] == "whole graph"
     assert graph.nodes[plan.graph]["calls"] == plan.num_nodes

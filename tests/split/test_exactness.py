@@ -200,7 +200,7 @@ def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: st
     ddp = DistributedDataParallel(model, **row.options)
     for _ in range(4):
         ddp(torch.randn(3, row.width)).float().sum().backward()
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     predicted = [{p.index for p in bucket.parameters} for bucket in plan.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
     assert len(plan.sections) >= row.min_sections
@@ -223,7 +223,7 @@ def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:
         pytest.skip(f"DDP takes no fraction of a MiB with delayed parameters: {error}"[:80])
     for _ in range(4):
         ddp(torch.randn(3, 64)).sum().backward()
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     predicted = [{p.index for p in bucket.parameters} for bucket in plan.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
     assert len(plan.arrival) == 10

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split import backward_cut, runtime, state
+from ddpopt.split import compiler, gates, state
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks
@@ -74,7 +74,7 @@ def _twins(model: nn.Module) -> tuple[Any, Any, Any]:
     for _ in range(3):  # until then all gradients are accumulated after all sections
         compiled(_input()).sum().backward()
     ddp.zero_grad()
-    plans = ddpopt.explain(ddp).plans
+    plans = ddpopt.explain(ddp).cuts
     assert plans
     assert all(plan.split == "backward" and len(plan.sections) > 1 for plan in plans)
     return eager, ddp, compiled
@@ -95,7 +95,7 @@ def _named_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _by_section(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
     """Return the parameters of a module's only graph by the section that releases them."""
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     return [[ddp.module.get_parameter(n) for n in s.parameters] for s in plan.sections]
 
 
@@ -464,7 +464,7 @@ def test_the_token_is_a_number_where_new_memory_is_filled_with_nan(
     """As deterministic algorithms fill it; Inductor's `nan_asserts` look at each input."""
     tokens: list[torch.Tensor] = []
 
-    class Watched(runtime.GatedGraph):
+    class Watched(gates.GatedGraph):
         def __init__(self, compiled: Callable[..., Any], *others: Any) -> None:
             def watched(*args: Any) -> Any:
                 tokens.append(args[-1].detach().clone())
@@ -472,7 +472,7 @@ def test_the_token_is_a_number_where_new_memory_is_filled_with_nan(
 
             super().__init__(watched, *others)
 
-    monkeypatch.setattr(backward_cut, "GatedGraph", Watched)
+    monkeypatch.setattr(compiler, "GatedGraph", Watched)
     torch.use_deterministic_algorithms(True)
     try:
         _twins(MLP(4, SIZE))
@@ -515,10 +515,10 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     options = {"inner": inner, "split": "backward"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     (x,) = batches(rank, [(3, SIZE)])
-    keep = runtime._in_own_memory if is_mended else (lambda gradient: gradient)
-    with mock.patch.object(runtime, "_in_own_memory", keep):
+    keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
+    with mock.patch.object(gates, "_in_own_memory", keep):
         model(x).square().mean().backward()
-    (plan,) = state.get(ddp).plans
+    (plan,) = state.get(ddp).cuts
     assert len(plan.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad

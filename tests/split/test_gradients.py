@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split.forward_cut import find_passing_gradients
+from ddpopt.split.forward import find_passing_gradients
 from ddpopt.split.nodes import call_nodes
-from tests.split.test_forward_plan import Capture, forward_of
+from tests.split.test_forward_sections import Capture, forward_of
 from tests.support.models import batches
 from tests.support.ranks import Ranks
 
@@ -68,7 +68,7 @@ def _train(
         optimizer.step()
     named = dict(ddp.module.named_parameters())
     without = [name for name, parameter in named.items() if parameter.grad is None]
-    return without, named, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+    return without, named, [len(plan.sections) for plan in ddpopt.explain(ddp).cuts]
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
@@ -131,7 +131,7 @@ def _train_first_head(
         optimizer.step()
         named = ddp.module.named_parameters()
         gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
-    return gradients, [len(plan.sections) for plan in ddpopt.explain(ddp).plans]
+    return gradients, [len(plan.sections) for plan in ddpopt.explain(ddp).cuts]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt.errors import Reason
-from ddpopt.split import driver
-from ddpopt.split.backward_plan import plan_backward
-from ddpopt.split.plan import BackwardCuts
+from ddpopt.split import compiler
+from ddpopt.split.sections import BackwardSections, choose_backward_sections
 from tests.support.models import assert_equal_states, twins
 from tests.support.noting import NotesOwnSizeOfWeight, NotesSize
 
@@ -156,7 +155,7 @@ def _check(name: str, split: str, inner: str) -> None:
     for each in (eager, ddp):
         hook(each.module)
     assert_equal_states(_train(ddp, _compile(ddp, split, inner)), _train(eager, eager))
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     assert plan.fallback is None
     assert plan.backward_fallback is None
     assert len(plan.sections) >= 3
@@ -188,15 +187,15 @@ def test_a_cut_without_snapshots_is_not_accepted(
 ) -> None:
     """The proof finds that a call of the forward would read what a hook may have written."""
 
-    def plan_without(*given: Any) -> BackwardCuts:
-        cuts = plan_backward(*given)
+    def plan_without(*given: Any) -> BackwardSections:
+        cuts = choose_backward_sections(*given)
         assert cuts.late_forward_reads
         return dataclasses.replace(cuts, late_forward_reads={})
 
-    monkeypatch.setattr(driver, "plan_backward", plan_without)
+    monkeypatch.setattr(compiler, "choose_backward_sections", plan_without)
     ddp = DistributedDataParallel(Shifts(), **CAP)
     _train(ddp, _compile(ddp, "auto"))
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     assert plan.fallback is Reason.NOT_PROVEN
     assert "stands before the release" in plan.detail
 

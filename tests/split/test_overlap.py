@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt.split.runtime import CompiledSection
+from ddpopt.split.gates import CompiledSection
 from tests.support.device import DEVICE
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
@@ -59,7 +59,7 @@ def _record_gated_events(
     run = CompiledSection.run
 
     def marking(section: CompiledSection, values: list[Any]) -> Any:
-        events.append(f"section {indices.setdefault(section.releases, len(indices))}")
+        events.append(f"section {indices.setdefault(section.flow.releases, len(indices))}")
         return run(section, values)
 
     options = {"inner": inner, "split": "backward"}
@@ -85,7 +85,7 @@ def _train(
     for x in batches(rank, [(2, WIDTH)] * 4):
         events.clear()
         compiled(x).sum().backward()
-    return events, ddpopt.explain(ddp).plans
+    return events, ddpopt.explain(ddp).cuts
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])

@@ -1,330 +1,479 @@
-"""Models with which a gradient could be moved or cut on a guess: all train as eager's."""
+"""No cut graph is accepted that computes something else: each property is broken on purpose."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import fx, nn
+from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.split.backward_cut import SectionGraph, _compile_sections
-from ddpopt.split.backward_plan import read_backward, refuse_linked_calls
-from ddpopt.split.forward_plan import read_facts
-from ddpopt.split.plan import SplitPlan
-from tests.support.models import assert_equal_states, state_of, twins
-from tests.support.ranks import Ranks
+from ddpopt.split import compiler
+from ddpopt.split.arrival import final_positions
+from ddpopt.split.backward import SectionGraph, make_section_graphs
+from ddpopt.split.cut import Cut
+from ddpopt.split.facts import read_backward
+from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
+from ddpopt.split.proof import prove_backward, prove_forward
+from ddpopt.split.sections import choose_backward_sections
+from tests.split.test_backward_sections import buckets_of
+from tests.support.models import MLP, WIDTH
 
-SIZE = 16
-CAP = {"bucket_cap_mb": 0.0005}  # each layer's own bucket
-
-drawn: list[int] = []
-
-
-@torch.library.custom_op("ddpopt_proof::draw", mutates_args=())
-def _draw(size: int, number: int) -> torch.Tensor:
-    """Return other values at each call, of which neither name nor schema tells."""
-    drawn.append(number)
-    return torch.full((size, size), float(len(drawn)))
+_aten = torch.ops.aten
 
 
-_draw.register_fake(lambda size, _: torch.empty(size, size))
+@torch.library.custom_op("ddpopt_validate::tell", mutates_args=())
+def _tell(x: torch.Tensor) -> torch.Tensor:
+    """Do something that nobody is told of, as an operator that communicates does."""
+    return x.clone()
 
 
-class _TimesDrawn(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by what is drawn in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
-        ctx.number = number
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient @ _draw(SIZE, ctx.number) / SIZE, None
+_tell.register_fake(torch.empty_like)
+_TELL = torch.ops.ddpopt_validate.tell.default
 
 
-class _Solved(torch.autograd.Function):
-    """The identity, whose backward calls an operator that torch registers as an effect."""
+class Backward(NamedTuple):
+    """A backward graph with its sections, as they are validated."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+    gm: fx.GraphModule
+    plan: Cut
+    sections: Sequence[SectionGraph]
+    saved: dict[str, int]
+    arguments: dict[int, int]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient @ torch.linalg.inv(torch.eye(SIZE) * 2 + 0.1 * gradient.T @ gradient)
+    def with_sections(self, sections: Sequence[SectionGraph]) -> Backward:
+        return self._replace(sections=tuple(sections))
 
-
-class Layers(nn.Module):
-    """Three layers; returns a loss, and the last activations beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(SIZE, SIZE) for _ in range(3))
-
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.c(self.between(self.b(self.a(x).relu())))
-        return y.pow(2).mean(), y
+    def validate(self) -> None:
+        prove_backward(*self)
 
 
-class _Checked(Layers):
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ torch.linalg.inv(self.b.weight @ self.b.weight.T + torch.eye(SIZE))
+# A call reads values by their number; the first `num_inputs` are the graph's inputs.
+Call = tuple[Callable[..., Any], tuple[int, ...]]
 
 
-class _CheckedInBackward(Layers):
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        return _Solved.apply(x)
+def _cut(
+    calls: Sequence[Call],
+    gradients: Sequence[int],
+    buckets: Sequence[Sequence[int]],
+    num_inputs: int = 3,
+    saved: dict[str, int] | None = None,
+    **forgotten: Any,
+) -> Backward | None:
+    """Make a backward graph whose k-th gradient is value `gradients[k]`, and cut it at buckets.
+
+    It is planned with these facts in place of the true ones.
+    """
+    graph = fx.Graph()
+    values = [graph.placeholder(f"saved_{i}") for i in range(num_inputs)]
+    tensors = [torch.randn(4, 4) for _ in values]
+    for function, sources in calls:
+        values.append(graph.call_function(function, tuple(values[i] for i in sources)))
+        tensors.append(function(*(tensors[i] for i in sources)))
+    for value, tensor in zip(values, tensors, strict=True):
+        value.meta["val"] = tensor
+    output = graph.output(tuple(values[i] for i in gradients))
+    plain = [descriptors.PlainAOTInput(a) for a in range(len(gradients))]
+    output.meta["desc"] = [descriptors.GradAOTOutput(a) for a in plain]
+    gm = fx.GraphModule(nn.Module(), graph)
+    saved = saved or {}
+    arguments = {a: a for a in range(len(gradients))}
+    parameters, made = buckets_of(arguments, buckets)
+    facts = dataclasses.replace(read_backward(gm, saved), **forgotten)
+    try:
+        cuts = choose_backward_sections(
+            facts, made, arguments, final_positions(facts, arguments, ())
+        )
+    except NotCutError:
+        return None
+    plan = Cut(
+        graph="0/0",
+        inner="eager",
+        num_nodes=len(cuts.order),
+        sections=cuts.sections,
+        split="backward",
+        arrival=tuple(parameters.values()),
+    )
+    return Backward(gm, plan, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
 
 
-class _ReturnsJagged(Layers):
-    def forward(self, x: torch.Tensor) -> Any:
-        loss, y = super().forward(x)
-        offsets = torch.tensor([0, len(y) // 2, len(y)])
-        return loss, torch.nested.nested_tensor_from_jagged(y, offsets)
+def _example() -> Backward:
+    """Three sections; the last two have a collective, and read what the first kept and released."""
+    calls: list[Call] = [
+        (_aten.mm.default, (0, 1)),
+        (_aten.relu.default, (3,)),
+        (_TELL, (4,)),
+        (_aten.mm.default, (5, 2)),
+        (_aten.neg.default, (6,)),
+        (_TELL, (6,)),
+        (_aten.add.Tensor, (8, 4)),
+    ]
+    cut = _cut(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
+    assert cut is not None
+    assert len(cut.sections) == 3
+    return cut
 
 
-class _ReturnsJaggedBesideEffect(_ReturnsJagged):
-    """Which torch can compile only once: the second time its sizes have other symbols."""
-
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        return _Solved.apply(x)
-
-
-class _TakesJagged(Layers):
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.c(self.b(self.a(x).relu()).relu())
-        return y.values().pow(2).mean(), y.values()
-
-
-class _Clamps(Layers):
-    def between(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.c.weight.clamp_(-0.2, 0.2)
-        return x
+def _edited(backward: Backward, place: int, edit: Callable[[fx.GraphModule], None]) -> Backward:
+    """Return the backward with a copy of one section's graph changed by `edit`."""
+    section = backward.sections[place]
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(section.graph.graph, val_map={}))
+    gm = fx.GraphModule(section.graph, graph)
+    edit(gm)
+    gm.recompile()
+    sections = list(backward.sections)
+    sections[place] = dataclasses.replace(section, graph=gm)
+    return backward.with_sections(sections)
 
 
-class _Derived(nn.Parameter):
-    pass
+def _changed(backward: Backward, place: int, **changes: Any) -> Backward:
+    sections = list(backward.sections)
+    flow = dataclasses.replace(sections[place].flow, **changes)
+    sections[place] = dataclasses.replace(sections[place], flow=flow)
+    return backward.with_sections(sections)
 
 
-class _HoldsDerived(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c.weight = _Derived(self.c.weight.data)
+def _first(gm: fx.GraphModule, target: Any) -> fx.Node:
+    return next(node for node in gm.graph.nodes if node.target is target)
 
 
-class _Array(torch.Tensor):
-    """A subclass without a `__torch_dispatch__` of its own, as image libraries have."""
+def _drop(gm: fx.GraphModule, target: Any) -> None:
+    node = _first(gm, target)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    gm.graph.erase_node(node)
 
 
-def _input(step: int) -> torch.Tensor:
-    return torch.randn(8, SIZE, generator=torch.Generator().manual_seed(step))
+def _repeat(gm: fx.GraphModule, target: Any) -> None:
+    node = _first(gm, target)
+    with gm.graph.inserting_after(node):
+        gm.graph.node_copy(node, lambda n: n)
 
 
-def _jagged(step: int) -> torch.Tensor:
-    parts = [torch.randn(n, SIZE, generator=torch.Generator().manual_seed(step)) for n in (3, 5)]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+def _skip_copies(gm: fx.GraphModule) -> None:
+    copies = [node for node in gm.graph.nodes if IS_COPY in node.meta]
+    assert copies
+    for node in copies:
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
 
 
-def _array(step: int) -> torch.Tensor:
-    return _input(step).as_subclass(_Array)
+def _move_collective(backward: Backward) -> Backward:
+    """Make the second section's collective in the third, from the value that it reads."""
+    second, third = backward.sections[1:]
+    slot = second.flow.keeps[0]
+
+    def leave(gm: fx.GraphModule) -> None:
+        _drop(gm, _TELL)
+
+    def arrive(gm: fx.GraphModule) -> None:
+        taken = gm.graph.find_nodes(op="placeholder")
+        moved = list(taken)[third.flow.takes.index(slot)]
+        with gm.graph.inserting_before(call_nodes(gm.graph)[0]):
+            announced = gm.graph.call_function(_TELL, (moved,))
+        moved.replace_all_uses_with(announced, delete_user_cb=lambda user: user is not announced)
+
+    return _edited(_edited(backward, 1, leave), 2, arrive)
 
 
-def _train(ddp: Any, make_input: Callable[[int], torch.Tensor], compiled: Any = None) -> Any:
-    model = ddp if compiled is None else compiled
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(make_input(step))[0].backward()
-        optimizer.step()
-    return state_of(ddp)
+def _swap_outputs(gm: fx.GraphModule) -> None:
+    (output,) = gm.graph.find_nodes(op="output")
+    output.args = (tuple(reversed(output.args[0])),)
 
 
-def _compile(ddp: nn.Module, split: str = "auto", inner: str = "aot_eager") -> Any:
-    return torch.compile(ddp, backend="ddpopt", options={"split": split, "inner": inner})
-
-
-def _plan(ddp: DistributedDataParallel) -> SplitPlan:
-    (plan,) = ddpopt.explain(ddp).plans
-    return plan
-
-
-_MODELS = {
-    "effect": (_Checked, _input, "backward", "forward"),
-    "effect in backward": (_CheckedInBackward, _input, Reason.EFFECTS, "forward"),
-    "jagged output": (_ReturnsJagged, _input, Reason.NO_LEGAL_CUT, Reason.NO_LEGAL_CUT),
-    "jagged output, effect in backward": (
-        _ReturnsJaggedBesideEffect,
-        _input,
-        Reason.NO_LEGAL_CUT,
-        Reason.NO_LEGAL_CUT,
+_MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
+    "drop a call": (lambda b: _edited(b, 0, lambda gm: _drop(gm, _aten.relu.default)), "otherwise"),
+    "drop a collective": (lambda b: _edited(b, 1, lambda gm: _drop(gm, _TELL)), "other calls"),
+    "repeat a collective": (lambda b: _edited(b, 1, lambda gm: _repeat(gm, _TELL)), "other calls"),
+    "move a collective": (_move_collective, "other calls"),
+    "swap what is kept and released": (lambda b: _edited(b, 1, _swap_outputs), "otherwise"),
+    "hand out what is read later": (lambda b: _edited(b, 0, _skip_copies), "handed out"),
+    "wire a slot wrongly": (
+        lambda b: _changed(
+            b, 1, takes=(b.sections[1].flow.takes[0],) * len(b.sections[1].flow.takes)
+        ),
+        "effects differ",
     ),
-    "jagged input": (_TakesJagged, _jagged, Reason.NO_LEGAL_CUT, Reason.NO_LEGAL_CUT),
-    "derived input": (Layers, _array, Reason.SUBCLASSES, "forward"),
-    "parameter written to": (_Clamps, _input, "backward", "forward"),
-    "derived parameter": (_HoldsDerived, _input, "backward", "forward"),
+    "drop a slot early": (lambda b: _changed(b, 0, drops=b.sections[1].flow.takes), "not there"),
+    "release in another section": (
+        lambda b: _changed(_changed(b, 1, releases=(2,)), 2, releases=(1,)),
+        "what is planned",
+    ),
+    "release twice": (lambda b: _changed(b, 1, releases=(0,)), "again"),
+    "release a parameter that is read later": (
+        lambda b: b._replace(saved={"saved_2": 0}),
+        "handed",
+    ),
 }
 
 
-@pytest.mark.parametrize("split", ["auto", "forward"])
-@pytest.mark.parametrize("name", _MODELS)
-def test_gradients_are_those_of_eager_ddp(
-    one_rank: None, name: str, split: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the graph is cut, buckets are as planned; where it is not, a reason is named."""
-    model, make_input, backward, forward = _MODELS[name]
-    eager, ddp = twins(model(), **CAP)
-    expected = backward if split == "auto" else forward
-    assert_equal_states(_train(ddp, make_input, _compile(ddp, split)), _train(eager, make_input))
-    plan = _plan(ddp)
-    said = (plan.backward_fallback, plan.fallback)
-    assert expected in ((plan.split,) if said == (None, None) else said)
-    if plan.fallback is None:
-        assert len(plan.sections) == 3
-        assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
-        own = [r for r in caplog.records if "ddpopt" in r.name]
-        assert not [r for r in own if r.levelno >= logging.WARNING]
+@pytest.mark.parametrize("mutation", _MUTATIONS)
+def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> None:
+    """And what they do rightly is accepted."""
+    right = _example()
+    right.validate()
+    mutate, said = _MUTATIONS[mutation]
+    with pytest.raises(NotCutError, match=said):
+        mutate(right).validate()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["effect", "effect in backward"])
-def test_gradients_are_those_of_eager_ddp_with_inductor(one_rank: None, name: str) -> None:
-    """Which takes effect tokens out of the graphs."""
-    model, make_input, expected, _ = _MODELS[name]
-    eager, ddp = twins(model(), **CAP)
-    trained = _train(ddp, make_input, _compile(ddp, inner="inductor"))
-    assert_equal_states(trained, _train(eager, make_input))
-    assert expected in (_plan(ddp).backward_fallback, _plan(ddp).split)
+def _noting(**forgotten: Any) -> Backward:
+    """A backward that reads a buffer, then overwrites it with what stands before gradient 1.
+
+    Only gradient 2 needs what is read.
+    """
+    calls: list[Call] = [
+        (_aten.relu.default, (1,)),
+        (_aten.neg.default, (3,)),  # gradient 0
+        (_aten.mul.Tensor, (3, 0)),  # reads the buffer
+        (_aten.neg.default, (2,)),  # gradient 1
+        (_aten.mm.default, (5, 2)),  # gradient 2
+        (_aten.copy_.default, (0, 3)),
+    ]
+    cut = _cut(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
+    assert cut is not None
+    return cut
 
 
-def test_descriptions_that_do_not_match_are_a_named_reason(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then the forward is cut, whose sections need none."""
-    eager, ddp = twins(Layers(), **CAP)
-    read = fx.Graph.find_nodes
-
-    def with_stale_description(graph: fx.Graph, **wanted: Any) -> Any:
-        found = read(graph, **wanted)
-        for node in found if wanted["op"] == "output" else ():
-            if "desc" in node.meta:
-                node.meta["desc"] = [*node.meta["desc"], *node.meta["desc"][:1]]
-        return found
-
-    monkeypatch.setattr(fx.Graph, "find_nodes", with_stale_description)
-    trained = _train(ddp, _input, _compile(ddp))
-    monkeypatch.undo()
-    assert_equal_states(trained, _train(eager, _input))
-    assert _plan(ddp).backward_fallback is Reason.NOT_DESCRIBED
+def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> None:
+    """A read and a write that a planner leaves behind a release are found."""
+    right = _noting()
+    right.validate()
+    assert len(right.sections) == 3
+    (copied,) = (k for k, s in enumerate(right.sections) if _has(s.graph, _aten.copy_.default))
+    assert copied == 1
+    with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
+        _noting(bound_places={}).validate()
+    read_alone = {2: 2}
+    with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
+        _noting(bound_places=read_alone).validate()
 
 
-@pytest.mark.parametrize("split", ["auto", "forward"])
-def test_an_operator_that_only_draws_is_called_as_often_as_unsplit(
-    one_rank: None, split: str
-) -> None:
-    """It has no inputs, but it is no constant that each section could make for itself."""
-
-    class Drawing(Layers):
-        def between(self, x: torch.Tensor) -> torch.Tensor:
-            return _TimesDrawn.apply(_TimesDrawn.apply(x, 1), 2)
-
-    eager, ddp = twins(Drawing(), **CAP)
-    drawn.clear()
-    compiled = _compile(ddp, split)
-    trained = _train(ddp, _input, compiled)
-    compiled_drew = list(drawn)
-    drawn.clear()
-    assert_equal_states(trained, _train(eager, _input))
-    assert compiled_drew == drawn == [2, 1] * 3
-    assert len(_plan(ddp).sections) == 3
+def _has(gm: fx.GraphModule, target: Any) -> bool:
+    return any(node.target is target for node in gm.graph.nodes)
 
 
-def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited: str) -> float:
-    states = []
-    for is_compiled in (True, False):
-        torch.manual_seed(0)
-        model = Layers()
-        parameters = dict(model.named_parameters())
-        ddp = DistributedDataParallel(
-            model,
-            delay_all_reduce_named_params=[(name, parameters[name]) for name in delayed],
-            param_to_hook_all_reduce=parameters[awaited],
-            **CAP,
-        )
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        compiled = _compile(ddp, split) if is_compiled else ddp
-        for step in range(3):
-            optimizer.zero_grad()
-            compiled(_input(10 * step + rank))[0].backward()
-            dist.barrier()  # DDP does not wait for the delayed allreduce
-            optimizer.step()
-        states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    gathered = [torch.empty_like(states[0]) for _ in range(2)]
-    dist.all_gather(gathered, states[0])
-    assert torch.equal(*gathered), "ranks have drifted apart"
-    return float((states[0] - states[1]).abs().max())
-
-
-@pytest.mark.parametrize("split", ["auto", "forward"])
-@pytest.mark.parametrize(
-    ("delayed", "awaited"),
-    [(("c.weight", "b.bias"), "a.weight"), (("b.weight",), "a.bias"), (("c.weight",), "b.weight")],
+_FUNCTIONS = (
+    (_aten.mm.default, 2),
+    (_aten.add.Tensor, 2),
+    (_aten.relu.default, 1),
+    (_aten.t.default, 1),
+    (_TELL, 1),
+    (_aten.mul.Tensor, 2),
 )
-def test_delayed_gradients_are_final_before_ddp_reduces_them(
-    ranks: Ranks, split: str, delayed: tuple[str, ...], awaited: str
+
+
+@st.composite
+def _backwards(draw: st.DrawFn) -> Backward:
+    num_inputs = draw(st.integers(1, 4))
+    calls: list[Call] = []
+    for number in range(num_inputs, num_inputs + draw(st.integers(2, 14))):
+        function, arity = draw(st.sampled_from(_FUNCTIONS))
+        sources = st.integers(max(0, number - 6), number - 1)
+        calls.append((function, tuple(draw(sources) for _ in range(arity))))
+    made = st.integers(num_inputs, num_inputs + len(calls) - 1)
+    gradients = draw(st.lists(made, min_size=2, max_size=6))
+    order = draw(st.permutations(range(len(gradients))))
+    cuts = [0, *sorted(draw(st.sets(st.integers(1, len(order) - 1), max_size=4))), len(order)]
+    buckets = [list(order[a:b]) for a, b in itertools.pairwise(cuts)]
+    read = st.dictionaries(st.integers(0, num_inputs - 1), st.sampled_from(order), max_size=2)
+    saved = {f"saved_{place}": argument for place, argument in draw(read).items()}
+    memory = list(range(num_inputs))
+    for function, sources in calls:
+        is_view = function is _aten.t.default
+        memory.append(memory[sources[0]] if is_view else len(memory))
+    # A gradient that is a parameter itself would not be proven; no derivative is one.
+    assume(not any(f"saved_{memory[value]}" in saved for value in gradients))
+    backward = _cut(calls, gradients, buckets, num_inputs, saved)
+    assume(backward is not None)
+    assert backward is not None
+    return backward
+
+
+def _run(backward: Backward, inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Run the sections as gates do; writing to a gradient that was released spoils nothing."""
+    slots: dict[int, Any] = {k: value.clone() for k, value in enumerate(inputs)}
+    released: dict[int, torch.Tensor] = {}
+    for section in backward.sections:
+        taken = [slots[slot] for slot in section.flow.takes]
+        for slot in section.flow.drops:
+            del slots[slot]
+        returned = section.graph(*taken)
+        slots.update(zip(section.flow.keeps, returned, strict=False))
+        gradients = returned[len(section.flow.keeps) :]
+        released.update(
+            {a: g.clone() for a, g in zip(section.flow.releases, gradients, strict=True)}
+        )
+        for gradient in gradients:
+            gradient.fill_(7)
+    return released
+
+
+def _are_equal(backward: Backward) -> bool:
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4) for _ in backward.gm.graph.find_nodes(op="placeholder")]
+    expected = dict(enumerate(backward.gm(*inputs)))
+    released = _run(backward, inputs)
+    return released.keys() == expected.keys() and all(
+        torch.equal(released[a], expected[a]) for a in expected
+    )
+
+
+@given(_backwards())
+def test_any_cut_of_a_backward_is_proven_and_computes_the_same(backward: Backward) -> None:
+    backward.validate()
+    assert len({a for s in backward.sections for a in s.flow.releases}) == len(backward.arguments)
+    views = {id(node.target) for node in backward.gm.graph.nodes}
+    if id(_aten.t.default) not in views:  # writing to a view of a released gradient is caught apart
+        assert _are_equal(backward)
+
+
+@given(_backwards(), st.data())
+def test_any_change_of_a_value_is_found(backward: Backward, data: st.DataObject) -> None:
+    """A call reads another value, is replaced, or an output is: if numbers differ, it is found."""
+    place = data.draw(st.integers(0, len(backward.sections) - 1))
+
+    def edit(gm: fx.GraphModule) -> None:
+        nodes = [n for n in gm.graph.nodes if n.op != "placeholder" and n.all_input_nodes]
+        node = data.draw(st.sampled_from(nodes))
+        earlier = list(itertools.takewhile(lambda n: n is not node, gm.graph.nodes))
+        old, new = (
+            data.draw(st.sampled_from(node.all_input_nodes)),
+            data.draw(st.sampled_from(earlier)),
+        )
+        node.replace_input_with(old, new)
+
+    changed = _edited(backward, place, edit)
+    if not _are_equal(changed):
+        with pytest.raises(NotCutError):
+            changed.validate()
+
+
+class _Model(MLP):
+    """Has all that a forward cut has to carry over: a collective, a write, autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x * 0
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x).relu()
+                total.add_(x.float())
+        return _tell(x.detach()).float() + x.float() + total
+
+
+class Forward(NamedTuple):
+    """A forward graph with its sections, as they are validated."""
+
+    gm: fx.GraphModule
+    plan: Cut
+    stitched: fx.GraphModule
+    arguments: dict[int, int]
+
+
+@pytest.fixture
+def forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Forward:
+    found: list[Forward] = []
+    monkeypatch.setattr(compiler, "prove_forward", lambda *given: found.append(Forward(*given)))
+    ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.03)
+    monkeypatch.setattr(compiler, "compile_forward_sections", _compile_nothing)
+    options = {"split": "forward", "inner": "eager"}
+    torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH))
+    (captured,) = found
+    prove_forward(*captured)
+    return captured
+
+
+def _compile_nothing(stitched: fx.GraphModule, *_: Any) -> Any:
+    return stitched.forward
+
+
+def _section(forward: Forward, place: int) -> fx.GraphModule:
+    section = forward.stitched.get_submodule(f"submod_{place}")
+    assert isinstance(section, fx.GraphModule)
+    return section
+
+
+def _drop_named(forward: Forward, name: str) -> None:
+    """Drop the first call of this name, and what only ends what it begins."""
+    sections = [_section(forward, k) for k in range(len(forward.plan.sections))]
+    calls = [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
+    gm, node = next((gm, node) for gm, node in calls if name_of(node).startswith(name))
+    if name == "_enter_autocast":
+        gm.graph.erase_node(next(iter(node.users)))
+    else:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+    gm.graph.erase_node(node)
+
+
+def _rewire(forward: Forward) -> None:
+    """Give a section two of its arguments the other way round."""
+    call = list(forward.stitched.graph.find_nodes(op="call_module"))[1]
+    call.args = (*reversed(call.args),)
+
+
+def _return_another(forward: Forward) -> None:
+    (output,) = forward.stitched.graph.find_nodes(op="output")
+    first = next(iter(forward.stitched.graph.find_nodes(op="placeholder")))
+    output.args = ((first,),)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [
+        (lambda f: _drop_named(f, "relu"), "other values|differ"),
+        (lambda f: _drop_named(f, "add_"), "other values|differ"),
+        (lambda f: _drop_named(f, "tell"), "other values|differ"),
+        (lambda f: _drop_named(f, "_enter_autocast"), "other values|differ"),
+        (_rewire, "other values|differ"),
+        (_return_another, "other values"),
+    ],
+)
+def test_what_the_sections_of_a_forward_do_wrongly_is_found(
+    forward: Forward, mutate: Callable[[Forward], None], said: str
 ) -> None:
-    """The gradient that DDP waits for arrives last, whichever section makes it."""
-    assert ranks.run(_train_with_delayed, split, delayed, awaited) == [0.0, 0.0]
+    mutate(forward)
+    with pytest.raises(NotCutError, match=said):
+        prove_forward(*forward)
 
 
-def test_calls_on_streams_of_their_own_are_not_cut(one_rank: None) -> None:
-    """Of a backward for a named reason, of a forward nowhere: each call has to keep its place."""
-    torch._dynamo.variables.streams  # noqa: B018  # which defines the operators
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.call_function(torch.ops.streams.fork.default, (0, 1))
-    graph.output((graph.call_function(torch.relu, (graph.call_function(torch.relu, (x,)),)),))
-    gm = fx.GraphModule(nn.Module(), graph)
-    assert not any(read_facts(gm, {}).legal_cuts)
-    with pytest.raises(NotCutError, match="stream"):
-        refuse_linked_calls(gm)
+def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
+    forward: Forward,
+) -> None:
+    first, second, *others = forward.plan.sections
+    exchanged = (
+        dataclasses.replace(first, parameters=second.parameters),
+        dataclasses.replace(second, parameters=first.parameters),
+        *others,
+    )
+    plan = dataclasses.replace(forward.plan, sections=exchanged)
+    with pytest.raises(NotCutError, match="uses its parameters"):
+        prove_forward(*forward._replace(plan=plan))
 
 
-def test_what_is_not_known_to_be_pure_keeps_its_place() -> None:
-    """An operator of ATen is pure; one of another library may do anything."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.ones(2, 2)
-    targets = (torch.ops.aten.relu.default, torch.ops.aten.rand_like.default, dist.all_reduce)
-    calls = [graph.call_function(target, (x,)) for target in targets]
-    calls.append(graph.call_function(torch.ops.ddpopt_proof.draw.default, (2, 1)))
-    for call in calls:
-        call.meta["val"] = torch.ones(2, 2)
-    graph.output(()).meta["desc"] = []
-    facts = read_backward(fx.GraphModule(nn.Module(), graph), {})
-    assert list(facts.is_ordered) == [False, True, True, True]
-    assert not any(facts.is_repeat)
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_what_is_not_proven_is_compiled_whole_with_a_warning(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, split: str
+) -> None:
+    """It names the difference, and asks for a report."""
 
+    def refuse(*_: Any) -> None:
+        raise NotCutError(Reason.NOT_PROVEN, "section 3 is another's")
 
-def test_sections_share_a_compile_only_if_the_same_inputs_are_saved_tensors() -> None:
-    """Inductor looks at each call whether other inputs are aligned, but not those."""
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    graph.output((graph.call_function(torch.ops.aten.mm.default, (x, y)),))
-    gm = fx.GraphModule(nn.Module(), graph)
-    fields: Any = {"graph": gm, "keeps": (), "drops": (), "releases": ()}
-    sections = [SectionGraph(takes=takes, **fields) for takes in ((0, 1), (1, 2), (2, 1), (1, 2))]
-    values = [torch.ones(2, 2) for _ in range(3)]
-    _, places = _compile_sections(sections, values, {0, 1}, lambda *_: gm.forward, "0/0")
-    assert places == [0, 1, 2, 1]
+    monkeypatch.setattr(compiler, "prove_forward", refuse)
+    monkeypatch.setattr(compiler, "prove_backward", refuse)
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+    options = {"split": split, "inner": "aot_eager"}
+    torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
+    (plan,) = ddpopt.explain(ddp).cuts
+    assert plan.fallback is Reason.NOT_PROVEN
+    (said,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]
+    assert (said.levelname, "section 3 is another's" in said.getMessage()) == ("WARNING", True)

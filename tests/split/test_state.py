@@ -49,12 +49,12 @@ def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None)
     known = state.get(ddp)
     reported = known.reported_buckets
     assert reported is not None
-    assert len(reported) == len(ddpopt.explain(ddp).plans[0].buckets) > 1
+    assert len(reported) == len(ddpopt.explain(ddp).cuts[0].buckets) > 1
     assert known.buckets == reported
     everything = [[index for bucket in reported for index in bucket]]
     known.give_buckets(everything)
     assert (known.reported_buckets, known.buckets) == (None, everything)
-    assert len(known.plans[0].buckets) == 1
+    assert len(known.cuts[0].buckets) == 1
 
 
 def test_limits_are_those_of_the_compile_until_new_ones_are_taken(one_rank: None) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.split import state
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 
 _MIB = 1024 * 1024
 
@@ -63,12 +63,12 @@ class FakeDDP(DistributedDataParallel):
         return {"has_rebuilt_buckets": 1}
 
 
-def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> SplitPlan:
+def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Cut:
     """Return the plan for a module whose forward is one graph."""
     torch._dynamo.reset()
     ddp = FakeDDP(module, **ddp_options)
     torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(*inputs)
-    (plan,) = ddpopt.explain(ddp).plans
+    (plan,) = ddpopt.explain(ddp).cuts
     return plan
 
 

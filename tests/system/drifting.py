@@ -216,13 +216,13 @@ def _train_without(
             difference = str(problem)
         except Exception:
             error = traceback.format_exc()
-    plans = records.get(ddp).plans
+    cuts = records.get(ddp).cuts
     uninstall()
     ddpopt.backend.install()
     return Trained(
         missing=use,
         asked=frozenset(asked),
-        is_split=any(plan.sections for plan in plans),
+        is_split=any(cut.sections for cut in cuts),
         warnings=tuple(said),
         error=error,
         difference=difference,

@@ -353,7 +353,7 @@ def test_names_of_a_models_own_parameters_stay_text(
     for _ in range(4):
         compiled(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
-    assert [len(plan.sections) for plan in explanation.plans] == [3]
+    assert [len(plan.sections) for plan in explanation.cuts] == [3]
     explanation.save(tmp_path / "model.html")
     document = Document((tmp_path / "model.html").read_text())
     assert [e.attributes for e in document.find("script")] == [

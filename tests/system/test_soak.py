@@ -210,7 +210,7 @@ def _train_on_many(rank: int) -> int:
     with config.patch(disagreement="error"):
         ddpopt.warmup(model, inputs[0])
     assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
-    (plan, *_) = state.get(ddp).plans
+    (plan, *_) = state.get(ddp).cuts
     return len(plan.sections)
 
 
@@ -263,7 +263,7 @@ def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
             eager.step()
             assert_equal_states(ddp.state_dict(), expected.state_dict())
     search = tuner.of(ddp)
-    return len(state.get(ddp).plans[0].sections), search.outcome if search else ""
+    return len(state.get(ddp).cuts[0].sections), search.outcome if search else ""
 
 
 @pytest.mark.nightly

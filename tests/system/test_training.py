@@ -69,7 +69,7 @@ def test_training_equals_eager_ddp(ranks: Ranks, name: str, inner: str, split: s
 def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
     scenario = SCENARIOS[name]()
     outcomes = _run_row(ranks, name, split, inner)
-    assert outcomes[0].plans == outcomes[1].plans, "ranks must cut at the same places"
+    assert outcomes[0].cuts == outcomes[1].cuts, "ranks must cut at the same places"
     for outcome in outcomes:
         if scenario.eager_error is not None:
             assert outcome.error == outcome.eager_error
@@ -80,12 +80,12 @@ def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
         expected = scenario.fallbacks
         if split == "auto":
             expected = {reason for reason in expected if reason.is_expected}
-        assert {plan.fallback for plan in outcome.plans} - {None} == expected
-        cut = {plan.split for plan in outcome.plans if plan.sections}
+        assert {plan.fallback for plan in outcome.cuts} - {None} == expected
+        cut = {plan.split for plan in outcome.cuts if plan.sections}
         assert cut <= {"backward" if split == "auto" else split}
-        has_one_graph = len(outcome.plans) == 1 and expected != {Reason.NO_GRAD}
+        has_one_graph = len(outcome.cuts) == 1 and expected != {Reason.NO_GRAD}
         if has_one_graph and outcome.buckets[0] is not None:
-            planned = tuple(tuple(p.index for p in b.parameters) for b in outcome.plans[0].buckets)
+            planned = tuple(tuple(p.index for p in b.parameters) for b in outcome.cuts[0].buckets)
             assert outcome.buckets[0] == planned
 
 
@@ -95,7 +95,7 @@ def test_a_warm_start_trains_alike(ranks: Ranks, name: str) -> None:
     cold = _run_row(ranks, name, "auto", "inductor")
     for first, second in zip(cold, ranks.run(run_row, name, "auto", "inductor"), strict=True):
         assert second.error is second.difference is None
-        assert second.plans == first.plans
+        assert second.cuts == first.cuts
 
 
 RECOMPILING = (
@@ -145,7 +145,7 @@ def _products_in_backward(run: Callable[..., Any], *, enabled: bool) -> int:
     ddp = DistributedDataParallel(Transformer(run=run), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner, "enabled": enabled})
     compiled(batches(0, [(4, WIDTH)])[0]).sum().backward()
-    assert (len(ddpopt.explain(ddp).plans[0].sections) > 1) == enabled
+    assert (len(ddpopt.explain(ddp).cuts[0].sections) > 1) == enabled
     return inner.num_products
 
 

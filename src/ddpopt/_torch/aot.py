@@ -94,37 +94,41 @@ Compiled = Callable[..., Any]  # takes a list and empties it
 CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Compiled]
 
 
-class Cutting(Protocol):
-    """Cuts the backward of one graph.
+class CutsBackward(Protocol):
+    """Cuts the backward of one graph: AOTAutograd calls its methods, in this order."""
 
-    `key` distinguishes it, in any process, from all that would cut the same graph differently; it
-    is None if the result must not come from a cache.
-    """
+    @property
+    def cache_key(self) -> str | None:
+        """Tells it, in any process, from all that would cut the same graph differently.
 
-    key: str | None
+        None if the result must not come from a cache.
+        """
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
         """Change the forward before it is compiled."""
 
-    def compile(
+    def compile_backward(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: CompileSection
     ) -> tuple[Sequence[Any], Any]:
         """Return the compiled sections, and data for running them, which can be pickled."""
 
-    def run(self, sections: Sequence[Any], data: Any) -> Callable[[list[Any]], Any]:
-        """Return what AOTAutograd is to run, given what `compile` returned here or elsewhere."""
+    def run_backward(self, compiled: Sequence[Any], stored: Any) -> Callable[[list[Any]], Any]:
+        """Return what AOTAutograd is to run, given what `compile_backward` returned.
+
+        It may have done so in another process: then the other methods are not called.
+        """
 
 
 # (graph, inputs, what cuts its backward) -> compiled forward
-AOTCompilerFn = Callable[[fx.GraphModule, list[Any], Cutting], Callable[..., Any]]
+AOTCompilerFn = Callable[[fx.GraphModule, list[Any], CutsBackward], Callable[..., Any]]
 
 
 def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     """Return a compiler like `inductor`, which `inductor()` made, but with a cut backward."""
 
-    def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
+    def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
         compile_fx_inner = names.COMPILE_FX_INNER.get()
-        cached = None if cutting.key is None else _cached()
+        cached = None if cutting.cache_key is None else _cached()
         tag = _cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
@@ -156,19 +160,19 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 static_inputs = {names.STATIC_INPUTS.text: kept}
                 return compile_inner(section, section_inputs, **static_inputs, **options)
 
-            sections, data = cutting.compile(graph, list(graph_inputs), compile_section)
+            sections, data = cutting.compile_backward(graph, list(graph_inputs), compile_section)
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
             if cached is not None and cached.are_storable([*forwards, *sections]):
                 return cached.CutBackward(sections, data)
             # Without bundling nothing is stored. The block around restores it, changed or not.
             names.BUNDLED_AUTOGRAD_CACHE.set(False)
-            return cutting.run(sections, data)
+            return cutting.run_backward(sections, data)
 
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(inductor)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_cut_backward_settings(cutting.key if cached else None))
+            stack.enter_context(_cut_backward_settings(cutting.cache_key if cached else None))
             if cached is not None:
-                stack.enter_context(cached.running_by(cutting.run))
+                stack.enter_context(cached.running_by(cutting.run_backward))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
@@ -185,7 +189,7 @@ def _cached() -> Any:
     return None
 
 
-def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
+def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
     """Compile as the backend `aot_eager` does, but with a cut backward."""
     boxed_nop = names.BOXED_NOP.get()
 
@@ -197,7 +201,8 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: Cutting) -> Any:
         def compile_section(section: fx.GraphModule, values: list[Any], _: object) -> Compiled:
             return boxed_nop(section, values)
 
-        return cutting.run(*cutting.compile(graph, list(graph_inputs), compile_section))
+        compiled, stored = cutting.compile_backward(graph, list(graph_inputs), compile_section)
+        return cutting.run_backward(compiled, stored)
 
     with _cut_backward_settings(None):
         return lookup_backend("aot_eager")(

@@ -390,7 +390,7 @@ def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
     Raises:
         Exception: as `before_forward`.
     """
-    if _is_due(ddp) and state.get(ddp).plans:
+    if _is_due(ddp) and state.get(ddp).cuts:
         _verify_once(ddp, ddp, forward)
 
 

@@ -16,7 +16,7 @@ from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
 from ddpopt.ranks.agree import Fact, compare_models
 from ddpopt.split import state
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 
 SILENCE_S = 60.0
 
@@ -61,17 +61,17 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
     rehearsal, _ = run.step_locally(is_apart=is_apart)
     own, copied = state.get(run.ddp), state.get(rehearsal.ddp)
     with run.stage("comparing"):
-        if not copied.plans:
+        if not copied.cuts:
             raise OptionError(_not_compiled(run.model))
         if not is_apart:  # the model gets what compiling the copy made or began
             own.code += copied.code
             tuner.continue_search(rehearsal.ddp, run.ddp)
-        facts = _facts_of(run.ddp, copied.plans)
+        facts = _facts_of(run.ddp, copied.cuts)
     compare_models(run.ddp, facts)
     return rehearsal
 
 
-def _facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[Fact]:
+def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
     """Return what has to be equal on all ranks, from the most to the least telling.
 
     What else each rank compiled does not matter: sections, fallbacks and shapes of inputs may
@@ -92,7 +92,7 @@ def _facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[
         Fact("static_graph", str(ddp.static_graph)),
         Fact(
             "where graphs with collectives of their own are cut",
-            str(sorted({cuts for plan in plans if (cuts := _cuts_of(plan))})),
+            str(sorted({_describe_cut(cut) for cut in cuts} - {""})),
             "DDP's collectives come between others of the model there, so that ranks wait for each "
             "other: compile with the same options on all ranks, all with options={'enabled': "
             "False} if some must",
@@ -102,11 +102,14 @@ def _facts_of(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[
     ]
 
 
-def _cuts_of(plan: SplitPlan) -> str:
-    counts = [section.num_fixed for section in plan.sections]
-    if any(counts):
-        return f"{plan.split} sections with {', '.join(map(str, counts))} such calls"
-    return f"whole, with {plan.num_fixed} such calls" if plan.num_fixed and not counts else ""
+def _describe_cut(cut: Cut) -> str:
+    """On which sides of cuts calls are that may be collectives; empty without such calls."""
+    if not cut.sections:
+        return f"whole, with {cut.num_fixed} such calls" if cut.num_fixed else ""
+    counts = [section.num_fixed for section in cut.sections]
+    if not any(counts):
+        return ""
+    return f"{cut.split} sections with {', '.join(map(str, counts))} such calls"
 
 
 def _not_compiled(model: torch.nn.Module) -> str:

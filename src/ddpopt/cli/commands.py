@@ -61,7 +61,7 @@ def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
         with explained(f"{args.html} cannot be written"):
             explanation.save(args.html)
         parts.append(f"\nwritten: {args.html}")
-    return Report(data=data, parts=parts, status=0 if explanation.plans else 1)
+    return Report(data=data, parts=parts, status=0 if explanation.cuts else 1)
 
 
 def _train(

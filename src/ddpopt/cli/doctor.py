@@ -26,7 +26,7 @@ from ddpopt.cli.inputs import one_rank_group
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.inspection.explain import explain
 from ddpopt.options import NO_COMPILER, SPLITS
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 
 _INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"
 _INSTALL = "install ddpopt by pip; to put its folder on PYTHONPATH is not enough"
@@ -199,26 +199,26 @@ def _try(split: str) -> Check:
     name = f"split {split}"
     try:
         with one_rank_group():
-            plans = _train(split)
+            cuts = _train(split)
     except Exception as error:  # the purpose is to report what is wrong
         return Check(name, f"{type(error).__name__}: {' '.join(str(error).split())}", _REPORT)
-    if not plans:
+    if not cuts:
         remedy = "TORCH_LOGS=graph_breaks,recompiles says why"
         return Check(name, "torch.compile compiled nothing", remedy)
-    plan = plans[-1]
-    reason = plan.fallback or plan.backward_fallback
+    cut = cuts[-1]
+    reason = cut.fallback or cut.backward_fallback
     if reason is not None:
         detail, _, remedy = reason.value.partition("; ")
-        return Check(name, " ".join(filter(None, (detail, plan.detail))), remedy or _REPORT)
-    detail = f"{len(plan.sections)} sections for {len(plan.buckets)} buckets of a small model"
-    return Check(name, detail, "" if len(plan.sections) > 1 else _REPORT)
+        return Check(name, " ".join(filter(None, (detail, cut.detail))), remedy or _REPORT)
+    detail = f"{len(cut.sections)} sections for {len(cut.buckets)} buckets of a small model"
+    return Check(name, detail, "" if len(cut.sections) > 1 else _REPORT)
 
 
-def _train(split: str) -> tuple[SplitPlan, ...]:
+def _train(split: str) -> tuple[Cut, ...]:
     ddp = DistributedDataParallel(TrialModel(_WIDTH), bucket_cap_mb=_CAP_MB)
     options: dict[str, Any] = {"inner": "aot_eager", "split": split}
     # Dynamic sizes need more of torch's private names than fixed ones.
     compiled: Any = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
     for _ in range(2):
         torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())
-    return explain(ddp).plans
+    return explain(ddp).cuts

@@ -34,8 +34,8 @@ from ddpopt.planning import rebucket, tuner
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
-from ddpopt.split.dump import plan_graph
-from ddpopt.split.plan import NodeText, SplitPlan
+from ddpopt.split.cut import Cut, GraphText
+from ddpopt.split.dump import graph_of_cuts
 
 if TYPE_CHECKING:
     import networkx
@@ -79,16 +79,16 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known about one model: its buckets, and a plan for each compiled graph.
+    """What is known about one model: its buckets, and the cut of each compiled graph.
 
     `bucket_plan` is the plan that assigned its buckets, `tuning` what `buckets="auto"` decided.
     `predicted` is the iteration predicted from `basis`; `measured` has the medians of the last
     recording, over `num_measured` of its `num_recorded` steps: those that ran what the last one
-    did. `nodes` are those of each graph's sections.
+    did. `texts` has each graph's calls, by its name.
     """
 
     model: str
-    plans: tuple[SplitPlan, ...]
+    cuts: tuple[Cut, ...]
     buckets: tuple[BucketReport, ...]
     bucket_plan: BucketPlan | None = None
     tuning: str = ""
@@ -98,7 +98,7 @@ class Explanation:
     num_measured: int = 0
     num_recorded: int = 0
     hints: tuple[str, ...] = ()
-    nodes: Mapping[str, state.Nodes] = field(default_factory=dict, repr=False)
+    texts: Mapping[str, GraphText] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data, times in seconds; see docs/reading-the-logs.md."""
@@ -109,7 +109,7 @@ class Explanation:
                 "torch": str(torch.__version__),
             },
             **_fields(self, "model", "tuning", "hints"),
-            "graphs": [_graph_data(plan, self.nodes.get(plan.graph, ())) for plan in self.plans],
+            "graphs": [_graph_data(cut, self.texts[cut.graph]) for cut in self.cuts],
             "buckets": [_bucket_data(bucket) for bucket in self.buckets],
             "predicted": self.predicted
             and {"basis": self.basis, **_fields(self.predicted, *_PREDICTED_TIMES)},
@@ -140,7 +140,7 @@ class Explanation:
                 attributes |= {name: time for name, time in known.items() if time is not None}
                 attributes["times"] = "measured" if bucket.measured else "predicted"
             buckets.append((bucket.actual or bucket.planned, attributes))
-        return plan_graph(self.plans, buckets)
+        return graph_of_cuts(self.cuts, self.texts, buckets)
 
     def to_json(self) -> str:
         """Return `to_dict()` as text."""
@@ -162,7 +162,7 @@ class Explanation:
         write_text(path, render_page(self.to_dict()) if suffix == ".html" else text)
 
     def __str__(self) -> str:
-        if not self.plans:
+        if not self.cuts:
             return (
                 f"ddpopt has compiled no graph of this {self.model}. Either its forward "
                 "has not run yet, or it does not run under torch.compile(..., backend='ddpopt'), "
@@ -173,7 +173,7 @@ class Explanation:
             self._times() if self.buckets and (self.predicted or self.measured) else "",
             self.tuning,
             f"planned: {self.bucket_plan}" if self.bucket_plan else "",
-            *("\n".join([plan.headline(), *plan.section_table()]) for plan in self.plans),
+            *("\n".join([cut.headline(), *cut.section_table()]) for cut in self.cuts),
             "\n".join(self.hints),
         ]
         return "\n\n".join(filter(None, parts))
@@ -239,17 +239,18 @@ def _time_table(buckets: Sequence[BucketReport]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _graph_data(plan: SplitPlan, nodes: Sequence[Sequence[NodeText]]) -> dict[str, Any]:
+def _graph_data(cut: Cut, text: GraphText) -> dict[str, Any]:
+    nodes = text.nodes
     first_node = nodes[0][0].name if nodes and nodes[0] else ""
-    sections = plan.sections or [plan.as_one_section(first_node)]
+    sections = cut.sections or [cut.as_one_section(first_node)]
     names = ("index", "num_nodes", "first_node", "parameters", "completes")
     return {
-        "name": plan.graph,
-        **_fields(plan, "inner", "num_nodes", "split", "is_shared"),
-        "headline": plan.headline(),
-        "fallback": plan.fallback and _reason_data(plan.fallback, plan.detail),
-        "backward_fallback": plan.backward_fallback
-        and _reason_data(plan.backward_fallback, plan.detail),
+        "name": cut.graph,
+        **_fields(cut, "inner", "num_nodes", "split", "is_shared"),
+        "headline": cut.headline(),
+        "fallback": cut.fallback and _reason_data(cut.fallback, cut.detail),
+        "backward_fallback": cut.backward_fallback
+        and _reason_data(cut.backward_fallback, cut.detail),
         "sections": [
             {**_fields(section, *names), "nodes": [node._asdict() for node in members or ()]}
             for section, members in itertools.zip_longest(sections, nodes[: len(sections)])
@@ -278,7 +279,7 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
 def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanation:
     """Return what is known about a DDP model; it prints as tables, and `save` makes a page of it.
 
-    Plans are known once a forward with gradients has run, DDP's own buckets some steps later, and
+    Cuts are known once a forward with gradients has run, DDP's own buckets some steps later, and
     measured times after a `record` block.
 
     Args:
@@ -295,7 +296,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     measured = recording.median_step() if recording else None
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
-    buckets = _find_buckets(ddp, known.plans)
+    buckets = _find_buckets(ddp, known.cuts)
     predicted = _predict(buckets, costs) if costs and buckets else None
     hints = [] if measured else [_measured_by_ddp(ddp)]
     if predicted is None and not tuner.is_searching(ddp):
@@ -304,7 +305,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         hints.append(known.hint)
     return Explanation(
         model=type(ddp.module).__name__,
-        plans=known.plans,
+        cuts=known.cuts,
         buckets=_relate(buckets, predicted, measured),
         bucket_plan=assigned,
         tuning=search.outcome if search else "",
@@ -314,7 +315,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         num_measured=len(recording.steps_like_last) if recording else 0,
         num_recorded=len(recording.steps) if recording else 0,
         hints=(*hints, *(recording.notes if recording else ())),
-        nodes=dict(known.nodes),
+        texts=dict(known.texts),
     )
 
 
@@ -332,36 +333,42 @@ def _measured_by_ddp(ddp: DistributedDataParallel) -> str:
     return f"measured by DDP: {text}; for each bucket's times, {_RECORD}"
 
 
-def _find_buckets(ddp: DistributedDataParallel, plans: Sequence[SplitPlan]) -> list[BucketReport]:
-    """Pair DDP's buckets with the latest plan of the whole model, which knows the most graphs."""
-    whole = [plan for plan in plans if plan.buckets and not plan.is_shared]
+def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[BucketReport]:
+    """Pair DDP's buckets with the latest ones predicted for the whole model.
+
+    The latest graph knows of the most others.
+    """
+    whole = [cut for cut in cuts if cut.buckets and not cut.is_shared]
     planned = [bucket.parameters for bucket in whole[-1].buckets] if whole else []
     reported = state.get(ddp).reported_buckets or ()
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()} if reported else {}
     actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
     # The newest of a frame's compiles that have gradients: not those of an evaluation.
-    newest = {plan.frame: plan for plan in plans if plan.arrival}.values()
+    newest = {cut.frame: cut for cut in cuts if cut.arrival}.values()
     reports = []
     for index, (ours, theirs) in enumerate(itertools.zip_longest(planned, actual, fillvalue=())):
         names = {parameter.name for parameter in ours or theirs}
-        graphs = [plan for plan in newest if names & {p.name for p in plan.arrival}]
+        graphs = [cut for cut in newest if names & {p.name for p in cut.arrival}]
         report = BucketReport(
             index=index,
             num_bytes=sum(parameter.num_bytes for parameter in ours or theirs),
             planned=tuple(parameter.name for parameter in ours),
             actual=tuple(parameter.name for parameter in theirs),
-            graphs=tuple(plan.graph for plan in graphs),
+            graphs=tuple(cut.graph for cut in graphs),
             completed_by=_completing_section(graphs[0], names) if graphs else "-",
         )
         reports.append(report)
     return reports
 
 
-def _completing_section(plan: SplitPlan, members: set[str]) -> str:
-    """Return the last section to run that has one of the members."""
-    ran_last_first = reversed(plan.sections) if plan.split == "backward" else plan.sections
-    holding = (section for section in ran_last_first if members & set(section.parameters))
-    return next(map(plan.name_of, holding), plan.graph)
+def _completing_section(cut: Cut, members: set[str]) -> str:
+    """The name of the last section to run that has one of the members; the graph's without any."""
+    # Backward runs the sections of a forward in reverse.
+    ran_last_first = reversed(cut.sections) if cut.split == "backward" else cut.sections
+    for section in ran_last_first:
+        if members & set(section.parameters):
+            return cut.name_of(section)
+    return cut.graph
 
 
 def _relate(

@@ -46,13 +46,13 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         clock = known.step_clock = StepClock()
         watch_forwards()
         observe(ddp, Priority.METRICS, clock)
-    plans = known.plans
-    first_compiles = {(plan.frame, plan.fallback is Reason.NO_GRAD) for plan in plans}
+    cuts = known.cuts
+    first_compiles = {(cut.frame, cut.fallback is Reason.NO_GRAD) for cut in cuts}
     found: dict[str, float] = {
-        "ddpopt.graphs": len(plans),
-        "ddpopt.graphs_compiled_whole": sum(plan.fallback is not None for plan in plans),
-        "ddpopt.sections": sum(len(plan.sections) for plan in plans),
-        "ddpopt.recompiles": len(plans) - len(first_compiles),
+        "ddpopt.graphs": len(cuts),
+        "ddpopt.graphs_compiled_whole": sum(cut.fallback is not None for cut in cuts),
+        "ddpopt.sections": sum(len(cut.sections) for cut in cuts),
+        "ddpopt.recompiles": len(cuts) - len(first_compiles),
         "ddpopt.has_bucket_plan": float(rebucket.plan_of(ddp) is not None),
     }
     if clock.step_s is not None:

@@ -1,6 +1,6 @@
-"""Shows a split: the graphs and the plan of each compile, in logs, as files and for networkx.
+"""Shows what happened to a graph: its cut and the graphs made, in logs, as files, for networkx.
 
-    <config.dump_dir>/rank0-pid123/4_0/plan.json, plan.graphml, original.py, and of
+    <config.dump_dir>/rank0-pid123/4_0/cut.json, cut.graphml, original.py, and of
         a cut backward: original_backward.py, backward_section_0.py, ...
         a cut forward: section_0.py, ..., stitched.py
 
@@ -26,8 +26,8 @@ from torch import fx
 from ddpopt import _logs, _torch, config
 from ddpopt._text import new_folder
 from ddpopt.errors import TorchDriftError
+from ddpopt.split.cut import Crossing, Cut, GraphText
 from ddpopt.split.nodes import describe, num_bytes_of
-from ddpopt.split.plan import Crossing, SplitPlan
 
 if TYPE_CHECKING:
     import networkx
@@ -42,10 +42,11 @@ _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
 
 def is_showing() -> bool:
+    """Whether somebody wants to see the graphs that are compiled."""
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def show(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
+def show(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None:
     """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files."""
     for name, graph in graphs.items():
         code = functools.partial(_code, graph)
@@ -54,24 +55,29 @@ def show(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
             _torch.trace_structured("optimize_ddp_split_graph", {}, code)
         elif "section" in name:
             _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
-    write(gm, plan, graphs)
+    write(gm, cut, text, graphs)
 
 
-def write(gm: fx.GraphModule, plan: SplitPlan, graphs: Graphs) -> None:
-    """Write a plan and graphs to the folder of the compile that Dynamo made `gm` for."""
+def write(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None:
+    """Write a cut and graphs to the folder of the compile that Dynamo made `gm` for."""
     dump_dir = config.dump_dir
     if not dump_dir or dump_dir in _given_up:
         return
     try:
         folder = _folder_of(gm)
-        by_name = operator.attrgetter("name")  # of an enum member
-        content = json.dumps(dataclasses.asdict(plan), indent=1, default=by_name)
-        (folder / "plan.json").write_text(content + "\n")
+        content = dataclasses.asdict(cut)
+        content["crossings"] = [dataclasses.asdict(crossing) for crossing in text.crossings]
+        name_of_reason = operator.attrgetter("name")
+        (folder / "cut.json").write_text(
+            json.dumps(content, indent=1, default=name_of_reason) + "\n"
+        )
         for name, graph in graphs.items():
             code = _code(graph)
             (folder / f"{name}.py").write_text(code, encoding="utf-8", errors="backslashreplace")
-        write_graphml(plan, folder / "plan.graphml")
-    except Exception as error:  # whatever it is, a dump is not worth a training run
+        write_graphml(cut, text, folder / "cut.graphml")
+    except Exception as error:
+        # A full disk, a folder that may not be written to, a graph that cannot be printed: whatever
+        # it is, a dump is not worth a training run.
         _given_up.add(dump_dir)
         _logs.warning(
             "graphs are no longer dumped to %s: %s: %s; training goes on",
@@ -111,26 +117,28 @@ def _process_folder(dump_dir: str, process_id: int) -> Path:
 def find_crossings(
     made: Sequence[Mapping[Any, fx.Node]], taken: Sequence[Iterable[Any]]
 ) -> tuple[Crossing, ...]:
-    """Return the values that sections hand to later ones.
+    """The values that sections hand to later ones, as text.
 
-    `made` has each section's outputs by what stands for them between sections, `taken` what stands
-    for its inputs.
+    Between sections a value has a key. `made` has the outputs of each section by their keys, and
+    `taken` the keys of its inputs.
     """
     readers: dict[Any, list[int]] = {}
     for index, keys in enumerate(taken):
         for key in dict.fromkeys(keys):
             readers.setdefault(key, []).append(index)
-    return tuple(
-        Crossing(
-            value=describe([node])[0],
-            num_bytes=_num_bytes(node),
-            made_in=index,
-            read_in=tuple(readers[key]),
-        )
-        for index, outputs in enumerate(made)
-        for key, node in outputs.items()
-        if key in readers
-    )
+    crossings = []
+    for index, outputs in enumerate(made):
+        for key, node in outputs.items():
+            if key in readers:
+                (value,) = describe([node])
+                crossing = Crossing(
+                    value=value,
+                    num_bytes=_num_bytes(node),
+                    made_in=index,
+                    read_in=tuple(readers[key]),
+                )
+                crossings.append(crossing)
+    return tuple(crossings)
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -138,17 +146,21 @@ def _num_bytes(node: fx.Node) -> int:
         return num_bytes_of(_torch.traced_value(node))
     except TorchDriftError:
         raise
-    except Exception:  # raised by someone's subclass; what is shown is not worth a training run
+    except Exception:
+        # Raised by somebody's tensor subclass. What is shown is not worth a training run.
         return 0
 
 
-def plan_graph(
-    plans: Iterable[SplitPlan], buckets: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
+def graph_of_cuts(
+    cuts: Iterable[Cut],
+    texts: Mapping[str, GraphText],
+    buckets: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
 ) -> networkx.DiGraph:
-    """Return sections and buckets as nodes, and what goes from one to another as edges.
+    """Sections and buckets as nodes, and what goes from one to another as edges.
 
-    `buckets` are the parameters of each, and its further attributes. `Explanation.to_networkx` says
-    which there are; all are text or numbers, as GraphML needs them.
+    `texts` are those of the graphs by name, `buckets` the parameters of each and its further
+    attributes. `Explanation.to_networkx` says which attributes there are; all are text or numbers,
+    as GraphML needs them.
     """
     import networkx  # noqa: PLC0415  # torch brings it along, and importing it takes a while
 
@@ -157,29 +169,31 @@ def plan_graph(
     for index, (names, attributes) in enumerate(buckets):
         bucket_of |= dict.fromkeys(names, f"bucket {index}")
         graph.add_node(f"bucket {index}", kind="bucket", parameters=", ".join(names), **attributes)
-    for plan in plans:
-        num_bytes = {parameter.name: parameter.num_bytes for parameter in plan.arrival}
+    for cut in cuts:
+        num_bytes = {parameter.name: parameter.num_bytes for parameter in cut.arrival}
+        # By its two ends, what each edge carries: the bytes of gradients, or of other values.
         edges: dict[tuple[str, str], dict[str, int]] = {}
-        for section in plan.sections or [plan.as_one_section()]:
-            node, own = plan.name_of(section), section.parameters
+        for section in cut.sections or [cut.as_one_section()]:
+            node = cut.name_of(section)
             graph.add_node(
                 node,
-                kind=f"{plan.split} section" if plan.sections else "whole graph",
+                kind=f"{cut.split} section" if cut.sections else "whole graph",
                 index=section.index,
                 calls=section.num_nodes,
-                bytes=sum(num_bytes[name] for name in own),
-                parameters=", ".join(own),
+                bytes=sum(num_bytes[name] for name in section.parameters),
+                parameters=", ".join(section.parameters),
             )
-            for name in filter(bucket_of.get, own):
-                carried = edges.setdefault((node, bucket_of[name]), {})
-                carried[name] = num_bytes[name]
-        for crossing in plan.crossings:
-            maker = plan.name_of(plan.sections[crossing.made_in])
+            for name in section.parameters:
+                if name in bucket_of:
+                    carried = edges.setdefault((node, bucket_of[name]), {})
+                    carried[name] = num_bytes[name]
+        for crossing in texts[cut.graph].crossings if cut.graph in texts else ():
+            maker = cut.name_of(cut.sections[crossing.made_in])
             value = crossing.value
-            text = " ".join(filter(None, (value.name, value.shape, value.source)))
+            label = " ".join(filter(None, (value.name, value.shape, value.source)))
             for reader in crossing.read_in:
-                carried = edges.setdefault((maker, plan.name_of(plan.sections[reader])), {})
-                carried[text] = crossing.num_bytes
+                carried = edges.setdefault((maker, cut.name_of(cut.sections[reader])), {})
+                carried[label] = crossing.num_bytes
         for (start, end), carried in edges.items():
             kind = "gradients" if graph.nodes[end]["kind"] == "bucket" else "values"
             size, values = sum(carried.values()), json.dumps(carried)
@@ -187,9 +201,9 @@ def plan_graph(
     return graph
 
 
-def write_graphml(plan: SplitPlan, path: Path) -> None:
-    """Write the graph of a plan and of the buckets that it was made for."""
-    import networkx  # noqa: PLC0415  # see plan_graph
+def write_graphml(cut: Cut, text: GraphText, path: Path) -> None:
+    """Write the graph of a cut and of the buckets that it was made for."""
+    import networkx  # noqa: PLC0415  # see graph_of_cuts
 
-    buckets = [([p.name for p in b.parameters], {"bytes": b.num_bytes}) for b in plan.buckets]
-    networkx.write_graphml(plan_graph([plan], buckets), path)
+    buckets = [([p.name for p in b.parameters], {"bytes": b.num_bytes}) for b in cut.buckets]
+    networkx.write_graphml(graph_of_cuts([cut], {cut.graph: text}, buckets), path)

@@ -1,6 +1,6 @@
-"""Answers questions about a graph and its nodes, for the other modules of this folder.
+"""What a node of a graph is and does, what it shows people, and what a graph writes to in place.
 
-What a node is and does, what it shows people, and what a graph writes to in place.
+Questions that the other modules of this folder ask of both splits' graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.split.plan import NodeText
+from ddpopt.split.cut import NodeText
 
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -1,6 +1,6 @@
-"""What is known about each DDP module: plans in force, the Reducer's buckets, what code may run.
+"""What is known about each DDP module: the cuts of its graphs, and the Reducer's buckets.
 
-The driver, the runner and the modules that change buckets write it, through its methods. What a
+The compiler, the runner and the modules that change buckets write it, through its methods. What a
 room above keeps of a module is a field as well, which only that room reads and writes.
 """
 
@@ -17,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from ddpopt import _torch
 from ddpopt.errors import DDPMode
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
-from ddpopt.split.plan import NodeText, SplitPlan, frame_of
+from ddpopt.split.cut import Cut, GraphText, frame_of
 
-Nodes = tuple[tuple[NodeText, ...], ...]  # of each section of a graph
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
 # What a graph was cut for: buckets by index, whose own order is of no matter; None if they were not
 # known yet; or any, finely.
@@ -47,8 +46,10 @@ class DDPState:
 
     def forget(self) -> None:
         """Know nothing yet, as at first, of the second part."""
-        self._plans: dict[str, SplitPlan] = {}
-        self.nodes: dict[str, Nodes] = {}  # of the sections of each graph, by the graph's name
+        # Of each graph, by its name: its cut, its text, and what runs it, which Dynamo owns.
+        self._cuts: dict[str, Cut] = {}
+        self.texts: dict[str, GraphText] = {}
+        self._runners: dict[str, Callable[[], Any]] = {}
         self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
         self._rules: ReducerRules | None = None
         # The Reducer's final buckets as it reported them, empty if it could not.
@@ -56,7 +57,7 @@ class DDPState:
         self._given_buckets: Buckets | None = None
         self._num_questions = 0
         self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
-        # The graphs whose plans need not be compared with the buckets until these change.
+        # The runners of graphs whose cuts need not be compared with the buckets until these change.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # While better buckets are searched graphs are cut finely; `is_provisional` says that they
         # will be cut again. `expected_buckets` are those of a plan that is about to be applied.
@@ -70,22 +71,33 @@ class DDPState:
         self.step_clock: Any = None  # of `inspection.metrics`
 
     @property
-    def plans(self) -> tuple[SplitPlan, ...]:
-        """The plans in force, in the order in which they were made."""
-        return tuple(self._plans.values())
+    def cuts(self) -> tuple[Cut, ...]:
+        """The cuts in force, in the order in which they were made."""
+        return tuple(self._cuts.values())
 
     def is_cut_in_forward(self, graph: str) -> bool:
-        plan = self._plans.get(graph)
-        return plan is not None and bool(plan.sections) and plan.split == "forward"
+        cut = self._cuts.get(graph)
+        return cut is not None and bool(cut.sections) and cut.split == "forward"
 
-    def keep(self, plan: SplitPlan, nodes: Nodes) -> None:
-        """Note that `plan` is in force, in place of an earlier one for the same graph."""
-        self.nodes[plan.graph] = nodes
-        if self._given_buckets is not None and plan.buckets and not plan.is_shared:
-            parameters = list(_torch.reducer_parameters(self._module()).values())
-            buckets = known_buckets(parameters, self._given_buckets, self.rules)
-            plan = plan.with_buckets(buckets)
-        self._plans[plan.graph] = plan
+    def keep(self, cut: Cut, text: GraphText, runner: object = None) -> None:
+        """Note that `cut` is in force, in place of an earlier one for the same graph.
+
+        `runner` is what runs the graph, None if that is not told of its calls.
+        """
+        self.texts[cut.graph] = text
+        # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
+        self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
+        self._cuts[cut.graph] = self._with_given_buckets(cut)
+
+    def _with_given_buckets(self, cut: Cut) -> Cut:
+        if self._given_buckets is None or not cut.buckets or cut.is_shared:
+            return cut
+        parameters = list(_torch.reducer_parameters(self._module()).values())
+        return cut.with_buckets(known_buckets(parameters, self._given_buckets, self.rules))
+
+    def is_run_by(self, graph: str, runner: object) -> bool:
+        """Whether this runner is the last one that was noted for a graph."""
+        return graph in self._runners and self._runners[graph]() is runner
 
     def arrival_around(
         self, graph: str, parameters: Collection[int]
@@ -98,8 +110,8 @@ class DDPState:
         the graph's own: if its frame was compiled before, without parameters, and a later frame has
         some of them, the graph takes the place of that frame, which a graph break had made.
         """
-        # A plan for evaluation has no parameters, and does not affect its frame's training plan.
-        by_frame = {plan.frame: plan.arrival for plan in self.plans if plan.arrival}
+        # The cut of an evaluation has no parameters, and changes nothing of its frame in training.
+        by_frame = {cut.frame: cut.arrival for cut in self.cuts if cut.arrival}
         frames, frame = list(by_frame), frame_of(graph)
         # A graph that does not come from Dynamo has no name.
         number = {name: int(name) if name.isdigit() else 0 for name in (*frames, frame)}
@@ -168,14 +180,14 @@ class DDPState:
         """
         self._given_buckets, self.bucket_plan = buckets, plan
         self.reported_buckets, self._num_questions = None, 0
-        for kept in self.plans:
-            self.keep(kept, self.nodes[kept.graph])
+        for graph, cut in self._cuts.items():
+            self._cuts[graph] = self._with_given_buckets(cut)
         self.compared.clear()
 
     @property
     def has_forward_sections(self) -> bool:
         """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
-        return any(map(self.is_cut_in_forward, self._plans))
+        return any(map(self.is_cut_in_forward, self._cuts))
 
     def begin_search(self, *, is_provisional: bool) -> None:
         """Cut graphs finely from here on; if `is_provisional`, they are cut again at the end."""

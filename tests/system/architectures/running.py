@@ -259,17 +259,17 @@ def _train(
         optimizer.zero_grad()
     for name, value in model.state_dict().items():
         values[f"state {name}"] = value.detach().clone()
-    plans = ddpopt.explain(ddp).plans
+    cuts = ddpopt.explain(ddp).cuts
     troubles = [
-        plan.headline()
-        for plan in plans
-        for reason in (plan.fallback, plan.backward_fallback)
+        cut.headline()
+        for cut in cuts
+        for reason in (cut.fallback, cut.backward_fallback)
         if reason is not None and reason.name in OUR_ERRORS
     ]
     return _Attempt(
         raised_anywhere=False,
         values=values,
-        sections=tuple(max(1, len(plan.sections)) for plan in plans),
+        sections=tuple(max(1, len(cut.sections)) for cut in cuts),
         num_buckets=_num_buckets(ddp),
         trouble="; ".join(troubles),
     )

@@ -20,7 +20,7 @@ from torch import nn
 
 import ddpopt
 from ddpopt import _torch
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 from tests.support.ranks import RankError, Ranks
 from tests.system.fuzzing import planted
 from tests.system.fuzzing.spec import Case
@@ -135,8 +135,8 @@ def _check(rank: int, case: Case, plant: str) -> Finding:
         return Finding(outcome=REFUSED, detail=eager.error)
     if case.inner == "inductor" and not ours.raised_anywhere:
         warm = compiled()
-        if warm.raised_anywhere or anywhere(not _are_same(warm, ours) or warm.plans != ours.plans):
-            why = warm.error or _difference(case, warm, ours) or "another plan, or other bits"
+        if warm.raised_anywhere or anywhere(not _are_same(warm, ours) or warm.cuts != ours.cuts):
+            why = warm.error or _difference(case, warm, ours) or "another cut, or other bits"
             return Finding(outcome=RAISES if warm.error else DIFFERS, detail=f"warm start: {why}")
     if not ours.raised_anywhere and not anywhere(not _are_same(ours, eager)):
         return _judge(EQUAL, ours)
@@ -167,27 +167,27 @@ class _Attempt:
 
     notes: Notes
     error: str
-    plans: tuple[SplitPlan, ...]
+    cuts: tuple[Cut, ...]
     raised_anywhere: bool
 
     @property
     def sections(self) -> tuple[int, ...]:
-        return tuple(max(1, len(plan.sections)) for plan in self.plans)
+        return tuple(max(1, len(cut.sections)) for cut in self.cuts)
 
 
 def _attempt(case: Case, rank: int, compile_: Compile) -> _Attempt:
-    notes, plans, error = Notes(), (), ""
+    notes, cuts, error = Notes(), (), ""
     group = group_of_trainings()
     try:
         notes, ddp = train(case, rank, compile_, group)
-        plans = ddpopt.explain(ddp).plans
+        cuts = ddpopt.explain(ddp).cuts
     except Exception:
         error = traceback.format_exc()
     raised_anywhere = anywhere(bool(error))
     if raised_anywhere:
         leave_group()
     error = error or "another rank raised" * raised_anywhere
-    return _Attempt(notes=notes, error=error, plans=plans, raised_anywhere=raised_anywhere)
+    return _Attempt(notes=notes, error=error, cuts=cuts, raised_anywhere=raised_anywhere)
 
 
 def anywhere(is_so: bool) -> bool:
@@ -209,15 +209,12 @@ def _unsplit(case: Case) -> Compile:
 def _judge(outcome: str, ours: _Attempt, detail: str = "") -> Finding:
     """Return what was found, unless something went wrong that changes no value."""
     given = [
-        (plan, why.name)
-        for plan in ours.plans
-        for why in (plan.fallback, plan.backward_fallback)
-        if why
+        (cut, why.name) for cut in ours.cuts for why in (cut.fallback, cut.backward_fallback) if why
     ]
     reasons = tuple(name for _, name in given)
-    for plan, name in given:
+    for cut, name in given:
         if name in OUR_ERRORS:
-            outcome, detail = NOT_SPLIT, f"{name}: {plan}"
+            outcome, detail = NOT_SPLIT, f"{name}: {cut}"
     return Finding(outcome=outcome, detail=detail, sections=ours.sections, reasons=reasons)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddpopt import _events
 from ddpopt._events import Label
-from ddpopt.split.runtime import CompiledSection, Run
+from ddpopt.split.gates import CompiledSection, Run
 from tests.system.fuzzing import training
 
 BUGS = ("a section's gradients are lost", "gradients are swapped", "a cut detaches")

@@ -170,16 +170,16 @@ def _train(sample: Sample, options: dict[str, Any] | None) -> _Attempt:
         model.zero_grad()
     for name, buffer in model.named_buffers():
         values[f"buffer {name}"] = _comparable(buffer)
-    plans = ddpopt.explain(ddp).plans
+    cuts = ddpopt.explain(ddp).cuts
     reasons = [
-        reason for p in plans for reason in (p.fallback, p.backward_fallback) if reason is not None
+        reason for p in cuts for reason in (p.fallback, p.backward_fallback) if reason is not None
     ]
     is_fault = any(not r.is_expected and r is not Reason.NO_LEGAL_CUT for r in reasons)
     return _Attempt(
         values=values,
-        num_sections=max((len(plan.sections) for plan in plans), default=1) or 1,
+        num_sections=max((len(cut.sections) for cut in cuts), default=1) or 1,
         reason=" ".join(reason.name for reason in reasons),
-        trouble="; ".join(plan.headline() for plan in plans) if is_fault else "",
+        trouble="; ".join(cut.headline() for cut in cuts) if is_fault else "",
     )
 
 

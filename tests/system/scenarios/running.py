@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 from tests.support.device import DEVICE
 from tests.support.registration import uninstall
 from tests.system.scenarios.rows import SCENARIOS
@@ -37,7 +37,7 @@ class Outcome:
     `eager_error` and `error` start with the exception's type. `difference` is the first value that
     is not eager DDP's. `pieces` are the graphs that the inner compiler got, counted for each of
     Dynamo's graphs, or the sections of the backward split. `buckets` are the Reducer's, for each
-    DDP module, by parameter index where it tells; `plans` are ddpopt's.
+    DDP module, by parameter index where it tells; `cuts` are ddpopt's.
     """
 
     eager_error: str | None = None
@@ -47,7 +47,7 @@ class Outcome:
     pieces: tuple[int, ...] = ()
     num_buckets: int = 0
     buckets: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
-    plans: tuple[SplitPlan, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
 
 def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
@@ -63,14 +63,14 @@ def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
     if expected is None or compiled is None:
         return Outcome(eager_error=eager_error, error=error, pieces=pieces.by_graph())
     ddps = _find_ddps(compiled.module)
-    plans = tuple(plan for ddp in ddps for plan in ddpopt.explain(ddp).plans)
+    cuts = tuple(cut for ddp in ddps for cut in ddpopt.explain(ddp).cuts)
     return Outcome(
         difference=_difference(compiled.state(), expected.state()),
         is_synced=_is_synced(compiled.module),
-        pieces=pieces.by_graph() or tuple(max(1, len(plan.sections)) for plan in plans),
+        pieces=pieces.by_graph() or tuple(max(1, len(cut.sections)) for cut in cuts),
         num_buckets=sum(_num_buckets(ddp) for ddp in ddps),
         buckets=tuple(_torch.final_buckets(ddp) for ddp in ddps),
-        plans=plans,
+        cuts=cuts,
     )
 
 

@@ -15,16 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
-from ddpopt.split.forward_cut import copy_for_splitting
-from ddpopt.split.forward_plan import (
-    GraphFacts,
-    order_arrival,
-    parameters_of,
-    plan_sections,
-    read_facts,
-)
+from ddpopt.split.arrival import order_arrival
+from ddpopt.split.cut import Cut, Section
+from ddpopt.split.facts import ForwardFacts, parameters_of, read_forward
+from ddpopt.split.forward import copy_for_cutting
 from ddpopt.split.nodes import call_nodes
-from ddpopt.split.plan import Section, SplitPlan
+from ddpopt.split.sections import choose_forward_sections
 
 
 def _parameters(count: int) -> list[Parameter]:
@@ -33,11 +29,11 @@ def _parameters(count: int) -> list[Parameter]:
 
 def _facts(
     first_use: dict[int, int], num_calls: int = 10, illegal: tuple[int, ...] = ()
-) -> GraphFacts:
-    return GraphFacts(
+) -> ForwardFacts:
+    return ForwardFacts(
         num_calls=num_calls,
         first_use=first_use,
-        legal_cuts=[0 < p < num_calls and p not in illegal for p in range(num_calls + 1)],
+        legal_bounds=[0 < p < num_calls and p not in illegal for p in range(num_calls + 1)],
         last_effect=[position + 1 for position in range(num_calls)],
         call_names=[f"n{position}" for position in range(num_calls)],
         is_fixed=[False] * num_calls,
@@ -48,15 +44,15 @@ def _buckets(arrival: tuple[Parameter, ...], *caps: int) -> tuple[Bucket, ...]:
     return predict_buckets(arrival, ReducerRules(caps_bytes=caps, is_rebuilt=True))
 
 
-def _reason(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> Reason:
+def _reason(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> Reason:
     with pytest.raises(NotCutError) as raised:
-        plan_sections(facts, buckets)
+        choose_forward_sections(facts, buckets)
     return raised.value.reason
 
 
-def _sections(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, ...]:
-    sections = plan_sections(facts, buckets)
-    plan = SplitPlan(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
+def _sections(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, ...]:
+    sections = choose_forward_sections(facts, buckets)
+    plan = Cut(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
     return plan.with_buckets(buckets).sections
 
 
@@ -65,7 +61,7 @@ def _arrive(parameters: Any, first_use: dict[int, int], **around: Any) -> tuple[
     return order_arrival(parameters, {i: -use for i, use in first_use.items()}, **around)
 
 
-def _starts(facts: GraphFacts, buckets: tuple[Bucket, ...]) -> list[int]:
+def _starts(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> list[int]:
     return [section.start for section in _sections(facts, buckets)]
 
 
@@ -118,10 +114,10 @@ def test_a_section_that_hands_nothing_on_is_merged() -> None:
     facts = _facts(uses)
     last_effect = [*facts.last_effect]
     last_effect[5] = 5  # what [3, 6) computes is used inside it only
-    facts = GraphFacts(
+    facts = ForwardFacts(
         num_calls=10,
         first_use=uses,
-        legal_cuts=facts.legal_cuts,
+        legal_bounds=facts.legal_bounds,
         last_effect=last_effect,
         call_names=facts.call_names,
         is_fixed=facts.is_fixed,
@@ -170,7 +166,7 @@ class Capture:
         return gm.forward
 
 
-def facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -> GraphFacts:
+def facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -> ForwardFacts:
     """Trace a module with Dynamo and read its facts, its parameters numbered as registered."""
     capture = Capture()
     torch.compile(module, backend=capture, fullgraph=True, **compile_options)(*inputs)
@@ -179,9 +175,9 @@ def facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -
         for i, (n, p) in enumerate(module.named_parameters())
         if p.requires_grad
     }
-    copied = copy_for_splitting(capture.gm)
+    copied = copy_for_cutting(capture.gm)
     owners = parameters_of(copied, capture.example_inputs, reduced)
-    return read_facts(copied, owners)
+    return read_forward(copied, owners)
 
 
 def forward_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> nn.Module:
@@ -254,7 +250,7 @@ def test_parameters_of_called_modules_and_attributes_are_found() -> None:
 
 def _legal(module: nn.Module) -> tuple[list[str], list[int]]:
     facts = facts_of(module, X)
-    return list(facts.call_names), [p for p, legal in enumerate(facts.legal_cuts) if legal]
+    return list(facts.call_names), [p for p, legal in enumerate(facts.legal_bounds) if legal]
 
 
 def test_no_cut_inside_a_no_grad_region() -> None:
@@ -293,7 +289,7 @@ def test_tuples_cannot_cross_but_their_elements_can() -> None:
 
     capture = Capture()
     torch.compile(forward_of(forward, (4, 4)), backend=capture)(X)
-    names = [node.name for node in call_nodes(copy_for_splitting(capture.gm).graph)]
+    names = [node.name for node in call_nodes(copy_for_cutting(capture.gm).graph)]
     split = names.index("split")
     assert [name.split("_")[0] for name in names[split + 1 : split + 3]] == ["getitem", "getitem"]
     names, legal = _legal(forward_of(forward, (4, 4)))
@@ -389,4 +385,4 @@ def test_symbolic_sizes_can_cross() -> None:
         return y.reshape(x.shape[0], 4) @ p[0]
 
     facts = facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
-    assert all(facts.legal_cuts[1:-1])
+    assert all(facts.legal_bounds[1:-1])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter
-from ddpopt.split.backward_plan import BackwardFacts, Tie, plan_backward
-from ddpopt.split.plan import BackwardCuts, SplitPlan
+from ddpopt.split.cut import Cut
+from ddpopt.split.facts import BackwardFacts, Tie
+from ddpopt.split.sections import BackwardSections, choose_backward_sections
 
 
 def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
@@ -59,16 +60,16 @@ def buckets_of(
     return parameters, made
 
 
-def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCuts | Reason:
+def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSections | Reason:
     """Plan with parameter i as argument i, and these parameters in each bucket, or say why not."""
     parameters, made = buckets_of(facts.gradients, buckets)
     final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
     final = {a: place for a, place in final.items() if any(a in b for b in buckets)}
     try:
-        cuts = plan_backward(facts, made, {a: a for a in parameters}, final)
+        cuts = choose_backward_sections(facts, made, {a: a for a in parameters}, final)
     except NotCutError as refusal:
         return refusal.reason
-    plan = SplitPlan(
+    plan = Cut(
         graph="0/0",
         inner="eager",
         num_nodes=len(cuts.order),
@@ -78,8 +79,8 @@ def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardCut
     return dataclasses.replace(cuts, sections=plan.with_buckets(made).sections)
 
 
-def _sections(plan: BackwardCuts | Reason) -> list[list[int]]:
-    assert isinstance(plan, BackwardCuts), plan
+def _sections(plan: BackwardSections | Reason) -> list[list[int]]:
+    assert isinstance(plan, BackwardSections), plan
     return [list(plan.order[s.start : s.stop]) for s in plan.sections]
 
 
@@ -183,7 +184,7 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
     facts = _facts(reads, {0: (1,), 1: (3,)}, argument_reads={9: (0, 2)}, forward_reads=again)
     plan = _plan(facts, [[0], [1]])
     assert _sections(plan) == [[0, 1], [2, 3]]
-    assert isinstance(plan, BackwardCuts)
+    assert isinstance(plan, BackwardSections)
     assert plan.late_forward_reads == {2: frozenset([9])}
 
 
@@ -192,7 +193,7 @@ def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
     facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
     plan = _plan(facts, [[0], [1, 2]])
     assert _sections(plan) == [[0, 1, 2], [3, 4]]
-    assert isinstance(plan, BackwardCuts)
+    assert isinstance(plan, BackwardSections)
     assert plan.releases == ((0,), (1, 2))
 
 
@@ -200,7 +201,7 @@ def test_a_gradient_within_a_by_product_is_still_made_for_its_own_bucket() -> No
     """Call 2 is made with bucket 1, whose gradient 0 it is fused with; it reads bucket 0's, 1."""
     reads = [{}, {}, {0: Tie.FUSED, 1: Tie.FUSED}, {0: NO}]
     plan = _plan(_facts(reads, {0: (1,), 1: (0,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
-    assert isinstance(plan, BackwardCuts)
+    assert isinstance(plan, BackwardSections)
     assert _sections(plan) == [[1], [0, 2], [3]]
     assert plan.releases == ((0,), (1,), (2, 3))
 

@@ -19,7 +19,7 @@ import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt.errors import Reason
-from ddpopt.split import runtime
+from ddpopt.split import runner
 from tests.support.models import (
     CHANGES,
     MLP,
@@ -57,7 +57,7 @@ def test_the_first_gradients_arrive_in_the_planned_order(
         was_rebuilt = ddp._has_rebuilt_buckets
         arrived.clear()
         compiled(x).sum().backward()
-        (plan,) = ddpopt.explain(ddp).plans
+        (plan,) = ddpopt.explain(ddp).cuts
         assert plan.split == split
         if not was_rebuilt and not ddp._has_rebuilt_buckets:
             assert arrived == [p.name for p in plan.arrival]
@@ -81,7 +81,7 @@ def test_a_copy_of_a_trained_module_is_at_its_beginning(
         arrived.clear()
         compiled(x).sum().backward()
         will_rebuild.append(_torch.will_rebuild_buckets(ddp))
-        (plan,) = ddpopt.explain(ddp).plans
+        (plan,) = ddpopt.explain(ddp).cuts
         if len(will_rebuild) == 1:
             assert arrived == [p.name for p in plan.arrival]
     assert will_rebuild[0]
@@ -109,7 +109,7 @@ def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
     for ddp in (first, second):
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
         assert ddp._has_rebuilt_buckets
-    assert ddpopt.explain(second).plans == ddpopt.explain(first).plans != ()
+    assert ddpopt.explain(second).cuts == ddpopt.explain(first).cuts != ()
     reported = [
         d._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] for d in (first, second)
     ]
@@ -142,7 +142,7 @@ def test_a_module_that_changes_once_ddp_was_made_keeps_its_buckets(
         change(each.module)
     inputs = batches(0, [(2, WIDTH)] * 4 + [(3, WIDTH)] * 2)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    *_, plan = ddpopt.explain(ddp).plans
+    *_, plan = ddpopt.explain(ddp).cuts
     assert plan.split == split
     assert len(plan.sections) > 1
     if change in (prune_all, reorder):
@@ -179,7 +179,7 @@ def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(second, inputs), train(eager, inputs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    (ours,), (theirs,) = ddpopt.explain(second).plans, ddpopt.explain(first).plans
+    (ours,), (theirs,) = ddpopt.explain(second).cuts, ddpopt.explain(first).cuts
     assert [p.name for p in ours.arrival] == [f"inner.{p.name}" for p in theirs.arrival]
     assert set(ours.arrival) <= set(_torch.reducer_parameters(second).values())
     assert [p.name for b in ours.buckets for p in b.parameters] == [p.name for p in ours.arrival]
@@ -212,12 +212,12 @@ def test_a_bare_sequential_under_ddp_is_warned_about_once(
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
     assert len(_warnings(caplog)) == 1
     assert "DDP(torch.compile(model, backend='ddpopt'))" in _warnings(caplog)[0]
-    assert not ddpopt.explain(ddp).plans
+    assert not ddpopt.explain(ddp).cuts
 
     remedied = DistributedDataParallel(_compile(_sequential()), bucket_cap_mb=0.01)
     train(remedied, batches(0, [(2, WIDTH)] * 3))
     assert len(_warnings(caplog)) == 1
-    assert len(ddpopt.explain(remedied).plans[0].sections) == 2
+    assert len(ddpopt.explain(remedied).cuts[0].sections) == 2
 
 
 class _Mask(nn.Module):
@@ -245,7 +245,7 @@ def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
     explained = ddpopt.explain(ddp)
     assert [bucket.is_as_planned for bucket in explained.buckets] == [None] * 2
     assert [bucket.planned for bucket in explained.buckets] == [()] * 2
-    assert explained.plans[-1].fallback is Reason.NO_PARAMETERS
+    assert explained.cuts[-1].fallback is Reason.NO_PARAMETERS
     assert "it has none, or" in str(explained)
 
 
@@ -330,7 +330,7 @@ def test_dynamos_limit_is_named_where_it_is_why_nothing_was_compiled(
             assert f"MLP.forward as often as torch._dynamo.config.{limit} allows (2)" in text
             assert "torch._dynamo.reset()" in text
         torch._dynamo.reset()
-        assert ddpopt.explain(run(5)).plans
+        assert ddpopt.explain(run(5)).cuts
     assert len(_warnings(caplog)) == 2
 
 
@@ -353,7 +353,7 @@ def test_no_such_warning_where_a_trainer_evaluates_first(
         ddp.eval()(torch.randn(2, WIDTH))
     train(ddp.train(), batches(0, [(2, WIDTH)] * 2))
     assert not _warnings(caplog)
-    assert ddpopt.explain(ddp).plans
+    assert ddpopt.explain(ddp).cuts
 
 
 def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -370,7 +370,7 @@ def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -
     for cap, sections in ((CAP, 3), (25, 0), (0.0157, 6), (CAP, 3)):
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-        (plan,) = ddpopt.explain(ddp).plans
+        (plan,) = ddpopt.explain(ddp).cuts
         assert len(plan.sections) == sections
 
 
@@ -380,7 +380,7 @@ def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None)
     model(torch.randn(2, WIDTH)).sum().backward()
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3))
-    assert [len(plan.sections) for plan in ddpopt.explain(ddp).plans] == [3]
+    assert [len(plan.sections) for plan in ddpopt.explain(ddp).cuts] == [3]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model(torch.randn(2, WIDTH)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
@@ -451,7 +451,7 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
     eager, ddp = twins(Blocks(WIDTH), bucket_cap_mb=cap)
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(ddp, inputs, _compile(ddp, split)), train(eager, inputs))
-    plans = ddpopt.explain(ddp).plans
+    plans = ddpopt.explain(ddp).cuts
     assert all(plan.is_shared for plan in plans)
     assert {len(plan.sections) for plan in plans} == {sections}
     assert not [r for r in caplog.records if "other buckets" in r.getMessage()]
@@ -508,7 +508,7 @@ def test_who_never_leaves_no_sync_runs_the_compiled_graph(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP never sees an order; it sees one in the first step that communicates, and only there."""
-    monkeypatch.setattr(runtime, "_MOST_UNSEEN", 5)
+    monkeypatch.setattr(runner, "_MOST_UNSEEN", 5)
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp)
     ordered = []
@@ -566,7 +566,7 @@ def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
     train(ddp, batches(0, [(2, WIDTH)] * num_eager))
     train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp, split))
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
-    assert len(ddpopt.explain(ddp).plans[0].sections) > 1
+    assert len(ddpopt.explain(ddp).cuts[0].sections) > 1
     assert not _told_of_buckets(caplog)
 
 
@@ -596,7 +596,7 @@ def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None, split: str) -
     for _ in range(3):
         compiled(torch.randn(2, WIDTH)).sum().backward()
     compiled(torch.randn(3, WIDTH)).sum().backward()
-    first, second = ddpopt.explain(ddp).plans
+    first, second = ddpopt.explain(ddp).cuts
     assert first.split == second.split == split
     actual = [bucket.actual for bucket in ddpopt.explain(ddp).buckets]
     assert [tuple(p.name for p in bucket.parameters) for bucket in second.buckets] == actual

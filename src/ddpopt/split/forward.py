@@ -1,34 +1,33 @@
-"""Cut a forward graph into section graphs and a graph that calls them in order; compile both.
-
-Like `torch.fx.passes.split_module`, which does the partitioning, but sections are the plan's, each
-returns a tuple, and Dynamo's metadata goes to the sections that it belongs to. The given graph is
-left unchanged, because Dynamo keeps using it.
+"""A cut forward: section graphs, a graph that calls them in order, and both compiled.
 
     x, w0, w1                                 x, w0, w1
         |                                         |
     linear(x, w0)                             submod_0(x, w0)    linear, relu
     relu                        ->                |
-    linear(relu, w1)    <- cut                submod_1(_, w1)    linear
+    linear(relu, w1)    <- boundary           submod_1(_, w1)    linear
         |                                         |
 
-The split of the backward graph begins with the same copy, and names its sections as here.
+`torch.fx.passes.split_module` does the partitioning. What is done beside that: each section returns
+a tuple, as AOTAutograd needs it; Dynamo's metadata goes to the sections that it belongs to; and
+what sections write to, or get no gradient for, is passed on as a copy, or detached.
+
+Dynamo keeps using its graph. So everything is done to a copy, see `copy_for_cutting`, with which
+the cut of a backward begins as well.
 """
 
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from ddpopt import _events, _logs, _torch
+from ddpopt import _events, _torch
 from ddpopt._events import Label
-from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.cut import Section
 from ddpopt.split.nodes import (
     IS_COPY,
     call_nodes,
@@ -38,11 +37,13 @@ from ddpopt.split.nodes import (
     output_values,
     written_by,
 )
-from ddpopt.split.plan import Section
+from ddpopt.split.section_compiler import SectionCompiler
+
+# ---- The copy --------------------------------------------------------------------------------
 
 
-def copy_for_splitting(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return an equal graph in which as little as possible prevents a cut.
+def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
+    """An equal graph in which as little as possible stands in the way of a boundary.
 
     It shares parameters and submodules with the given one.
     """
@@ -79,46 +80,52 @@ def _read_again_for_each_user(node: fx.Node) -> None:
         and isinstance(node.args[0], fx.Node)
         and node.args[0].op == "placeholder"
     )
-    if is_float_argument:
-        for user in list(node.users)[1:]:
-            with node.graph.inserting_before(user):
-                user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
+    if not is_float_argument:
+        return
+    for user in list(node.users)[1:]:
+        with node.graph.inserting_before(user):
+            user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
 
 
 def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
-    """Take a tuple apart right where it is made: it cannot cross a cut, but its elements can."""
+    """Take a tuple apart right where it is made: it cannot cross, but its elements can."""
     takes_tuple_apart = isinstance(_torch.dynamo_value(producer), tuple | list)
-    if takes_tuple_apart and not isinstance(node.args[1], fx.Node):
-        place = producer
-        while place.next.target is operator.getitem and place.next.args[0] is producer:
-            place = place.next
-            if place is node:
-                return
-        place.append(node)
+    if not takes_tuple_apart or isinstance(node.args[1], fx.Node):
+        return
+    # Behind those that stand there already, so that elements keep their order.
+    place = producer
+    while place.next.target is operator.getitem and place.next.args[0] is producer:
+        place = place.next
+        if place is node:
+            return
+    place.append(node)
 
 
-def split_forward(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphModule:
-    """Return a graph whose calls are the sections, as submodules `submod_0`, `submod_1`, ...
+# ---- Section graphs --------------------------------------------------------------------------
 
-    `gm` comes from `copy_for_splitting`.
+
+def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.GraphModule:
+    """A graph whose calls are the sections, as submodules `submod_0`, `submod_1`, ...
+
+    `gm` comes from `copy_for_cutting`, and is changed.
     """
     calls = call_nodes(gm.graph)
-    section_of = {
-        node: section.index for section in sections for node in calls[section.start : section.stop]
-    }
+    section_of: dict[fx.Node, int] = {}
+    for section in sections:
+        section_of.update(dict.fromkeys(calls[section.start : section.stop], section.index))
     # From the last write to the first, so that each section copies what the one before has made.
     bounds = [*(section.start for section in sections), len(calls)]
     overwritten = find_overwritten(gm.graph, bounds)
-    for start, value in sorted(overwritten, key=lambda found: found[0], reverse=True):
+    for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):
         _pass_on("clone", value, calls[start], section_of, section_of[calls[start]])
     for value in _find_to_detach(gm.graph, section_of):
         next_start = sections[section_of[value] + 1].start
         _pass_on("detach", value, calls[next_start], section_of, section_of[value])
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
-    for node in list(stitched.graph.find_nodes(op="call_module")):
-        section_graph = stitched.get_submodule(str(node.target))
+    for call in list(stitched.graph.find_nodes(op="call_module")):
+        section_graph = stitched.get_submodule(str(call.target))
         assert isinstance(section_graph, fx.GraphModule)
-        _return_tuple(section_graph, node)
+        _return_tuple(section_graph, call)
         _torch.carry_dynamo_metadata(gm, section_graph)
     stitched.recompile()
     return stitched
@@ -140,36 +147,24 @@ def _pass_on(
 
 
 def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return the values that require grad and to which later sections pass back no gradient.
+    """The values that require grad and to which later sections pass back no gradient.
 
     Otherwise the backward of the section that made them would get zeros, and give zeros to
     parameters that have no gradient in eager DDP, and that optimizers leave alone.
     """
     passing = find_passing_gradients(graph)
-    found = []
+    to_detach = []
     for node, section in section_of.items():
         value = _torch.dynamo_value(node)
         if isinstance(value, torch.Tensor) and value.requires_grad:
-            later = [user for user in node.users if section_of.get(user) != section]
-            if later and passing.isdisjoint(later):
-                found.append(node)
-    return found
-
-
-def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
-    """Make a section that returns a single bare value return a tuple, as AOTAutograd requires."""
-    output = next(iter(section_graph.graph.find_nodes(op="output")))
-    if isinstance(output.args[0], tuple):
-        return
-    output.args = ((output.args[0],),)
-    section_graph.recompile()
-    with call.graph.inserting_after(call):
-        element = call.graph.call_function(operator.getitem, (call, 0))
-    call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
+            later_users = [user for user in node.users if section_of.get(user) != section]
+            if later_users and passing.isdisjoint(later_users):
+                to_detach.append(node)
+    return to_detach
 
 
 def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that may pass a gradient back to their inputs, the output among them.
+    """The nodes that may pass a gradient back to their inputs, the output among them.
 
     Others detach or compare their inputs, or are used only by such nodes. A node for which that
     cannot be determined counts as passing.
@@ -183,41 +178,22 @@ def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
     return passing
 
 
-_T = TypeVar("_T")
-
-_QUIET_S = 3.0  # of compiling before anything is reported, and between reports
-
-
-@dataclass(slots=True)
-class SectionCompiler:
-    """Compiles the sections of one graph."""
-
-    graph: str
-    num_sections: int
-    _began_s: float = field(default_factory=time.monotonic)
-    _reported_s: float = 0.0
-
-    def compile(self, index: int, where: str, compile_it: Callable[[], _T]) -> _T:
-        """Compile a section by `compile_it`; at times report which, if all of them take long.
-
-        Raises:
-            NotCutError: `compile_it` raised; `where` says on which section.
-        """
-        taken_s = time.monotonic() - self._began_s
-        if taken_s >= self._reported_s + _QUIET_S:
-            self._reported_s = taken_s
-            text = "graph %s: compiling section %d of %d, after %.0f s"
-            _logs.progress(text, self.graph, index + 1, self.num_sections, taken_s)
-        try:
-            return compile_it()
-        except _torch.control_flow_exceptions():
-            raise
-        except Exception as error:  # whatever the inner compiler raises
-            detail = f"{type(error).__name__} on {where}: {error}"
-            raise NotCutError(Reason.SECTION_FAILED, detail) from error
+def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
+    """Make a section that returns a single bare value return a tuple, as AOTAutograd requires."""
+    (output,) = section_graph.graph.find_nodes(op="output")
+    if isinstance(output.args[0], tuple):
+        return
+    output.args = ((output.args[0],),)
+    section_graph.recompile()
+    with call.graph.inserting_after(call):
+        element = call.graph.call_function(operator.getitem, (call, 0))
+    call.replace_all_uses_with(element, delete_user_cb=lambda user: user is not element)
 
 
-def compile_sections(
+# ---- Compiling -------------------------------------------------------------------------------
+
+
+def compile_forward_sections(
     stitched: fx.GraphModule, example_inputs: Sequence[Any], inner: _torch.CompilerFn, graph: str
 ) -> Callable[..., Any]:
     """Compile each section with `inner`; return a callable with the unsplit graph's signature.
@@ -231,17 +207,17 @@ def compile_sections(
     fake_mode = _torch.fake_mode_of(example_inputs)
     sections = _CompilingSections(stitched, inner, fake_mode, graph)
     sections.run(*(_torch.to_fake(value, fake_mode) for value in example_inputs))
-    for name in sections.compiled:
-        stitched.delete_submodule(name)
     # Plain attributes instead of submodules: the generated code then calls them without the cost
     # of nn.Module's call.
+    for name in sections.compiled:
+        stitched.delete_submodule(name)
     vars(stitched).update(sections.compiled)
     forward: Callable[..., Any] = stitched.forward
     return forward
 
 
 class _CompilingSections(fx.Interpreter):
-    """Runs the stitched graph on fake tensors and compiles each section on reaching it."""
+    """Runs the stitched graph on fake tensors, and compiles each section on reaching it."""
 
     def __init__(
         self, stitched: fx.GraphModule, inner: _torch.CompilerFn, fake_mode: Any, graph: str
@@ -260,9 +236,9 @@ class _CompilingSections(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         section = self.fetch_attr(target)
+        index = len(self.compiled)
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
         with hidden_floats, _torch.section_tracing() as call_first:
-            index = len(self.compiled)
             compiled = self._compiler.compile(
                 index,
                 f"section {index} of {self._num_sections} ({target})",
@@ -274,8 +250,9 @@ class _CompilingSections(fx.Interpreter):
             outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs
-        # Hooks around the compile, such as a checkpoint's, must not see what a fake run saves;
-        # autograd calls only the innermost.
+        # The compiled section's first call told nothing: run its graph. Hooks around the compile,
+        # such as a checkpoint's, must not see what a fake run saves; autograd calls only the
+        # innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
         with self._fake_mode, unseen:
             return section(*args)

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import Reason
-from ddpopt.split import forward_cut
-from ddpopt.split.forward_cut import copy_for_splitting, split_forward
-from ddpopt.split.forward_plan import read_facts
+from ddpopt.split import section_compiler
+from ddpopt.split.cut import Section
+from ddpopt.split.facts import read_forward
+from ddpopt.split.forward import copy_for_cutting, make_stitched_graph
 from ddpopt.split.nodes import call_nodes
-from ddpopt.split.plan import Section
-from tests.split.test_forward_plan import Capture, forward_of
+from tests.split.test_forward_sections import Capture, forward_of
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 
@@ -40,9 +40,9 @@ def _capture(module: nn.Module, *inputs: torch.Tensor, **options: Any) -> Captur
 
 
 def _split_at(capture: Capture, cuts: list[int]) -> torch.fx.GraphModule:
-    copied = copy_for_splitting(capture.gm)
+    copied = copy_for_cutting(capture.gm)
     bounds = [0, *cuts, len(call_nodes(copied.graph))]
-    return split_forward(
+    return make_stitched_graph(
         copied,
         [_section(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(bounds))],
     )
@@ -87,7 +87,7 @@ def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
 
     torch.manual_seed(len(chosen))
     capture = _capture(forward_of(forward, (4, 4), (4, 4)), torch.randn(4, 4))
-    legal = read_facts(copy_for_splitting(capture.gm), {}).legal_cuts
+    legal = read_forward(copy_for_cutting(capture.gm), {}).legal_bounds
     places = [p for p, is_legal in enumerate(legal) if is_legal]
     cuts = sorted(data.draw(st.sets(st.sampled_from(places)))) if places else []
     stitched = _split_at(capture, cuts)
@@ -176,7 +176,7 @@ def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
     (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
     assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in said
-    assert not ddpopt.explain(ddp).plans[0].sections
+    assert not ddpopt.explain(ddp).cuts[0].sections
 
 
 def test_what_fails_whole_too_raises_what_the_unsplit_compile_raises(one_rank: None) -> None:
@@ -214,7 +214,7 @@ def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_r
     compiled = torch.compile(ddp, backend="ddpopt", options={"layout_optimization": True})
     inputs = batches(0, [(2, 8, 6, 6)] * 3)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+    assert len(ddpopt.explain(ddp).cuts[0].sections) == 3
 
 
 def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) -> None:
@@ -245,7 +245,7 @@ def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) ->
     second, first = compiled(torch.randn(2, 64))
     torch.autograd.grad(first.sum(), [ddp.module.layers[0].weight], retain_graph=True)
     second.sum().backward()
-    assert len(seen) == len(ddpopt.explain(ddp).plans[0].sections) >= 2
+    assert len(seen) == len(ddpopt.explain(ddp).cuts[0].sections) >= 2
     assert len({n for n, _ in seen}) > 1, "the sections must differ for this test to mean anything"
     assert all(given == recorded for given, recorded in seen)
 
@@ -302,7 +302,7 @@ def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
     inputs = batches(0, [(2, 64)] * 4)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert len(ddpopt.explain(ddp).plans[0].sections) == 3
+    assert len(ddpopt.explain(ddp).cuts[0].sections) == 3
 
 
 def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: None) -> None:
@@ -331,10 +331,12 @@ def test_a_long_compile_tells_which_section_it_is_at(
 ) -> None:
     """And a short one tells nothing."""
     said: list[str] = []
-    monkeypatch.setattr(forward_cut._logs, "progress", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(
+        section_compiler._logs, "progress", lambda text, *args: said.append(text % args)
+    )
     options = {"inner": "aot_eager", "split": split}
     for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
-        monkeypatch.setattr(forward_cut, "_QUIET_S", quiet_s)
+        monkeypatch.setattr(section_compiler, "_QUIET_S", quiet_s)
         torch._dynamo.reset()
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
         compiled = torch.compile(ddp, backend="ddpopt", options=options)
@@ -349,10 +351,10 @@ def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s(
 ) -> None:
     """A hundred sections of half a second each: from the third second on, every sixth."""
     told: list[int] = []
-    monkeypatch.setattr(forward_cut._logs, "progress", lambda *args: told.append(args[2]))
+    monkeypatch.setattr(section_compiler._logs, "progress", lambda *args: told.append(args[2]))
     seconds = iter(range(1000))
-    monkeypatch.setattr(forward_cut.time, "monotonic", lambda: next(seconds) / 2)
-    compiler = forward_cut.SectionCompiler("0/0", 100, _began_s=0.0)
+    monkeypatch.setattr(section_compiler.time, "monotonic", lambda: next(seconds) / 2)
+    compiler = section_compiler.SectionCompiler("0/0", 100, _began_s=0.0)
     for index in range(100):
         compiler.compile(index, "", lambda: None)
     assert told == list(range(7, 101, 6))

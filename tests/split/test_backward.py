@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import ddpopt
 from ddpopt import _torch
 from ddpopt.errors import Reason, TorchDriftError
-from ddpopt.split.plan import SplitPlan
+from ddpopt.split.cut import Cut
 from tests.support.models import MLP, WIDTH, batches
 
 
@@ -64,19 +64,19 @@ def _compile(model: nn.Module, cap: float, **options: Any) -> tuple[DistributedD
     return ddp, torch.compile(ddp, backend="ddpopt", options=options)
 
 
-def _plan(ddp: nn.Module) -> SplitPlan:
-    (plan,) = ddpopt.explain(ddp).plans
+def _plan(ddp: nn.Module) -> Cut:
+    (plan,) = ddpopt.explain(ddp).cuts
     return plan
 
 
-def _gated_plan(ddp: nn.Module) -> SplitPlan:
+def _gated_plan(ddp: nn.Module) -> Cut:
     plan = _plan(ddp)
     assert plan.split == "backward"
     assert len(plan.sections) > 1
     return plan
 
 
-def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], SplitPlan]:
+def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], Cut]:
     """Return outputs, losses, gradients and parameters of three steps."""
     ddp, compiled = _compile(model, 0.02, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -118,7 +118,7 @@ def test_where_inductor_prefers_channels_last_backward_is_cut_too(one_rank: None
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
 
-def _train_failing(at: int) -> tuple[list[torch.Tensor], SplitPlan]:
+def _train_failing(at: int) -> tuple[list[torch.Tensor], Cut]:
     """Train with an Inductor that fails when it waits for the kernels of graph `at`, from 1 on."""
     wait, num_waits = AsyncCompile.wait, itertools.count(1)
 
@@ -251,7 +251,7 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch._dynamo.utils import counters
-from tests.split.test_backward_cut import _compile, _stack, _train, _plan
+from tests.split.test_backward import _compile, _stack, _train, _plan
 {before}
 counters.clear()
 values, plan = _train(_stack(2), split="backward")
@@ -332,7 +332,7 @@ def test_an_error_of_ours_while_cutting_falls_back_to_the_forward_split(
     one_rank: None, error: Exception, reason: Reason
 ) -> None:
     """The reason and the error are in the plan, and training is right."""
-    with mock.patch("ddpopt.split.driver.cut_backward", side_effect=error):
+    with mock.patch("ddpopt.split.compiler.make_section_graphs", side_effect=error):
         split, plan = _train(_stack(), inner="aot_eager", split="backward")
     assert plan.backward_fallback is reason
     assert str(error) in plan.detail

@@ -1,0 +1,323 @@
+"""A cut backward: section graphs, how values go from one to another, and both compiled.
+
+    saved, tangents -> [whole graph] -> all gradients
+
+    saved, tangents -> [section 0] -> kept values, gradients of bucket 0
+    saved, kept     -> [section 1] -> kept values, gradients of bucket 1
+    saved, kept     -> [section 2] -> gradients of bucket 2
+
+Each value that a section may take, an input of the graph or one that an earlier section kept, has a
+*slot*: a place in the list on which the sections of one run work. A section empties the slots
+that no later one reads, so that saved tensors are freed as early as in the whole graph.
+
+The compiled sections run in gates, see `gates.py`. These need a *token*, an additional input and
+output of the graph that AOTAutograd is given; `add_token` makes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.split.facts import argument_of, gradient_nodes, memory_of, repeats_of
+from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
+from ddpopt.split.section_compiler import SectionCompiler
+from ddpopt.split.sections import BackwardSections
+
+# ---- The token -------------------------------------------------------------------------------
+
+
+def add_token(gm: fx.GraphModule) -> None:
+    """Add the token as last input and, so that it gets a gradient, a copy of it as last output."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(list(placeholders)[-1]):
+        token = gm.graph.placeholder("ddpopt_token")
+    _torch.mark_as_new(token)
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_before(output):
+        # Not the method: AOTAutograd's cache takes only methods of values that Dynamo knows.
+        copied = gm.graph.call_function(torch.ops.aten.clone.default, (token,))
+    output.args = ((*output_values(gm), copied),)
+    gm.recompile()
+
+
+def return_token_itself(forward: fx.GraphModule) -> None:
+    """Remove the token's copy from the traced forward, where it would be a kernel of its own."""
+    token = list(forward.graph.find_nodes(op="placeholder"))[-1]
+    for user in list(token.users):
+        if user.target is torch.ops.aten.clone.default and user.args == (token,):
+            user.replace_all_uses_with(token)
+            forward.graph.erase_node(user)
+    forward.recompile()
+
+
+def drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> list[int | None]:
+    """Have a backward return None for the token; return which argument each gradient is for.
+
+    What the token gets is not a value of the graph: it is the run's handle, see `gates.py`.
+    """
+    (output,) = backward.graph.find_nodes(op="output")
+    arguments = _torch.gradient_arguments(backward)
+    values = []
+    for value, argument in zip(output_values(backward), arguments, strict=True):
+        values.append(None if argument == token_argument else value)
+    output.args = (tuple(values),)
+    return arguments
+
+
+# ---- Section graphs --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """What goes into a section and comes out of it, by slots and arguments.
+
+    A section takes the values in slots `takes`. It returns the values that it keeps for later ones,
+    then gradients. Slots below the number of the whole graph's inputs are those inputs.
+    """
+
+    takes: tuple[int, ...]
+    # The slots that are emptied when the section runs: no later one reads them.
+    drops: tuple[int, ...]
+    keeps: tuple[int, ...]
+    # The arguments of the forward to which the gradients belong.
+    releases: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionGraph:
+    """The graph of a section, and what goes in and out."""
+
+    graph: fx.GraphModule
+    flow: Flow
+
+
+def make_section_graphs(
+    gm: fx.GraphModule, chosen: BackwardSections, saved: Mapping[str, int]
+) -> tuple[SectionGraph, ...]:
+    """The section graphs, in the order in which they run. `gm` is left unchanged.
+
+    `saved` is what `saved_arguments` returned for the forward.
+    """
+    calls = call_nodes(gm.graph)
+    snapshots: list[fx.Node] = []
+    if chosen.late_forward_reads:
+        gm, calls, snapshots = _with_snapshots(gm, chosen.late_forward_reads, saved)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    gradients = gradient_nodes(gm)
+    repeats = repeats_of(gm)
+
+    # What each section makes, releases, and reads from outside.
+    made = [[calls[i] for i in chosen.order[s.start : s.stop]] for s in chosen.sections]
+    made[0] = [*snapshots, *made[0]]
+    released = [[gradients[argument] for argument in arguments] for arguments in chosen.releases]
+    # Sizes are inputs of each section: the shapes of other values have them.
+    symbols = [node for node in inputs if isinstance(_torch.aten_value(node), torch.SymInt)]
+    taken = []
+    for nodes, gradients_of_section in zip(made, released, strict=True):
+        taken.append({*symbols, *_taken(nodes, gradients_of_section, repeats)})
+
+    # Which values are kept between sections, and for how long.
+    last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
+    kept = [[node for node in nodes if node in last_taken] for nodes in made]
+    slot_of = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
+    held_outside = {node for node in inputs if _torch.is_held_outside(node)}
+
+    sections = []
+    for k, nodes in enumerate(made):
+        takes = sorted(taken[k], key=slot_of.__getitem__)
+        freed = {node for node in takes if last_taken[node] == k and node not in held_outside}
+        builder = _SectionBuilder(gm, takes, freed)
+        for node in nodes:
+            builder.value_of(node)
+        outputs = [builder.value_of(node) for node in kept[k]]
+        for gradient in released[k]:
+            value = builder.value_of(gradient)
+            # A hook may write to a gradient, so memory that is still needed is not handed out.
+            is_needed = last_taken.get(memory_of(gradient, repeats), k) > k
+            outputs.append(builder.clone_of(value) if is_needed else value)
+        flow = Flow(
+            takes=tuple(slot_of[node] for node in takes),
+            # What nobody reads is dropped by the first section.
+            drops=tuple(slot for node, slot in slot_of.items() if last_taken.get(node, 0) == k),
+            keeps=tuple(slot_of[node] for node in kept[k]),
+            releases=chosen.releases[k],
+        )
+        sections.append(SectionGraph(graph=builder.finish(outputs), flow=flow))
+    return tuple(sections)
+
+
+def _taken(
+    made: Sequence[fx.Node], released: Sequence[fx.Node], repeats: AbstractSet[fx.Node]
+) -> set[fx.Node]:
+    """What a section that makes and releases these nodes reads from outside.
+
+    A repeat is made inside, so what it reads is read instead.
+    """
+    inside = set(made)
+    outside: set[fx.Node] = set()
+    pending = list(released)
+    for node in made:
+        pending.extend(node.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node in inside or node in outside or node.op == "get_attr":
+            continue
+        outside.add(node)
+        if node in repeats:
+            pending.extend(node.all_input_nodes)
+    return outside - repeats
+
+
+class _SectionBuilder:
+    """Builds one section's graph.
+
+    Nodes get new names, so that equal sections have equal code and are compiled once.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, takes: Sequence[fx.Node], freed: AbstractSet[fx.Node]
+    ) -> None:
+        self._gm = gm
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(takes):
+            name = _torch.input_name(index, is_held=node not in freed)
+            self._values[node] = self._graph.placeholder(name)
+            self._values[node].meta = dict(node.meta)
+
+    def value_of(self, node: fx.Node) -> fx.Node:
+        """The node's value in this section; a repeat or an attribute is made on demand."""
+        if node not in self._values:
+            args = fx.map_arg(node.args, self.value_of)
+            kwargs = fx.map_arg(node.kwargs, self.value_of)
+            copied = self._graph.create_node(node.op, node.target, args, kwargs)
+            copied.meta = dict(node.meta)
+            self._values[node] = copied
+        return self._values[node]
+
+    def clone_of(self, value: fx.Node) -> fx.Node:
+        """A copy of one of this section's values, in memory of its own."""
+        return _clone(self._graph, value)
+
+    def finish(self, outputs: Sequence[fx.Node]) -> fx.GraphModule:
+        self._graph.output(tuple(outputs))
+        section = _torch.graph_module(self._gm, self._graph)
+        section.meta = dict(self._gm.meta)
+        return section
+
+
+def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+    copied.meta = {**value.meta, IS_COPY: True}
+    if isinstance(_torch.aten_value(value), torch.Tensor):
+        _torch.set_aten_value(copied, _torch.aten_value(value).clone())
+    return copied
+
+
+def _with_snapshots(
+    gm: fx.GraphModule, late_reads: Mapping[int, AbstractSet[int]], saved: Mapping[str, int]
+) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """A copy of a graph in which these calls read snapshots of these arguments.
+
+    Returns the copy, its calls, numbered as those of `gm`, and the snapshots, which come first.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.output(graph.graph_copy(gm.graph, copies))
+    (original_output,) = gm.graph.find_nodes(op="output")
+    output.meta = dict(original_output.meta)
+    calls = [copies[node] for node in call_nodes(gm.graph)]
+    repeats = {copies[node] for node in repeats_of(gm)}
+    in_snapshots = frozenset().union(*late_reads.values())
+    snapshots: dict[fx.Node, fx.Node] = {}
+    for placeholder in list(graph.find_nodes(op="placeholder")):
+        if argument_of(placeholder, saved) in in_snapshots:
+            with graph.inserting_before(calls[0]):
+                snapshots[placeholder] = _clone(graph, placeholder)
+
+    def snapshot_of(node: fx.Node, read: AbstractSet[int]) -> fx.Node:
+        """The same value as a node's, in the memory of snapshots where it is one of `read`."""
+        if node in snapshots and argument_of(node, saved) in read:
+            return snapshots[node]
+        if node not in repeats:
+            return node
+        sources = {source: snapshot_of(source, read) for source in node.all_input_nodes}
+        if all(source is other for source, other in sources.items()):
+            return node
+        with graph.inserting_before(node):
+            view = graph.node_copy(node, sources.__getitem__)
+        repeats.add(view)
+        return view
+
+    for call, read in late_reads.items():
+        for source in calls[call].all_input_nodes:
+            calls[call].replace_input_with(source, snapshot_of(source, read))
+    return _torch.graph_module(gm, graph), calls, list(snapshots.values())
+
+
+# ---- Compiling -------------------------------------------------------------------------------
+
+
+def compile_backward_sections(
+    sections: Sequence[SectionGraph],
+    inputs: Sequence[Any],
+    saved: Collection[int],
+    compile_section: _torch.CompileSection,
+    graph: str,
+) -> tuple[list[Callable[..., Any]], list[int]]:
+    """Compile a backward's distinct sections; return them, and for each section which one it is.
+
+    `inputs` are the fake values of the whole graph's inputs, of which those `saved` in forward are
+    at fixed addresses for Inductor; `graph` is its name.
+
+    Raises:
+        NotCutError: the inner compiler raised.
+    """
+    compiled: list[Callable[..., Any]] = []
+    place_by_identity: dict[object, int] = {}
+    places = []
+    compiler = SectionCompiler(graph, len(sections))
+    for index, section in enumerate(sections):
+        placeholders = section.graph.graph.find_nodes(op="placeholder")
+        # Which of the whole graph's inputs each input of the section is; None for a kept value.
+        origins = [slot if slot < len(inputs) else None for slot in section.flow.takes]
+        values = [
+            _torch.aten_value(node) if origin is None else inputs[origin]
+            for node, origin in zip(placeholders, origins, strict=True)
+        ]
+        are_saved = [origin in saved for origin in origins]
+        identity = _identity(section.graph, values, are_saved)
+        if identity is None:
+            identity = index  # equal to no other
+        if identity not in place_by_identity:
+            place_by_identity[identity] = len(compiled)
+            compile_it = functools.partial(compile_section, section.graph, values, origins)
+            description = f"backward section {index} of {len(sections)}"
+            compiled.append(compiler.compile(index, description, compile_it))
+        places.append(place_by_identity[identity])
+    return compiled, places
+
+
+def _identity(
+    section: fx.GraphModule, values: Sequence[Any], are_saved: Sequence[bool]
+) -> object | None:
+    """What two sections have in common if one compiled callable can serve both.
+
+    None if a section holds attributes, which the code does not show, or symbols. Which inputs
+    `are_saved` counts too: Inductor does not look at each call whether those are aligned.
+    """
+    if section.graph.find_nodes(op="get_attr"):
+        return None
+    if not all(isinstance(v, torch.Tensor) and not _torch.free_symbols(v) for v in values):
+        return None
+    kinds = [(v.shape, v.stride(), v.dtype, v.device, v.storage_offset()) for v in values]
+    return (section.code, tuple(kinds), tuple(are_saved))

@@ -1,0 +1,532 @@
+"""From Dynamo's graph to what runs in its place: facts, sections, graphs, proof, compiled code.
+
+`GraphCompiler` takes one graph all the way; read `compile` first. A step's own file says how it is
+done: what a graph is like (`facts.py`), where it stands among others (`arrival.py`), which sections
+it gets (`sections.py`), the sections' graphs (`backward.py`, `forward.py`), that these compute
+what the graph does (`proof.py`), and what runs (`gates.py`, `runner.py`).
+
+`backend.py` decides which graphs come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt._events import Label, notifying
+from ddpopt._text import source_digest
+from ddpopt.errors import NotCutError, Reason, TorchDriftError
+from ddpopt.options import Options
+from ddpopt.reducer import (
+    Bucket,
+    fine_buckets,
+    in_launch_order,
+    known_buckets,
+    predict_buckets,
+)
+from ddpopt.split import state
+from ddpopt.split.arrival import final_positions, frame_module, has_twin, order_arrival
+from ddpopt.split.backward import (
+    Flow,
+    SectionGraph,
+    add_token,
+    compile_backward_sections,
+    drop_token_gradient,
+    make_section_graphs,
+    return_token_itself,
+)
+from ddpopt.split.cut import Cut, GraphText, parts_of_buckets
+from ddpopt.split.dump import find_crossings, is_showing, show, write
+from ddpopt.split.facts import (
+    gradient_nodes,
+    parameters_of,
+    read_backward,
+    read_forward,
+    refuse_linked_calls,
+    saved_arguments,
+)
+from ddpopt.split.forward import (
+    compile_forward_sections,
+    copy_for_cutting,
+    make_stitched_graph,
+)
+from ddpopt.split.gates import (
+    CompiledSection,
+    GatedGraph,
+    new_token,
+    run_first_section,
+)
+from ddpopt.split.nodes import (
+    attribute_of,
+    call_nodes,
+    describe,
+    has_ragged_sizes,
+    is_pure,
+    output_values,
+)
+from ddpopt.split.proof import prove_backward, prove_forward
+from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
+from ddpopt.split.sections import choose_backward_sections, choose_forward_sections
+
+
+def compile_under_ddp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ddp: DistributedDataParallel,
+    options: Options,
+    start: StartOnModule,
+) -> Call:
+    """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
+
+    Further modules may run the result; each is given to `start` first. It raises what compiling the
+    whole graph raises, and nothing else.
+    """
+    try:
+        _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
+        compiled = GraphCompiler(gm, example_inputs, ddp, options).compile()
+    except _torch.control_flow_exceptions():
+        raise  # Dynamo traces the frame again
+    except Exception as error:
+        # A graph that nobody has thought of, or a release of torch, may raise anything here. Only
+        # overlap is lost: the reason is logged, and the graph compiled whole.
+        refusal = NotCutError.because_of(error)
+        return compile_whole(gm, example_inputs, ddp, options, refusal, start)
+    module_state = state.get(ddp)
+    runner = GraphRunner(
+        compiled,
+        arrives_last=module_state.rules.arrives_last,
+        cut_for=module_state.cut_for,
+        is_for_copy=module_state.is_copy,
+        start=start,
+        log=functools.partial(_log, options),
+    )
+    runner.keep_for(ddp)
+    _log(options, compiled.cut)
+    return runner
+
+
+def compile_whole(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ddp: DistributedDataParallel | None,
+    options: Options,
+    refusal: NotCutError,
+    start: StartOnModule = lambda _: None,
+) -> Call:
+    """Compile a graph whole, for a named reason; `start` as for `compile_under_ddp`."""
+    cut = dataclasses.replace(_uncut(gm, options), fallback=refusal.reason, detail=refusal.detail)
+    text = GraphText()
+    if ddp is not None:
+        text = GraphText(nodes=(describe(call_nodes(gm.graph)),))
+    write(gm, cut, text, {"original": gm})
+    call = options.inner(gm, list(example_inputs))
+    if ddp is None:
+        _log(options, cut)
+        return call
+    if refusal.reason is Reason.TORCH_DRIFT:
+        # A runner needs the names that moved: nobody is told of the graph's calls.
+        state.note_drift()
+        state.get(ddp).keep(cut, text)
+        _log(options, cut)
+        return call
+    runner = GraphRunner(
+        CompiledGraph(
+            cut=cut, text=text, call=notifying(call, Label(cut.graph, 0)), argument_of={}
+        ),
+        arrives_last=(),
+        cut_for=state.ANY_BUCKETS,
+        is_for_copy=state.is_copy(ddp),
+        start=start,
+        log=functools.partial(_log, options),
+    )
+    runner.keep_for(ddp)
+    _log(options, cut)
+    return runner
+
+
+def _uncut(gm: fx.GraphModule, options: Options) -> Cut:
+    """A cut without sections, buckets or reason."""
+    calls, num_fixed = call_nodes(gm.graph), 0
+    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
+        num_fixed = sum(not is_pure(node) for node in calls)
+    return Cut(
+        graph=_torch.graph_name(gm),
+        inner=options.inner_name,
+        num_nodes=len(calls),
+        num_fixed=num_fixed,
+    )
+
+
+def _log(options: Options, cut: Cut) -> None:
+    """Log a cut; as a warning if overlap is lost that should not be."""
+    is_expected = cut.fallback is None or cut.fallback.is_expected
+    if cut.backward_fallback is not None:
+        # Who asked for backward alone is told; "auto" promises no more than it gives.
+        is_expected &= options.split == "auto" and cut.backward_fallback.is_expected
+    log = _logs.info if is_expected else _logs.warning
+    log("%s", cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredCut:
+    """What it takes to run compiled backward sections, in this process or in another.
+
+    It is stored with them in torch's cache.
+    """
+
+    cut: Cut
+    text: GraphText
+    # For each section, which of the distinct compiled callables it is, and what goes in and out. A
+    # backward that stays whole has none.
+    sections: Sequence[tuple[int, Flow]]
+    # The argument to which each gradient that AOTAutograd expects belongs.
+    arguments: Sequence[int | None]
+
+
+class GraphCompiler:
+    """Compiles one graph under a DDP module.
+
+    If the backward is cut, AOTAutograd traces the graph and calls back, in this order:
+    `edit_forward`, `compile_backward`, `run_backward`. If it finds the result of an earlier compile
+    in its cache, it calls `run_backward` alone.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        ddp: DistributedDataParallel,
+        options: Options,
+    ) -> None:
+        """Read Dynamo's graph."""
+        _torch.check_dynamo_graph(gm)
+        self._gm = gm
+        self._example_inputs = example_inputs
+        self._options = options
+        self._state = state.get(ddp)
+        self._name = _torch.graph_name(gm)
+        # Dynamo keeps its graph; a cut forward is made of a copy.
+        self._copy = copy_for_cutting(gm)
+
+        # The Reducer's parameters, and which of them this graph uses.
+        reduced = _torch.reducer_parameters(ddp)
+        self._reduced = list(reduced.values())
+        trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
+        indices_of = parameters_of(self._copy, example_inputs, trained)
+        # Which argument of the graph brings in each parameter, by the parameter's index.
+        self._argument_of: dict[int, int] = {}
+        for argument, node in enumerate(self._copy.graph.find_nodes(op="placeholder")):
+            for index in indices_of.get(node, ()):
+                self._argument_of[index] = argument
+
+        # The graphs before and after it under the same module, as far as they are known. Their
+        # parameters arrive after and before its own.
+        used = {index for indices in indices_of.values() for index in indices}
+        self._later, self._earlier = self._state.arrival_around(self._name, used)
+        name_of = _torch.names_now(ddp)
+        path_of = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
+        module_path = frame_module(
+            {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
+        )
+        # No other graph can follow it in the module's forward.
+        self._is_last = _torch.is_whole_forward(module_path) and not _torch.ends_in_graph_break(gm)
+
+        self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
+        self._uncut = dataclasses.replace(
+            _uncut(gm, options), is_shared=has_twin(ddp.module, module_path)
+        )
+
+        # What AOTAutograd's callbacks leave for each other, and for `_cut_backward`.
+        self._device = torch.device("cpu")
+        self._saved: Mapping[str, int] = {}
+        self._stored: _StoredCut | None = None
+        self._further_sections: list[CompiledSection] = []
+        self._was_autocast_on = _torch.is_autocast_on()
+
+    def compile(self) -> CompiledGraph:
+        """Compile the graph: its backward cut, or else its forward, or whole.
+
+        Raises:
+            NotCutError: it can be cut in neither way, for a reason that a compile has shown.
+        """
+        # Backward reaches a parameter's first use last.
+        cut = self._predict({index: -use for index, use in self._facts.first_use.items()})
+        buckets = self._buckets_to_cut_at(cut)
+        # Tracing a backward is worth it only if the graph has parts of two buckets.
+        has_parts = len(parts_of_buckets(buckets, self._facts.first_use)) > 1
+        if has_parts and self._options.split != "forward":
+            try:
+                return self._cut_backward()
+            except _torch.control_flow_exceptions():
+                raise
+            except Exception as error:
+                # As in `compile_under_ddp`; the forward may be cut in its place.
+                refusal = NotCutError.because_of(error, in_backward=True)
+                if not refusal.reason.is_of_backward:
+                    raise
+                cut = dataclasses.replace(
+                    cut, backward_fallback=refusal.reason, detail=refusal.detail
+                )
+        return self._cut_forward(cut, buckets)
+
+    # ---- Which buckets -----------------------------------------------------------------------
+
+    def _predict(self, place: Mapping[int, float]) -> Cut:
+        """A cut without sections: the Reducer's buckets, and the order in which gradients arrive.
+
+        `place` says how late in backward the gradient of each parameter is final, by index.
+        """
+        rules = self._state.rules
+        place = dict(place)
+        for index in rules.arrives_last:
+            if index in place:
+                place[index] = math.inf
+        arrival = order_arrival(self._reduced, place, self._later, self._earlier, self._is_last)
+        # Buckets that the Reducer will be given soon, or has now; None if they are not known.
+        expected = None if self._uncut.is_shared else self._state.expected_buckets
+        actual = self._state.buckets
+        if expected is not None:
+            arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
+        arrival_here = tuple(parameter for parameter in arrival if parameter.index in place)
+        if self._uncut.is_shared:
+            # Modules that run the same code have other parameters around it.
+            buckets = predict_buckets(arrival_here, rules)
+        elif actual is None:
+            buckets = predict_buckets(arrival, rules)
+        else:
+            buckets = known_buckets(arrival, actual, rules)
+            arrival_here = in_launch_order(arrival_here, buckets)
+        return dataclasses.replace(self._uncut, buckets=buckets, arrival=arrival_here)
+
+    def _buckets_to_cut_at(self, cut: Cut) -> tuple[Bucket, ...]:
+        """The buckets to come if they are known, or those predicted.
+
+        During a search for better buckets they are finer.
+        """
+        expected = self._state.expected_buckets
+        if expected is None and not self._state.is_searching:
+            return cut.buckets
+        if cut.is_shared:
+            return fine_buckets(cut.arrival)
+        if expected is not None:
+            return known_buckets(self._reduced, expected, self._state.rules)
+        return fine_buckets([p for bucket in cut.buckets for p in bucket.parameters])
+
+    def _left_whole(self, cut: Cut, reason: Reason) -> Cut:
+        """The cut of a graph in which no boundary helps, or none is possible."""
+        if reason is Reason.ONE_BUCKET and self._state.has_planned_buckets:
+            reason = Reason.ONE_PLANNED_BUCKET
+        if reason is Reason.NO_PARAMETERS:
+            cut = cut.with_buckets(())  # it says nothing of buckets that it has no part in
+        return dataclasses.replace(cut, fallback=reason)
+
+    # ---- Backward ----------------------------------------------------------------------------
+
+    def _cut_backward(self) -> CompiledGraph:
+        """Compile the graph whole and its backward in sections.
+
+        Raises:
+            NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a
+                section.
+        """
+        aot = self._options.aot
+        if aot is None:
+            cuda_graphs = self._options.has_cuda_graphs
+            raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
+        if self._facts.first_use.keys() - self._argument_of.keys():
+            raise NotCutError(Reason.ATTRIBUTES)
+        tensors = [value for value in self._example_inputs if isinstance(value, torch.Tensor)]
+        are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
+        traced = copy_for_cutting(self._gm)
+        if not are_plain or has_ragged_sizes(traced.graph):
+            raise NotCutError(Reason.SUBCLASSES)
+        self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
+        add_token(traced)
+        call = aot(traced, [*self._example_inputs, new_token(self._device)], self)
+        stored = self._stored
+        assert stored is not None, "AOTAutograd returned a forward without its backward"
+        cut = dataclasses.replace(stored.cut, graph=self._name)  # the cache knows no names
+        if cut.fallback is not None:
+            write(self._gm, cut, stored.text, {"original": self._gm})
+        return CompiledGraph(
+            cut=cut,
+            text=stored.text,
+            call=GatedGraph(call, self._further_sections, self._device),
+            argument_of=self._argument_of,
+        )
+
+    @functools.cached_property
+    def cache_key(self) -> str | None:
+        """All that the cut of a backward depends on besides the graph; equal in any process.
+
+        None if the result must not come from a cache: it has no graphs to show.
+        """
+        if is_showing():
+            return None
+        depends_on = {
+            "what is compiled": dataclasses.replace(self._uncut, graph=""),
+            "parameters": self._reduced,
+            "argument of each parameter": self._argument_of,
+            # The order in which gradients arrive depends on the graphs before and after this one.
+            "neighbours": (self._later, self._earlier, self._is_last),
+            "how the Reducer forms buckets": self._state.rules,
+            "buckets now": _as_tuples(self._state.buckets),
+            # Cuts are finer while better buckets are searched for.
+            "is searching": self._state.is_searching,
+            "buckets to come": _as_tuples(self._state.expected_buckets),
+        }
+        digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()
+        return f"ddpopt {source_digest()} {digest}"
+
+    def edit_forward(self, forward: fx.GraphModule) -> None:
+        """Called by AOTAutograd with the forward that it traced, before that is compiled."""
+        self._saved = saved_arguments(forward)
+        return_token_itself(forward)
+
+    def compile_backward(
+        self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
+    ) -> tuple[Sequence[Any], _StoredCut]:
+        """Called by AOTAutograd with the backward that it traced, and its fake inputs.
+
+        Returns the distinct compiled sections, and what it takes to run them.
+        """
+        _torch.check_backward(backward)
+        refuse_linked_calls(backward)
+        arguments = drop_token_gradient(backward, token_argument=len(self._example_inputs))
+        _torch.restride(backward, inputs)
+        devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
+        if devices - {self._device}:
+            raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
+
+        facts = read_backward(backward, self._saved)
+        final = final_positions(facts, self._argument_of, {p.index for p in self._earlier})
+        cut = dataclasses.replace(self._predict(final), split="backward")
+        buckets = self._buckets_to_cut_at(cut)
+        try:
+            chosen = choose_backward_sections(facts, buckets, self._argument_of, final)
+        except NotCutError as refusal:
+            stored = _StoredCut(
+                cut=self._left_whole(cut, refusal.reason),
+                text=GraphText(nodes=(describe(call_nodes(self._copy.graph)),)),
+                sections=(),
+                arguments=arguments,
+            )
+            return [compile_section(backward, inputs, list(range(len(inputs))))], stored
+
+        cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
+        cut = cut.with_buckets(cut.buckets)
+        sections = make_section_graphs(backward, chosen, self._saved)
+        prove_backward(backward, cut, sections, self._saved, self._argument_of)
+        text = _text_of_backward(sections)
+        pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
+        graphs = {"original": self._gm, "original_backward": backward, **pieces}
+        show(self._gm, cut, text, graphs)
+
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        saved = {k for k, node in enumerate(placeholders) if not _torch.is_tangent(node)}
+        compiled, places = compile_backward_sections(
+            sections, inputs, saved, compile_section, self._name
+        )
+        flows = [section.flow for section in sections]
+        stored = _StoredCut(
+            cut=cut,
+            text=text,
+            sections=list(zip(places, flows, strict=True)),
+            arguments=arguments,
+        )
+        return compiled, stored
+
+    def run_backward(
+        self, compiled: Sequence[Any], stored: _StoredCut
+    ) -> Callable[[list[Any]], Any]:
+        """What AOTAutograd is to run as its backward.
+
+        Called by it with what `compile_backward` returned, here or in another process.
+        """
+        self._stored = stored
+        if not stored.sections:
+            (whole,) = compiled
+            return whole  # type: ignore[no-any-return]  # a compiled graph, which has no type
+        sections = [
+            CompiledSection(
+                call=compiled[place],
+                flow=flow,
+                label=Label(self._name, index),
+                # AOTAutograd's own node does this for the first section.
+                without_autocast=self._was_autocast_on and index > 0,
+            )
+            for index, (place, flow) in enumerate(stored.sections)
+        ]
+        first_section, *self._further_sections = sections
+        num_kept = sum(len(flow.keeps) for _, flow in stored.sections)
+        token_argument = len(self._example_inputs)
+        return run_first_section(
+            first_section, stored.arguments, token_argument, num_kept, self._device
+        )
+
+    # ---- Forward -----------------------------------------------------------------------------
+
+    def _cut_forward(self, cut: Cut, buckets: Sequence[Bucket]) -> CompiledGraph:
+        """Compile the graph in sections, or whole if no boundary helps or is possible."""
+        calls = describe(call_nodes(self._copy.graph))
+        try:
+            sections = choose_forward_sections(self._facts, buckets)
+        except NotCutError as refusal:
+            cut = self._left_whole(cut, refusal.reason)
+            text = GraphText(nodes=(calls,))
+            write(self._gm, cut, text, {"original": self._gm})
+            call = notifying(
+                self._options.inner(self._gm, list(self._example_inputs)), Label(self._name, 0)
+            )
+        else:
+            cut = dataclasses.replace(cut, sections=sections).with_buckets(cut.buckets)
+            stitched = make_stitched_graph(self._copy, sections)
+            prove_forward(self._gm, cut, stitched, self._argument_of)
+            text = GraphText(
+                nodes=tuple(calls[section.start : section.stop] for section in sections),
+                crossings=_crossings_of_forward(stitched),
+            )
+            section_calls = stitched.graph.find_nodes(op="call_module")
+            pieces = {
+                f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)
+            }
+            show(self._gm, cut, text, {"original": self._gm, **pieces, "stitched": stitched})
+            call = compile_forward_sections(
+                stitched, self._example_inputs, self._options.inner, self._name
+            )
+        return CompiledGraph(cut=cut, text=text, call=call, argument_of=self._argument_of)
+
+
+def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[int, ...], ...] | None:
+    """Buckets in a form whose text is equal for equal ones."""
+    return None if buckets is None else tuple(tuple(bucket) for bucket in buckets)
+
+
+def _text_of_backward(sections: Sequence[SectionGraph]) -> GraphText:
+    # What a section returns first are the values that it keeps; by slots, they are found again.
+    outputs = [dict(zip(s.flow.keeps, output_values(s.graph), strict=False)) for s in sections]
+    return GraphText(
+        nodes=tuple(describe(call_nodes(section.graph.graph)) for section in sections),
+        crossings=find_crossings(outputs, [section.flow.takes for section in sections]),
+    )
+
+
+def _crossings_of_forward(stitched: fx.GraphModule) -> Any:
+    # What goes from one section to another are elements of the tuples that they return.
+    calls = list(stitched.graph.find_nodes(op="call_module"))
+    outputs = []
+    for call in calls:
+        returned = output_values(attribute_of(stitched, call))
+        outputs.append({element: returned[element.args[1]] for element in call.users})
+    return find_crossings(outputs, [call.all_input_nodes for call in calls])

@@ -1,0 +1,284 @@
+"""What happens to one graph: a `Cut` has its sections, or the reason why it stays whole.
+
+[Note: sections and cuts]
+A *section* is a piece of a graph that is compiled on its own. Once a section's backward has run,
+the buckets that it *completes* can be reduced while other sections are still in backward. That is
+what sections are for, so one ends where a bucket's last gradient is there, and the next begins.
+
+- Sections of a forward graph are numbered in forward order. Backward runs the last one first.
+- Sections of a backward graph are numbered in the order in which they run.
+
+A *cut* is the record of one graph: its sections, the buckets that they follow, and, where the graph
+is compiled whole, the reason. Equal graphs with equal settings have equal cuts, on every rank: cuts
+are compared between ranks, and stored with compiled code.
+
+A *plan* is something else: which gradients share a bucket, see `planning/plan.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddpopt._text import count, format_bytes, shorten, table
+from ddpopt.errors import Reason
+from ddpopt.reducer import Bucket, Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The calls `[start, stop)` of a graph, in the order in which they run.
+
+    Placeholders, attributes and the output are no calls, and are not counted.
+    """
+
+    index: int
+    start: int
+    stop: int
+    first_node: str
+    # Those whose gradients become final in this section's backward, in arrival order.
+    parameters: tuple[str, ...]
+    # The indices of those of the cut's buckets whose last gradient this section produces.
+    completes: tuple[int, ...] = ()
+    # How many of its calls are not known to be pure. They may communicate, so that ranks must have
+    # equally many on each side of a bucket's allreduce.
+    num_fixed: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How one Dynamo graph is compiled."""
+
+    # The graph's name: its frame and the number of the frame's compile, such as `4/0`.
+    graph: str
+    # The inner compiler's name.
+    inner: str
+    # The number of calls of Dynamo's graph. Of a backward that is cut, of that graph.
+    num_nodes: int
+    sections: tuple[Section, ...] = ()
+    # The Reducer's buckets as predicted. They include parameters of other graphs under the module.
+    buckets: tuple[Bucket, ...] = ()
+    # The graph's own parameters, in the order in which their gradients are released.
+    arrival: tuple[Parameter, ...] = ()
+    # Why the graph is compiled whole; None if it has sections.
+    fallback: Reason | None = None
+    # Completes the sentence of `fallback` or `backward_fallback`.
+    detail: str = ""
+    # The same compiled graph may run for several modules, and was cut for the first of them.
+    is_shared: bool = False
+    # Which graph has the sections, "forward" or "backward".
+    split: str = "forward"
+    # Why it is not the backward, although that was wanted.
+    backward_fallback: Reason | None = None
+    # How many calls of Dynamo's graph are not known to be pure, as in `Section`.
+    num_fixed: int = 0
+
+    @property
+    def frame(self) -> str:
+        return frame_of(self.graph)
+
+    def as_one_section(self, first_node: str = "") -> Section:
+        """All calls of a graph that is compiled whole, as if they were a section."""
+        names = tuple(parameter.name for parameter in self.arrival)
+        return Section(
+            index=0, start=0, stop=self.num_nodes, first_node=first_node, parameters=names
+        )
+
+    def name_of(self, section: Section) -> str:
+        """What a section is called: `4/0 section 2`, or `4/0` for a whole graph."""
+        return f"{self.graph} section {section.index}" if self.sections else self.graph
+
+    def with_buckets(self, buckets: Sequence[Bucket]) -> Cut:
+        """The same sections, which now complete other buckets."""
+        sections_in_backward = self.sections
+        if self.split == "forward":
+            sections_in_backward = self.sections[::-1]
+        place_of = {
+            name: place
+            for place, section in enumerate(sections_in_backward)
+            for name in section.parameters
+        }
+        completed: list[list[int]] = [[] for _ in sections_in_backward]
+        # Buckets are launched in order: none is complete earlier than those before it.
+        reached = -1
+        for bucket in buckets:
+            places = [place_of[p.name] for p in bucket.parameters if p.name in place_of]
+            if places:  # the graph has a part of this bucket
+                reached = max(reached, *places)
+                completed[reached].append(bucket.index)
+        completed_by = {
+            section.index: tuple(indices)
+            for section, indices in zip(sections_in_backward, completed, strict=True)
+        }
+        sections = tuple(
+            dataclasses.replace(section, completes=completed_by[section.index])
+            for section in self.sections
+        )
+        return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
+
+    def with_parameters(self, parameter_of: Mapping[str, Parameter]) -> Cut:
+        """The cut of the same code when it runs for another module, without buckets.
+
+        `parameter_of` gives the other module's parameters by the names that the cut has for its
+        own. What the other module does not have, or does not reduce, is left out.
+        """
+        sections = []
+        for section in self.sections:
+            names = [parameter_of[n].name for n in section.parameters if n in parameter_of]
+            sections.append(dataclasses.replace(section, parameters=tuple(names)))
+        arrival = tuple(parameter_of[p.name] for p in self.arrival if p.name in parameter_of)
+        return dataclasses.replace(
+            self, sections=tuple(sections), arrival=arrival, buckets=(), is_shared=True
+        )
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        if self.buckets:
+            lines += ["", *self._bucket_table(), ""]
+        return "\n".join([*lines, *self.section_table()])
+
+    def _bucket_table(self) -> list[str]:
+        completed_in = {
+            bucket: section.index for section in self.sections for bucket in section.completes
+        }
+        rows = [
+            (
+                f"{bucket.index}",
+                format_bytes(bucket.num_bytes),
+                format_bytes(bucket.cap_bytes),
+                f"{completed_in.get(bucket.index, '-')}",
+                shorten([parameter.name for parameter in bucket.parameters]),
+            )
+            for bucket in self.buckets
+        ]
+        return table(("bucket", "size", "cap", "section", "parameters"), rows)
+
+    def section_table(self) -> list[str]:
+        """The sections as lines of text; none for a graph that is compiled whole."""
+        if not self.sections:
+            return []
+        rows = [
+            (f"{s.index}", f"{s.num_nodes}", s.first_node, ", ".join(map(str, s.completes)) or "-")
+            for s in self.sections
+        ]
+        return table(("section", "nodes", "first node", "completes buckets"), rows)
+
+    def headline(self) -> str:
+        """What was done, and why, in one sentence."""
+        nodes = count(self.num_nodes, "node")
+        graph = f"graph {self.graph} ({nodes}, inner compiler {self.inner})"
+        if self.is_shared:
+            graph += ", planned alone because modules of one class share it"
+        detail = f"\n  {self.detail}" if self.detail else ""
+        of_backward = ""
+        if self.backward_fallback is not None:
+            of_backward = f"because {self.backward_fallback.value}{detail}"
+        if self.fallback is not None:
+            line = f"{graph}: compiled whole, because {self.fallback.value}"
+            if of_backward:
+                return f"{line}; its backward is not cut {of_backward}"
+            return f"{line}{detail}"
+        total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
+        kind = "backward section" if self.split == "backward" else "section"
+        sections, buckets = count(len(self.sections), kind), count(len(self.buckets), "DDP bucket")
+        line = f"{graph}: {sections} for {buckets} of {total}"
+        if of_backward:
+            return f"{line}; cut in forward, not in backward, {of_backward}"
+        return line
+
+
+# ---- What people are shown of it -------------------------------------------------------------
+
+
+class NodeText(NamedTuple):
+    """A node as text for people; shape and source may be empty.
+
+    For example `linear`, `torch._C._nn.linear`, `float32[8, 64]` and `model.py:12`.
+    """
+
+    name: str
+    target: str
+    shape: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value that one section makes and later ones read; sections by index.
+
+    In a cut backward it is kept until the last of them has run; in a cut forward autograd sees it.
+    """
+
+    value: NodeText
+    num_bytes: int  # in the first call
+    made_in: int
+    read_in: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphText:
+    """The calls of each section as text, and the values that go from one section to another.
+
+    A graph that is compiled whole is one section. Texts are made while the graph is there: they
+    outlive it, and are stored with compiled code, from which no graph comes back.
+    """
+
+    nodes: tuple[tuple[NodeText, ...], ...] = ()
+    crossings: tuple[Crossing, ...] = ()
+
+
+# ---- Making sections -------------------------------------------------------------------------
+
+
+def make_sections(
+    bounds: Sequence[int],
+    section_of: Mapping[Parameter, int],
+    call_names: Sequence[str],
+    is_fixed: Sequence[bool],
+) -> tuple[Section, ...]:
+    """The sections between these bounds, the first and the last of which are the graph's ends.
+
+    `section_of` has the parameters in arrival order. Calls are given in the order in which they
+    run.
+    """
+    names: list[list[str]] = [[] for _ in bounds[1:]]
+    for parameter, index in section_of.items():
+        names[index].append(parameter.name)
+    return tuple(
+        Section(
+            index=index,
+            start=start,
+            stop=stop,
+            first_node=call_names[start],
+            parameters=tuple(names[index]),
+            num_fixed=sum(is_fixed[start:stop]),
+        )
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def parts_of_buckets(
+    buckets: Sequence[Bucket], parameters: Container[int]
+) -> list[list[Parameter]]:
+    """The part of each bucket that one graph has, for buckets of which it has any.
+
+    `parameters` are the graph's, by index. Other graphs under the module may have the rest.
+    """
+    parts = []
+    for bucket in buckets:
+        part = [p for p in bucket.parameters if p.index in parameters]
+        if part:
+            parts.append(part)
+    return parts
+
+
+def frame_of(graph: str) -> str:
+    """The frame in a graph's name: `4` of `4/0`, its first compile."""
+    return graph.partition("/")[0]

@@ -1,0 +1,534 @@
+"""What a graph is like, as far as it matters where the graph is cut.
+
+`read_forward` reads Dynamo's graph, `read_backward` AOTAutograd's backward. What they return holds
+no node and no tensor, so that choosing sections (`sections.py`) is a function of plain data.
+
+A graph's *calls* are all nodes but placeholders, attributes and the output. They are numbered from
+0 in graph order.
+
+[Note: calls and repeats]
+A backward graph is functional: its calls, and an output that lists a gradient for each argument of
+the forward. Some calls cost next to nothing: views and constants. Such a call is a *repeat*: each
+section that needs it makes its own, so its value never goes from one section to another, and no two
+values that do share memory. `reads` looks through repeats.
+
+[Note: order, as a hook sees it]
+A hook runs where a gradient is released, and may read and write all that the program can reach:
+parameters, buffers, inputs. In eager it finds there what the backward did before, and the backward
+has read what it reads before. So whatever stands before a gradient's release in the graph runs
+before it here as well: effects, and reads of the memory of arguments. Only pure computation on the
+graph's own values may move behind a release. What stands behind a release may run before it: so it
+does in the unsplit compile, which runs the whole graph before all releases.
+
+A release stands behind the last call of the autograd node that makes the gradient. A call stands
+where it is in the graph, but for one kind: AOTAutograd makes a graph functional, and puts the
+writes to its arguments, the *write-backs*, at the end. In the program such a write came no earlier
+than the last call that makes its value or that reads the old one, so that is where it stands.
+
+Calls that need no gradient of an output are the forward's: the partitioner has them made again,
+rather than save what they return. The program made them before any release, wherever they stand
+here. To run all of them first would take the memory that it saves, so if one reads a buffer or an
+input in a later section, it reads a copy of that, a *snapshot*, which the first section makes.
+(A trained parameter is not written before its own gradient is there, by anybody that we know of.)
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.reducer import Parameter
+from ddpopt.split.nodes import (
+    attribute_of,
+    call_nodes,
+    find_written_memory,
+    has_ragged_sizes,
+    is_composite,
+    is_differentiable,
+    is_pure,
+    mutation_spans,
+    name_of,
+    num_bytes_of,
+    output_values,
+    uses_streams,
+    written_by,
+)
+
+# ---- Forward ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardFacts:
+    """A forward graph as `sections.py` sees it.
+
+    A *boundary* at p separates the calls before p from p and those after it.
+    """
+
+    num_calls: int
+    # By the index of each DDP parameter, its first differentiable use: the call after which, in
+    # backward, its gradient is final.
+    first_use: Mapping[int, int]
+    # Whether a boundary at p is possible, for p from 0 to `num_calls`.
+    legal_bounds: Sequence[bool]
+    # The last call that uses what call i returns or writes to; `num_calls` for the output.
+    last_effect: Sequence[int]
+    call_names: Sequence[str]
+    # Whether call i is not known to be pure.
+    is_fixed: Sequence[bool]
+
+
+def parameters_of(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
+) -> dict[fx.Node, list[int]]:
+    """The indices of the DDP parameters behind each node.
+
+    Dynamo makes parameters inputs of its graph. With `inline_inbuilt_nn_modules` off they are
+    attributes of the graph, or belong to modules that it calls, which may have several.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    inputs = dict(zip(placeholders, example_inputs, strict=True))
+    indices_of: dict[fx.Node, list[int]] = {}
+    for node in graph.graph.nodes:
+        if node in inputs:
+            values = [inputs[node]]
+        elif node.op == "get_attr":
+            values = [attribute_of(graph, node)]
+        elif node.op == "call_module":
+            values = list(graph.get_submodule(str(node.target)).parameters())
+        else:
+            continue
+        indices = [reduced[v].index for v in values if isinstance(v, torch.Tensor) and v in reduced]
+        if indices:
+            indices_of[node] = indices
+    return indices_of
+
+
+def read_forward(
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]], elsewhere: Collection[int] = ()
+) -> ForwardFacts:
+    """The facts about a forward graph; `parameters` is what `parameters_of` returned.
+
+    Parameters `elsewhere`, by index, are first used in a graph that runs before this one, so their
+    gradients are not final here.
+    """
+    calls = call_nodes(gm.graph)
+    position_of = {node: position for position, node in enumerate(calls)}
+
+    def last_use_of(*values: fx.Node) -> int:
+        users = [position_of.get(user, len(calls)) for value in values for user in value.users]
+        return max(users, default=position_of[values[0]])
+
+    first_use: dict[int, int] = {}
+    for position, node in enumerate(calls):
+        # all_input_nodes sees nested lists, kwargs and the operands of higher-order operators. A
+        # call of a module has its parameters itself.
+        for source in (node, *node.all_input_nodes):
+            for index in parameters.get(source, ()):
+                is_first = index not in first_use and index not in elsewhere
+                if is_first and is_differentiable(node):
+                    first_use[index] = position
+    last_use = [last_use_of(node) for node in calls]
+    blocked = itertools.chain(
+        _uncrossable_spans(gm, calls, last_use),
+        _region_spans(calls),
+        mutation_spans(find_written_memory(gm.graph)),
+    )
+    return ForwardFacts(
+        num_calls=len(calls),
+        first_use=first_use,
+        legal_bounds=_outside(blocked, len(calls)),
+        last_effect=[last_use_of(node, *written_by(node)) for node in calls],
+        call_names=[node.name for node in calls],
+        is_fixed=[not is_pure(node) for node in calls],
+    )
+
+
+def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
+    """Whether each p in [0, num_calls] is in no span (first, last), ends included.
+
+    A boundary at either end of the graph would separate nothing, so both are False.
+    """
+    # Spans that begin and end at p, counted as +1 and -1, so that the running sum at p is the
+    # number of spans around it.
+    change = [0] * (num_calls + 2)
+    for first, last in spans:
+        if first <= last:
+            change[first] += 1
+            change[last + 1] -= 1
+    num_around = list(itertools.accumulate(change))
+    return [num_around[p] == 0 and 0 < p < num_calls for p in range(num_calls + 1)]
+
+
+def _uncrossable_spans(
+    gm: fx.GraphModule, calls: Sequence[fx.Node], last_use: Sequence[int]
+) -> Iterable[tuple[int, int]]:
+    """Spans of values that no section can take: tuples, generators, contexts, numbers.
+
+    Tensors and symbolic integers can cross, but only if each symbol in them has a node that binds
+    it, because a section gets its symbols as inputs. Tensor subclasses cannot: AOTAutograd would
+    have to guess the class of their gradients. Nor can anything beside one with symbols, which are
+    those of the tensors that it consists of, as in nested tensors.
+    """
+    if uses_streams(gm.graph) or has_ragged_sizes(gm.graph):
+        yield 0, len(calls)
+    bound_symbols = {
+        symbol
+        for node in gm.graph.nodes
+        if isinstance(_torch.dynamo_value(node), torch.SymInt | torch.SymFloat)
+        for symbol in _torch.free_symbols(_torch.dynamo_value(node))
+    }
+    for position, node in enumerate(calls):
+        if last_use[position] <= position:
+            continue  # nothing uses it
+        if _torch.enters_autocast(name_of(node)):
+            continue  # split_module closes and reopens autocast regions
+        value = _torch.dynamo_value(node)
+        can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
+        if not can_cross or not _torch.free_symbols(value) <= bound_symbols:
+            yield position + 1, last_use[position]
+
+
+def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
+    """Spans under a global state that cannot be closed and reopened at a boundary.
+
+    What links the two calls of such a region is the state, no value.
+    """
+    end_of = _torch.region_partners()  # the name of the call that ends what another begins
+    opened: list[tuple[str, int]] = []
+    no_grad_since: int | None = None
+    for position, node in enumerate(calls):
+        name = name_of(node)
+        if _torch.sets_grad_mode(name):
+            if no_grad_since is not None:
+                yield no_grad_since + 1, position
+            no_grad_since = None if node.args[0] else position
+        elif name in end_of:
+            opened.append((end_of[name], position))
+        elif opened and name == opened[-1][0]:
+            yield opened.pop()[1] + 1, position
+    # Regions that are never closed reach to the end.
+    for _, position in opened:
+        yield position + 1, len(calls)
+    if no_grad_since is not None:
+        yield no_grad_since + 1, len(calls)
+
+
+# ---- Backward --------------------------------------------------------------------------------
+
+
+class Tie(enum.Enum):
+    """What a boundary between a value and its reader would lose, besides keeping the value."""
+
+    NONE = "nothing: they are separate kernels anyway"
+    FUSED = "a fusion: the value would not exist in memory"
+    UNROUNDED = "digits: fused, the value is not rounded to what can be stored"
+    TUPLE = "everything: the value is a tuple, which only exists to be taken apart"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardFacts:
+    """A backward graph as `sections.py` sees it; see [Note: calls and repeats].
+
+    Arguments are those of the forward, numbered as in Dynamo's graph.
+    """
+
+    call_names: Sequence[str]
+    is_repeat: Sequence[bool]
+    # Whether call i has effects.
+    is_ordered: Sequence[bool]
+    # The calls whose values call i uses, with their ties to it. None for a repeat.
+    reads: Sequence[Mapping[int, Tie]]
+    # The size of what call i returns.
+    num_bytes: Sequence[int]
+    # The calls from which the gradient of each argument is computed; none if it is an input of the
+    # graph that is passed through.
+    gradients: Mapping[int, tuple[int, ...]]
+    # The calls that read the memory of each argument, or write it.
+    argument_reads: Mapping[int, Sequence[int]]
+    # Calls with effects that write an argument and nothing else, and the argument. All other calls
+    # with effects keep their order.
+    write_backs: Mapping[int, int]
+    # The next three are explained in [Note: order, as a hook sees it].
+    # The calls that may not run behind a release before which they stand, and where they stand.
+    bound_places: Mapping[int, int]
+    # Where the gradient of each argument is released.
+    release_places: Mapping[int, int]
+    # Calls of the forward, and those arguments among the ones they read of which they may as well
+    # read snapshots: these reads stand before all releases. A call that reads parameters besides
+    # has a bound place for that.
+    forward_reads: Mapping[int, frozenset[int]]
+
+
+def refuse_linked_calls(gm: fx.GraphModule) -> None:
+    """Raise NotCutError if calls depend on each other by more than the values they read."""
+    if uses_streams(gm.graph):
+        raise NotCutError(Reason.STREAMS)
+    if any(_torch.links_effects(node.target) for node in gm.graph.nodes):
+        raise NotCutError(Reason.EFFECTS)
+
+
+def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
+    """The node of each gradient, by its argument.
+
+    Raises:
+        NotCutError: the graph returns something else as well.
+    """
+    node_of: dict[int, fx.Node] = {}
+    for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
+        if isinstance(node, fx.Node):
+            if argument is None or argument in node_of:
+                raise NotCutError(Reason.OTHER_OUTPUTS, f"{node} is such an output")
+            node_of[argument] = node
+    return node_of
+
+
+def saved_arguments(forward: fx.GraphModule) -> dict[str, int]:
+    """Which values that a forward graph saves live in the memory of which arguments.
+
+    Values are given by name, which is that of the backward graph's input; views are included.
+    """
+    repeats = repeats_of(forward)
+    argument_of_input = _torch.argument_placeholders(forward)
+    saved: dict[str, int] = {}
+    for node in output_values(forward):
+        if isinstance(node, fx.Node):
+            memory = memory_of(node, repeats)
+            if memory in argument_of_input:
+                saved[node.name] = argument_of_input[memory]
+    return saved
+
+
+def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
+    """The node that made the memory in which a node's value lives."""
+    while node in repeats and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def argument_of(placeholder: fx.Node, saved: Mapping[str, int]) -> int | None:
+    """The argument in whose memory a tensor is that a backward graph takes; None for others."""
+    if not isinstance(_torch.aten_value(placeholder), torch.Tensor):
+        return None  # a size is in nobody's memory
+    return saved.get(placeholder.name)
+
+
+def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
+    """The calls that each section makes for itself; see [Note: calls and repeats]."""
+    repeats: set[fx.Node] = set()
+    for node in call_nodes(gm.graph):
+        if not is_pure(node):
+            continue
+        is_constant = not node.all_input_nodes
+        is_view = _torch.is_view(node.target)
+        if name_of(node) == "getitem":  # of the tuple that a split, for example, returns
+            is_view = node.args[0] in repeats
+        if is_view or is_constant:
+            repeats.add(node)
+    return repeats
+
+
+def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts:
+    """The facts about a backward graph; `saved` is what `saved_arguments` returned."""
+    calls = call_nodes(gm.graph)
+    repeats = repeats_of(gm)
+    is_ordered = [not is_pure(node) for node in calls]
+    # What is behind each value, looking through repeats: the calls that made it, and the arguments
+    # in whose memory it may be.
+    makers: dict[fx.Node, tuple[int, ...]] = {}
+    arguments: dict[fx.Node, set[int]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        argument = argument_of(node, saved)
+        if argument is not None:
+            arguments[node] = {argument}
+    reads: list[dict[int, Tie]] = []
+    arguments_read: list[set[int]] = []
+    argument_reads: dict[int, list[int]] = {}
+    write_backs: dict[int, int] = {}
+    for call, node in enumerate(calls):
+        made_by: dict[int, Tie] = {}
+        read: set[int] = set()
+        for source in node.all_input_nodes:
+            read |= arguments.get(source, set())
+            for maker in makers.get(source, ()):
+                made_by[maker] = _tie(calls[maker], node)
+        arguments_read.append(read)
+        if node in repeats:
+            makers[node], arguments[node] = tuple(made_by), read
+            reads.append({})
+            continue
+        makers[node] = (call,)
+        reads.append(made_by)
+        for argument in read:
+            argument_reads.setdefault(argument, []).append(call)
+        written = _written_back(node, saved)
+        if written is not None:
+            write_backs[call] = written
+    gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
+    bound_places = _bound_places(reads, is_ordered, argument_reads, write_backs)
+    forward_reads = _forward_reads(gm, saved, set(gradients))
+    for call, in_snapshots in forward_reads.items():
+        if arguments_read[call] == in_snapshots:
+            del bound_places[call]
+    return BackwardFacts(
+        call_names=[node.name for node in calls],
+        is_repeat=[node in repeats for node in calls],
+        is_ordered=is_ordered,
+        reads=reads,
+        num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
+        gradients=gradients,
+        argument_reads=argument_reads,
+        write_backs=write_backs,
+        bound_places=bound_places,
+        release_places=_release_places(calls, reads, gradients, is_ordered, bound_places),
+        forward_reads=forward_reads,
+    )
+
+
+def _written_back(node: fx.Node, saved: Mapping[str, int]) -> int | None:
+    """The argument that a call writes and nothing else, as AOTAutograd's last calls do; else None.
+
+    A call whose result is used does something else as well.
+    """
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return None
+    target = node.args[0]
+    return argument_of(target, saved) if isinstance(target, fx.Node) else None
+
+
+def _bound_places(
+    reads: Sequence[Mapping[int, Tie]],
+    is_ordered: Sequence[bool],
+    argument_reads: Mapping[int, Sequence[int]],
+    write_backs: Mapping[int, int],
+) -> dict[int, int]:
+    """Where the calls stand that see or change what the program can reach."""
+    places = {call: call for call, has_effects in enumerate(is_ordered) if has_effects}
+    for calls in argument_reads.values():
+        places.update((call, call) for call in calls)
+    for call, argument in write_backs.items():
+        # Behind what makes its value, and behind what reads or writes the argument before it.
+        # Other write-backs to the same argument count: they are in this order.
+        earlier = [other for other in argument_reads[argument] if other < call]
+        places[call] = max((*reads[call], *(places[other] for other in earlier)), default=-1)
+    return places
+
+
+def _forward_reads(
+    gm: fx.GraphModule, saved: Mapping[str, int], trained: AbstractSet[int]
+) -> dict[int, frozenset[int]]:
+    """Calls of the forward that are made again, and read buffers or inputs that have a snapshot.
+
+    `trained` are the arguments that get gradients. Without a gradient of an output among its inputs
+    a graph does not tell which of its calls are the forward's.
+    """
+    repeats = repeats_of(gm)
+    needs_tangent: set[fx.Node] = set()
+    # The arguments in whose memory a value is, of those that can have a snapshot.
+    read_by: dict[fx.Node, frozenset[int]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        argument, value = argument_of(node, saved), _torch.aten_value(node)
+        if _torch.is_tangent(node):
+            needs_tangent.add(node)
+        elif argument is not None and argument not in trained and _has_true_copy(value):
+            read_by[node] = frozenset([argument])
+    if not needs_tangent:
+        return {}
+    forward_reads: dict[int, frozenset[int]] = {}
+    for call, node in enumerate(call_nodes(gm.graph)):
+        if not needs_tangent.isdisjoint(node.all_input_nodes):
+            needs_tangent.add(node)
+        read = frozenset[int]().union(*(read_by.get(n, ()) for n in node.all_input_nodes))
+        if node in repeats:
+            read_by[node] = read
+        elif read and node not in needs_tangent and is_pure(node):
+            forward_reads[call] = read
+    return forward_reads
+
+
+def _has_true_copy(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor has its strides, as one of an expanded tensor has not."""
+    return tensor.layout is torch.strided and torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _release_places(
+    calls: Sequence[fx.Node],
+    reads: Sequence[Mapping[int, Tie]],
+    gradients: Mapping[int, tuple[int, ...]],
+    is_ordered: Sequence[bool],
+    bound_places: Mapping[int, int],
+) -> dict[int, int]:
+    """Where the gradient of each argument is released: behind the autograd node that makes it.
+
+    The calls of a node stand together and have its number. Calls in traced `autograd.Function`s all
+    have the same number, one above those of all nodes, and two Functions may stand together. So of
+    the calls behind a gradient with that number only effects that need the gradient count, such as
+    a note of how large it is.
+    """
+    numbers = [_torch.autograd_number(node) for node in calls]
+    number_of_functions = max((number for number in numbers if number is not None), default=None)
+    # The last call behind each one that has its number, without another in between.
+    run_ends = list(range(len(calls)))
+    for call in reversed(range(len(calls) - 1)):
+        if numbers[call] is not None and numbers[call] == numbers[call + 1]:
+            run_ends[call] = run_ends[call + 1]
+    effects = [call for call, has_effects in enumerate(is_ordered) if has_effects]
+    places: dict[int, int] = {}
+    for argument, made_by in gradients.items():
+        if not made_by:
+            places[argument] = -1  # an input of the graph: it is there from the start
+            continue
+        last = max(made_by)
+        end = run_ends[last]
+        if numbers[last] != number_of_functions:
+            places[argument] = end
+            continue
+        places[argument] = last
+        noted = [call for call in effects if last < bound_places[call] <= end]
+        if noted:
+            needing = _descendants(reads, last)
+            places[argument] = max([last, *(bound_places[c] for c in noted if c in needing)])
+    return places
+
+
+def _descendants(reads: Sequence[Mapping[int, Tie]], origin: int) -> set[int]:
+    """The calls that need a call's value, itself included."""
+    needing = {origin}
+    for call in range(origin + 1, len(reads)):
+        if not needing.isdisjoint(reads[call]):
+            needing.add(call)
+    return needing
+
+
+def _tie(value: fx.Node, reader: fx.Node) -> Tie:
+    made = _torch.aten_value(value)
+    if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):
+        return Tie.TUPLE
+    is_product = name_of(value).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
+    if is_product and name_of(reader).startswith("add."):
+        return Tie.UNROUNDED  # the library's product can add to a tensor
+    if not (isinstance(made, torch.Tensor) and _is_generated(value) and _is_generated(reader)):
+        return Tie.NONE
+    # Compilers compute with more bits than a tensor of short floats stores.
+    is_short = made.dtype.is_floating_point and made.dtype.itemsize < torch.float32.itemsize
+    return Tie.UNROUNDED if is_short else Tie.FUSED
+
+
+# Not all releases have the tag for reductions.
+_GENERATED_TAGS = {
+    getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)
+}
+
+
+def _is_generated(node: fx.Node) -> bool:
+    """Whether a compiler would generate the loop for this call itself, and could fuse it."""
+    tags = set(getattr(node.target, "tags", ()))
+    return not tags.isdisjoint(_GENERATED_TAGS)

@@ -1,0 +1,198 @@
+"""What runs of a cut backward: compiled sections, and the gates in which all but the first run.
+
+[Note: tokens, gates and runs]
+A *gate* is the autograd node of a backward section; only the first section has none, and runs in
+AOTAutograd's own node. A gate takes the arguments of the forward whose gradients its section makes,
+so that autograd knows where they go, and returns only a *token*: a tensor of one element that links
+gates in a chain that ends in AOTAutograd's node.
+
+    forward:    token -> gate 2 -> gate 1 -> compiled forward -> outputs
+                           ^          ^            ^
+                         w, b       u, v         s, t, and all other arguments
+
+    backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
+
+The first section returns a *handle* as the token's gradient: a tensor that carries the *run*, the
+list of values on which the other sections of this one backward work. Autograd gives the handle to
+gate 1, which passes it on to gate 2, and so on. Accumulation comes before any gate, because
+autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the
+next section starts. An abandoned backward drops the handle, which frees the run's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpopt import _events, _torch
+from ddpopt._events import Label
+from ddpopt.split.backward import Flow
+
+TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle that differs
+
+# Takes its values as a list, which it empties.
+Boxed = Callable[[list[Any]], Sequence[Any]]
+# The values of one backward by slot, see `Flow`.
+Run = list[Any]
+
+
+def new_token(device: torch.device) -> torch.Tensor:
+    # Not left uninitialised: `nan_asserts` look at it, and deterministic algorithms fill it.
+    return torch.zeros(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
+
+
+# ---- Sections --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledSection:
+    """A section of a backward as it is run."""
+
+    # Returns what the section keeps, then its gradients, in the order of `flow.releases`.
+    call: Boxed
+    flow: Flow
+    label: Label
+    # Autocast was on in forward, and `call` runs without it: all casts are in the graph already.
+    without_autocast: bool = False
+
+    def run(self, run: Run) -> Sequence[Any]:
+        """Run this section of a backward; return its gradients."""
+        section = _events.listening()
+        if section is None:
+            return self._run(run)
+        with section(self.label, "backward"):
+            return self._run(run)
+
+    def _run(self, run: Run) -> Sequence[Any]:
+        values = [run[slot] for slot in self.flow.takes]
+        for slot in self.flow.drops:
+            run[slot] = None
+        if self.without_autocast:
+            with _torch.no_autocast():
+                returned = self.call(values)
+        else:
+            returned = self.call(values)
+        num_kept = len(self.flow.keeps)
+        for slot, value in zip(self.flow.keeps, returned, strict=False):
+            run[slot] = value
+        return [_in_own_memory(gradient) for gradient in returned[num_kept:]]
+
+
+def _in_own_memory(gradient: Any) -> Any:
+    """A sparse gradient with rows of its own, and anything else as it is.
+
+    Its rows can be a value that a later section reads, and DDP divides them in place. No graph can
+    express the copy: Inductor removes copies of sparse tensors.
+    """
+    if isinstance(gradient, torch.Tensor) and gradient.layout is not torch.strided:
+        return gradient.clone()
+    return gradient
+
+
+def run_first_section(
+    section: CompiledSection,
+    arguments: Sequence[int | None],
+    token_argument: int,
+    num_kept: int,
+    device: torch.device,
+) -> Boxed:
+    """What AOTAutograd is to run as its backward: the first section, and the start of a run.
+
+    `arguments` gives the argument to which each gradient that AOTAutograd expects belongs;
+    `num_kept` is how many values all sections keep.
+    """
+    places = {argument: place for place, argument in enumerate(arguments)}
+    gradient_places = [places[argument] for argument in section.flow.releases]
+    token_place = places[token_argument]
+
+    def backward(inputs: list[Any]) -> list[Any]:
+        run: Run = [*inputs, *[None] * num_kept]
+        inputs.clear()
+        gradients: list[Any] = [None] * len(arguments)
+        for place, gradient in zip(gradient_places, section.run(run), strict=True):
+            gradients[place] = gradient
+        gradients[token_place] = handle = torch.zeros(1, device=device, dtype=TOKEN_DTYPE)
+        handle.ddpopt_run = run  # type: ignore[attr-defined]  # see [Note: tokens, gates and runs]
+        return gradients
+
+    return _torch.boxed(backward)
+
+
+# ---- Gates -----------------------------------------------------------------------------------
+
+
+class Gate(torch.autograd.Function):
+    """See [Note: tokens, gates and runs]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
+    ) -> torch.Tensor:
+        """Return the token for the next gate. `is_last` says that no section runs after this."""
+        ctx.set_materialize_grads(False)
+        ctx.section, ctx.is_last = section, is_last
+        return token.detach()  # in the token's memory: no kernel fills another
+
+    @staticmethod
+    def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run the section, release its gradients, and pass on the run."""
+        section: CompiledSection = ctx.section
+        if handle is None:  # the sections before were not asked for
+            return (None, None, None, *[None] * len(section.flow.releases))
+        run: Run = handle.ddpopt_run  # type: ignore[attr-defined]  # as above
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = refuse_double_backward(lambda: section.run(run), handle)
+        else:
+            gradients = section.run(run)
+        return (None, None, None if ctx.is_last else handle, *gradients)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, make: Callable[[], Sequence[Any]], *_sources: torch.Tensor) -> Any:
+        return tuple(make())
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
+        raise RuntimeError(
+            "torch.compile with aot_autograd does not currently support double backward"
+        )
+
+
+# Function.apply checks each argument for functorch's wrappers, which never reach a compiled graph,
+# and takes a third of a gate's time for that; its base class only applies.
+_gate: Callable[..., torch.Tensor] = super(torch.autograd.Function, Gate).apply
+# `(make, *sources)`: returns the gradients that `make` returns, so that differentiating them
+# raises, as with AOTAutograd's. Autograd finds out when it is asked for gradients of `sources`, or
+# of what they were made from.
+refuse_double_backward: Callable[..., Sequence[torch.Tensor | None]] = _Once.apply
+
+
+class GatedGraph:
+    """The compiled forward of a graph, with a gate for each backward section after the first.
+
+    It has the signature of Dynamo's graph. `compiled` takes the token as an additional argument and
+    returns an additional output.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Sequence[Any]],
+        further: Sequence[CompiledSection],
+        device: torch.device,
+    ) -> None:
+        self._compiled = compiled
+        # The last section's gate is made first: autograd runs later-made nodes first.
+        self._gates = [(section, section is further[-1]) for section in reversed(further)]
+        self._device = device
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        token = new_token(self._device)
+        for section, is_last in self._gates:
+            arguments = [args[argument] for argument in section.flow.releases]
+            token = _gate(section, is_last, token, *arguments)
+        *outputs, _token = self._compiled(*args, token)
+        return outputs

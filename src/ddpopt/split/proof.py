@@ -1,0 +1,397 @@
+"""Show that the sections of a cut graph compute what the graph computes, or refuse to run them.
+
+Pure, and linear in the graph. It trusts neither who chose the sections nor who made their graphs,
+and changes nothing.
+
+[Note: proof]
+The graph and its sections are run symbolically. A value's *expression* is the call that makes it,
+with its arguments' expressions; equal ones have one number, so what sections make again, or copy,
+is equal to the original. A call that writes, or is not known to be pure, is the n-th *effect*: it
+is made once, in the same order. A write changes the *version* of the memory, and a value read at
+another version is another argument. Sections are right if each output has its expression, effects
+are equal, and each section does what the cut says of it.
+
+Of a backward it is shown besides that no call runs behind a gradient's release before which it
+stands, if it has an effect or reads memory that the program can reach; see [Note: order, as a hook
+sees it] in facts.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.backward import SectionGraph
+from ddpopt.split.cut import Cut
+from ddpopt.split.facts import (
+    BackwardFacts,
+    argument_of,
+    gradient_nodes,
+    read_backward,
+    repeats_of,
+)
+from ddpopt.split.nodes import (
+    IS_COPY,
+    attribute_of,
+    call_nodes,
+    is_differentiable,
+    is_pure,
+    name_of,
+    output_values,
+    sets_mode,
+    storage_keys,
+    written_by,
+)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise NotCutError(Reason.NOT_PROVEN, otherwise)
+
+
+# ---- Backward --------------------------------------------------------------------------------
+
+
+def prove_backward(
+    gm: fx.GraphModule,
+    cut: Cut,
+    sections: Sequence[SectionGraph],
+    saved: Mapping[str, int],
+    arguments: Mapping[int, int],
+) -> None:
+    """Show that a backward's sections release its gradients, each where the cut says.
+
+    Memory that was handed out with a gradient must not be read any more, nor a parameter whose
+    gradient was.
+
+    Args:
+        gm: the whole backward graph.
+        cut: what is said of its sections.
+        sections: their graphs, in the order in which they run.
+        saved: what `saved_arguments` returned for the forward.
+        arguments: each parameter's position among the forward's arguments, by index.
+
+    Raises:
+        NotCutError: that is not so, or cannot be shown.
+    """
+    new_places = itertools.count()
+    views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
+
+    def memory_of(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
+        """That of what a view is of; new memory for any other call."""
+        if read and node in views[node.graph]:
+            return read[0].memory
+        return (next(new_places),)
+
+    def writes_back(node: fx.Node, read: Sequence[_Value]) -> bool:
+        # Inputs have other names in sections: their memory tells which argument it is.
+        is_copy = node.target is torch.ops.aten.copy_.default and not node.users
+        return is_copy and len(read[0].memory) == 1 and _is_argument(read[0].memory[0])
+
+    numbers: dict[Hashable, int] = {}
+    whole = _Program(numbers, memory_of, writes_back)
+    split = _Program(numbers, memory_of, writes_back)
+
+    # The whole graph: what each gradient is to be.
+    inputs = []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        argument = argument_of(node, saved)
+        memory = next(new_places) if argument is None else ("argument", argument)
+        inputs.append(_Value(whole.number(("input", place)), (memory,)))
+    value_of_output = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
+    expected = {a: whole.expression_of(value_of_output[n]) for a, n in gradient_nodes(gm).items()}
+
+    # The sections, one after the other, as they will run.
+    argument_by_name = {p.name: arguments[p.index] for p in cut.arrival}
+    slots: dict[int, Any] = dict(enumerate(inputs))
+    released: dict[int, Hashable] = {}
+    released_in: dict[int, int] = {}
+    handed_out: set[Hashable] = set()
+    for section, described in zip(sections, cut.sections, strict=True):
+        flow, description = section.flow, f"backward section {described.index}"
+        _require(slots.keys() >= {*flow.takes}, f"{description} reads a value that is not there")
+        taken = [slots[slot] for slot in flow.takes]
+        read = {place for value in taken for place in value.memory}
+        _require(read.isdisjoint(handed_out), f"{description} reads what was handed out")
+        for slot in flow.drops:
+            slots.pop(slot, None)
+        split.section = described.index
+        returned = split.run(section.graph, taken)
+        num_kept = len(flow.keeps)
+        slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
+        for argument, gradient in zip(flow.releases, returned[num_kept:], strict=True):
+            _require(argument not in released, f"{description} releases gradient {argument} again")
+            released[argument] = split.expression_of(gradient)
+            released_in[argument] = described.index
+            handed_out.update((*gradient.memory, ("argument", argument)))
+        due = {argument_by_name[name] for name in described.parameters}
+        _require(due <= {*flow.releases}, f"{description} does not release what is planned")
+        _require(
+            split.num_fixed[-1] == described.num_fixed,
+            f"{description} has other calls with effects",
+        )
+
+    _require(released == expected, "gradients are missing, or computed otherwise")
+    _require(whole.effects == split.effects, "calls with effects differ, or their order")
+    _require(whole.writes == split.writes, "what is written to arguments differs")
+    _require_order(read_backward(gm, saved), call_nodes(gm.graph), whole, split, released_in)
+
+
+def _require_order(
+    facts: BackwardFacts,
+    calls: Sequence[fx.Node],
+    whole: _Program,
+    split: _Program,
+    released_in: Mapping[int, int],
+) -> None:
+    """Require that no event is behind a release before which it stands in the whole graph.
+
+    `facts` and `calls` are the whole graph's. Gradients are released in the sections given.
+    """
+    # The last section in which each event is.
+    ran_in: dict[Hashable, int] = {}
+    for event in split.events:
+        ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
+
+    # Where each event stands in the whole graph.
+    place_of_call = {node: facts.bound_places.get(k, k) for k, node in enumerate(calls)}
+    before_all = {
+        (calls[call], ("argument", argument))
+        for call, arguments in facts.forward_reads.items()
+        for argument in arguments
+    }
+    stands_at: dict[Hashable, int] = {}
+    for event in whole.events:
+        _require(event.what in ran_in, f"{event.node.name} is left out")
+        argument_read = event.what[-1]  # of an effect it is something else, which is in no set
+        place = place_of_call[event.node]
+        if (event.node, argument_read) in before_all:
+            place = -1
+        # Two equal reads are one event: both have to come before what the first one stands before.
+        stands_at[event.what] = min(stands_at.get(event.what, len(calls)), place)
+
+    ordered = sorted(stands_at, key=stands_at.__getitem__)
+    places = [stands_at[what] for what in ordered]
+    # Of the first k events, the section in which the last of them runs.
+    last_sections = list(itertools.accumulate((ran_in[w] for w in ordered), max, initial=0))
+    for argument, section in released_in.items():
+        num_before = bisect.bisect_right(places, facts.release_places[argument])
+        _require(
+            last_sections[num_before] <= section,
+            f"a call that stands before the release of gradient {argument} runs behind it",
+        )
+
+
+# ---- Forward ---------------------------------------------------------------------------------
+
+
+def prove_forward(
+    gm: fx.GraphModule, cut: Cut, stitched: fx.GraphModule, arguments: Mapping[int, int]
+) -> None:
+    """Show that a stitched forward graph computes what `gm` does, and uses parameters as said.
+
+    `arguments` is as for `prove_backward`.
+
+    Raises:
+        NotCutError: that is not so, or cannot be shown.
+    """
+    numbers: dict[Hashable, int] = {}
+    whole = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
+    split = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
+    inputs = [
+        _Value(whole.number(("input", place)), tuple(storage_keys(node)))
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+    ]
+    expected = whole.run(gm, inputs)
+    returned = split.run(stitched, inputs, is_stitched=True)
+    _require(
+        whole.expression_of(expected) == split.expression_of(returned),
+        "the sections return other values",
+    )
+    _require(whole.effects == split.effects, "calls with effects differ, or their order")
+    _, *num_fixed = split.num_fixed  # the first is of the calls outside of sections
+    _require(
+        num_fixed == [section.num_fixed for section in cut.sections],
+        "calls with effects are in other sections",
+    )
+    first_user = _first_users(stitched)
+    argument_by_name = {p.name: arguments[p.index] for p in cut.arrival if p.index in arguments}
+    for section in cut.sections:
+        names = [name for name in section.parameters if name in argument_by_name]
+        users = {first_user.get(argument_by_name[name]) for name in names}
+        _require(
+            users <= {section.index},
+            f"section {section.index} is not the first that uses its parameters",
+        )
+
+
+def _first_users(stitched: fx.GraphModule) -> dict[int, int]:
+    """For each input, the first section that may pass a gradient back to it."""
+    place_of = {n: place for place, n in enumerate(stitched.graph.find_nodes(op="placeholder"))}
+    first_user: dict[int, int] = {}
+    for index, call in enumerate(stitched.graph.find_nodes(op="call_module")):
+        placeholders = attribute_of(stitched, call).graph.find_nodes(op="placeholder")
+        for placeholder, passed in zip(placeholders, call.args, strict=True):
+            users = [user for user in placeholder.users if user.op != "output"]
+            if passed in place_of and any(map(is_differentiable, users)):
+                first_user.setdefault(place_of[passed], index)
+    return first_user
+
+
+# ---- Running a graph symbolically ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """The number of an expression, and the memory that holds its tensors."""
+
+    expression: int
+    memory: tuple[Hashable, ...] = ()
+
+
+class _Event(NamedTuple):
+    """An effect, a write-back, or a read of the memory of an argument.
+
+    `what` is equal in equal programs, and of a read it ends with the argument's memory.
+    """
+
+    what: tuple[Hashable, ...]
+    node: fx.Node
+    section: int
+
+
+def _is_argument(place: Hashable) -> bool:
+    """Whether memory is that of an argument of the forward, which the program can reach."""
+    return isinstance(place, tuple) and place[0] == "argument"
+
+
+@dataclass
+class _Program:
+    """Runs graphs symbolically, one after the other."""
+
+    # The numbers of the expressions so far, in this and in other programs.
+    numbers: dict[Hashable, int]
+    # The memory of what a call returns, from the call and the values that it reads.
+    memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
+    # Whether a call writes to an argument and does nothing else. Such calls keep their order by
+    # argument, not among the other effects.
+    writes_back: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
+    # The section that is run; set from outside.
+    section: int = 0
+
+    effects: list[Hashable] = field(default_factory=list)
+    # Write-backs, by memory.
+    writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
+    # In the order in which they were run. A call that reads a copy of an argument's memory reads
+    # that when the copy is made.
+    events: list[_Event] = field(default_factory=list)
+    # For each graph that was run, its calls that are not known to be pure, as sections count them.
+    num_fixed: list[int] = field(default_factory=list)
+    # How often each memory has been written.
+    _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
+    # Those of autocast that are open, and False for no_grad.
+    _modes: list[Hashable] = field(default_factory=list)
+
+    def number(self, expression: Hashable) -> int:
+        return self.numbers.setdefault(expression, len(self.numbers))
+
+    def run(self, gm: fx.GraphModule, inputs: Sequence[Any], *, is_stitched: bool = False) -> Any:
+        """Return a graph's outputs; modules that one calls which `is_stitched` are sections."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+        self.num_fixed.append(0)
+        for node in gm.graph.nodes:
+            if node.op == "call_module" and is_stitched:
+                section = attribute_of(gm, node)
+                values[node] = self.run(section, [values[n] for n in node.args])
+            elif node.op == "call_function" and is_stitched:  # takes a section's result apart
+                values[node] = values[node.args[0]][node.args[1]]
+            elif node.op not in ("placeholder", "output"):
+                values[node] = self._call(gm, node, values)
+        return fx.map_arg(tuple(output_values(gm)), values.__getitem__)
+
+    def _call(self, gm: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> _Value:
+        read = [values[source] for source in node.all_input_nodes]
+        memory = self.memory_of(node, read)
+        if IS_COPY in node.meta:
+            # The same value in other memory. Who reads a copy of an argument, reads the argument
+            # where the copy is made.
+            if any(map(_is_argument, read[0].memory)):
+                memory = tuple(("snapshot", self.section, place) for place in read[0].memory)
+            return _Value(read[0].expression, memory)
+        if node.op == "get_attr":
+            return _Value(self.number(("attribute", id(attribute_of(gm, node)))), memory)
+        if sets_mode(node):
+            self._set_mode(node, values)
+            return _Value(self.number(node.target), memory)
+
+        target = id(attribute_of(gm, node)) if node.op == "call_module" else node.target
+        arguments = self.expression_of((node.args, node.kwargs), values)
+        call = (node.op, target, arguments, *self._modes)
+        written, is_fixed = written_by(node), not is_pure(node)
+        self.num_fixed[-1] += is_fixed
+        if self.writes_back(node, read):
+            written_back = self.writes.setdefault(read[0].memory, [])
+            written_back.append(call)
+            call = ("written back", read[0].memory, len(written_back))
+            self.events.append(_Event(call, node, self.section))
+        elif written or is_fixed:
+            # Its result is that of the n-th effect. What it is called with is compared in order.
+            self.effects.append(call)
+            call = ("effect", len(self.effects))
+            self.events.append(_Event(call, node, self.section))
+        elif not read or memory != read[0].memory:  # else it is a view, which reads nothing
+            self._note_reads(self.number(call), node, read)
+        self._versions.update({place for source in written for place in values[source].memory})
+        return _Value(self.number(call), memory)
+
+    def _note_reads(self, call: int, node: fx.Node, read: Sequence[_Value]) -> None:
+        """Note each argument whose memory the call reads, now or in a snapshot."""
+        for place in itertools.chain.from_iterable(value.memory for value in read):
+            if _is_argument(place):
+                self.events.append(_Event(("read", call, place), node, self.section))
+            elif isinstance(place, tuple) and place[0] == "snapshot":
+                _, section, argument = place
+                self.events.append(_Event(("read", call, argument), node, section))
+
+    def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+        is_grad_mode = _torch.sets_grad_mode(name_of(node))
+        if is_grad_mode and not node.args[0]:
+            self._modes.append(False)
+        elif _torch.enters_autocast(name_of(node)):
+            self._modes.append(self.expression_of(node.args, values))
+        elif not is_grad_mode or False in self._modes:  # leaves autocast, or no_grad
+            self._modes.pop()
+
+    def expression_of(self, argument: Any, values: Mapping[fx.Node, Any] = {}) -> Hashable:
+        """An argument of a call as a hashable expression.
+
+        Containers become tuples. A node becomes the number of its expression, with the versions of
+        its memory: the same tensor read before and after a write is not the same argument. `values`
+        are those of nodes.
+        """
+        if isinstance(argument, fx.Node):
+            constant = _torch.constant_of(_torch.dynamo_value(argument))
+            # `copy_for_cutting` puts the number in place of such a node.
+            is_inlined = constant is not None and argument.op != "placeholder"
+            argument = constant if is_inlined else values[argument]
+        if isinstance(argument, _Value):
+            return (argument.expression, *(self._versions[place] for place in argument.memory))
+        if isinstance(argument, list | tuple):
+            return (list, *(self.expression_of(item, values) for item in argument))
+        if isinstance(argument, Mapping):
+            items = argument.items()
+            return (dict, *((key, self.expression_of(item, values)) for key, item in items))
+        if isinstance(argument, slice):
+            ends = [argument.start, argument.stop, argument.step]
+            return (slice, self.expression_of(ends, values))
+        return (type(argument), argument if isinstance(argument, int) else repr(argument))

@@ -1,0 +1,238 @@
+"""What Dynamo calls in place of a graph that was compiled under DDP, and what the first calls do.
+
+Once DDP's buckets are final and have been compared with those predicted, a call costs one look at
+which DDP module is active, and one at what is known of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt.errors import TorchDriftError
+from ddpopt.reducer import find_misplaced, predict_buckets
+from ddpopt.split import state
+from ddpopt.split.cut import Cut, GraphText
+from ddpopt.split.gates import refuse_double_backward
+
+Call = Callable[..., Any]
+# Begins what compiling would have begun, for a DDP module that runs code of another.
+StartOnModule = Callable[[DistributedDataParallel], None]
+
+_MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed them
+_MOST_UNSEEN = 100  # graphs run under no_sync after which no sum of gradients is expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledGraph:
+    """A graph under DDP in compiled form, with the signature of Dynamo's graph."""
+
+    cut: Cut
+    text: GraphText
+    call: Call
+    # Which argument of the graph brings in each DDP parameter, by the parameter's index.
+    argument_of: Mapping[int, int]
+
+
+class GraphRunner:
+    """Calls a compiled graph; in the first steps, so that gradients arrive in the order predicted.
+
+    Dynamo runs the same code for every DDP module that passes its guards, which need not be the
+    one that it was compiled for, so the active module is looked up at each call. What begins with
+    a compile (a search for buckets, a plan's file, a hint, a warning) begins with the first call
+    for each further module.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledGraph,
+        *,
+        arrives_last: Sequence[int],
+        cut_for: state.CutFor,
+        is_for_copy: bool,
+        start: StartOnModule,
+        log: Callable[[Cut], None],
+    ) -> None:
+        """Make a runner.
+
+        Args:
+            compiled: what is run.
+            arrives_last: parameters whose gradients have to arrive last in every step, by index.
+            cut_for: the buckets for which the graph was cut.
+            is_for_copy: a check compiled it for a copy of a module. The original runs it next, to
+                which it is no news.
+            start: called with each further DDP module that runs the graph.
+            log: called with the cut for each of these modules.
+        """
+        argument_of = compiled.argument_of
+        arrival = [parameter.index for parameter in compiled.cut.arrival]
+        self._compiled = compiled
+        self._call = _with_arrival_order(
+            compiled.call, [argument_of[index] for index in arrives_last if index in argument_of]
+        )
+        # Until the Reducer has its final buckets, which it forms from the order of arrival.
+        self._ordered_call = _with_arrival_order(
+            self._call, [argument_of[index] for index in arrival if index in argument_of]
+        )
+        self._cut_for = cut_for
+        self._is_for_copy = is_for_copy
+        self._start = start
+        self._log = log
+
+    def __call__(self, *args: Any) -> Any:
+        ddp = _torch.active_ddp()
+        if ddp is None:
+            return self._call(*args)
+        module_state = state.get(ddp)
+        if self in module_state.compared:
+            return self._call(*args)
+        if not module_state.is_run_by(self._compiled.cut.graph, self):
+            self._begin(ddp, module_state, args)
+        if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
+            return self._ordered_call(*args)
+        if compare_buckets(ddp):
+            module_state.compared.add(self)
+        return self._call(*args)
+
+    def _begin(
+        self, ddp: DistributedDataParallel, module_state: state.DDPState, args: Sequence[Any]
+    ) -> None:
+        """Begin to run for a module that has not run this graph before."""
+        if not module_state.is_copy:  # a copy that a check made has all that from its original
+            try:
+                self._start(ddp)
+            except TorchDriftError as error:
+                # Compiling would have gone on without it too.
+                _logs.warning("buckets stay as they are: %s", error)
+            module_state.recut_unless(self._cut_for)
+        cut = self._cut_for_module(ddp, args)
+        self.keep_for(ddp, cut)
+        if not module_state.is_copy:
+            if not self._is_for_copy:
+                self._log(cut)
+            self._is_for_copy = False
+
+    def keep_for(self, ddp: DistributedDataParallel, cut: Cut | None = None) -> None:
+        """Note that the module runs this graph, with its cut or another module's version of it."""
+        state.get(ddp).keep(cut or self._compiled.cut, self._compiled.text, self)
+
+    def _cut_for_module(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> Cut:
+        """The cut with the parameters of a DDP module that runs another one's code.
+
+        If it has others around them, the graph counts as the only one: it was cut at other buckets.
+        """
+        cut, reduced = self._compiled.cut, _torch.reducer_parameters(ddp)
+        cut_parameters = {parameter for bucket in cut.buckets for parameter in bucket.parameters}
+        if not cut_parameters or cut_parameters == set(reduced.values()):
+            return cut
+        parameter_of = {}
+        for parameter in cut.arrival:
+            if parameter.index in self._compiled.argument_of:
+                argument = args[self._compiled.argument_of[parameter.index]]
+                if argument in reduced:
+                    parameter_of[parameter.name] = reduced[argument]
+        buckets = predict_buckets(list(parameter_of.values()), state.get(ddp).rules)
+        return cut.with_parameters(parameter_of).with_buckets(buckets)
+
+
+def _may_be_seen(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP may see in which order the gradients of this forward arrive.
+
+    It sees every backward from a forward that communicates to the end of its allreduces. One of a
+    forward under no_sync may be among them, as where two forwards have one loss, so only a module
+    that goes on and on under no_sync is taken for one whose gradients DDP never sees.
+    """
+    module_state = state.get(ddp)
+    if ddp.require_backward_grad_sync:
+        module_state.num_unseen = 0
+    else:
+        module_state.num_unseen += 1
+    return module_state.num_unseen <= _MOST_UNSEEN
+
+
+def compare_buckets(ddp: DistributedDataParallel) -> bool:
+    """Compare DDP's final buckets with those predicted, once; False until DDP reports them.
+
+    It warns of the first parameter out of place: from there on allreduces start late.
+    """
+    module_state = state.get(ddp)
+    if module_state.reported_buckets is not None:
+        return True
+    if not ddp.require_backward_grad_sync:
+        return False  # DDP writes its log only in steps that communicate
+    try:
+        num_questions = module_state.ask_buckets()
+    except Exception as error:
+        # A release whose log is another one may raise anything. Only the comparison is lost.
+        _logs.warning("DDP's buckets are not compared with those planned: %s", error)
+        return True
+    if module_state.reported_buckets is None:
+        return num_questions >= _MOST_QUESTIONS
+    for cut in module_state.cuts:
+        misplaced = find_misplaced(cut.arrival, cut.buckets, module_state.reported_buckets)
+        if misplaced is not None and not cut.is_shared:
+            _logs.warning(
+                "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
+                "than planned (bucket %d), so allreduces from there on may start late. Gradients "
+                "of the first step arrived in another order, since it ran eagerly or took other "
+                "branches: compile before the first step, and let it run the same graphs and "
+                "branches as later ones, on rank 0 above all",
+                misplaced.parameter.name,
+                cut.graph,
+                misplaced.actual,
+                misplaced.planned,
+            )
+            break
+    return True
+
+
+def _with_arrival_order(call: Call, arguments: Sequence[int]) -> Call:
+    """Make the gradients of these arguments arrive last, in the order given.
+
+    A section returns all its gradients at once, and autograd accumulates them in an order of its
+    own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
+    autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
+    the aliases last to first orders the gradients. They then come after all sections' backward,
+    which costs nothing: until buckets are rebuilt there is only one.
+    """
+    if not arguments:
+        return call
+    last_to_first = tuple(reversed(arguments))
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        for argument in last_to_first:
+            if isinstance(values[argument], torch.nn.Parameter):
+                values[argument] = _alias(values[argument])
+        return call(*values)
+
+    return run
+
+
+class _Alias(torch.autograd.Function):
+    """The identity. `view_as` would not do: its backward cannot take a sparse gradient.
+
+    A write to what this returns changes the parameter, and no autograd node: it is no view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
+        # Not saved for backward: a checkpoint would count it, and miss it in the recomputation.
+        ctx.source = value
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or not torch.is_grad_enabled():
+            return gradient
+        # AOTAutograd saves no autograd history of the alias, which would let it find out itself.
+        return refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)[0]
+
+
+_alias: Callable[[torch.Tensor], torch.Tensor] = _Alias.apply
