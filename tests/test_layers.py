@@ -23,7 +23,7 @@ LAYERS = (
     "_traced",
     "_torch",
     "_logs",
-    "_events",
+    "steps",
     "options",
     "ranks",
     "split",

@@ -46,8 +46,8 @@ from ddpopt.planning import tuner as tuning
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
-from ddpopt.planning.timer import Clock
 from ddpopt.split import state
+from ddpopt.steps.clock import Clock
 
 _PR_SET_PDEATHSIG = 1
 _LEARNING_RATE = 1e-4

@@ -17,16 +17,24 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _events, _logs, _torch
-from ddpopt._events import Observer, Priority, ask_at_first, ignore
+from ddpopt import _logs, _torch
 from ddpopt._text import count, shorten
+from ddpopt._torch import Forward
 from ddpopt.checks import verify
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
-from ddpopt.planning import decision, rebucket, timer, tuner
+from ddpopt.planning import decision, rebucket, tuner
 from ddpopt.split import compiler, recomputation, state
 from ddpopt.split.cut import frame_of
+from ddpopt.steps.forwards import (
+    Subscriber,
+    ask_at_first,
+    subscribe_to_all,
+    unsubscribe,
+    watch_forwards,
+)
+from ddpopt.steps.numbers import number_at_first
 
 
 def backend(
@@ -172,38 +180,40 @@ def install() -> None:
             "each whole: %s",
             error,
         )
-    _torch.hide_from_dynamo()
-    try:
-        _torch.watch_ddp_forward(_before_ddp_forward, _after_ddp_forward)
-    except TorchDriftError as error:
-        _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
-    ask_at_first(Priority.COMPILED, lambda _: _FirstForward())
-    ask_at_first(Priority.NUMBERING, lambda _: timer.Numbering())
+    watch_forwards()
+    subscribe_to_all(_Forwards())
+    ask_at_first(_watch_first_forward)
+    ask_at_first(number_at_first)
 
 
-def _before_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:
-    verify.before_forward(ddp, forward)
-    _events.before_forward(ddp)
+class _Forwards(Subscriber):
+    """What is due in each forward of any module."""
+
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        verify.before_forward(ddp, forward)
+
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        verify.after_forward(ddp, forward)
+        if forward.backend is backend:
+            _warn_if_nothing_compiled(ddp, is_whole=True)
 
 
-def _after_ddp_forward(ddp: DistributedDataParallel, forward: _torch.Forward) -> None:
-    verify.after_forward(ddp, forward)
-    is_ours = forward.backend is backend
-    _events.after_forward(ddp, is_ours)
-    if is_ours:
-        _warn_if_nothing_compiled(ddp, is_whole=True)
-
-
-class _FirstForward(Observer):
+class _FirstForward(Subscriber):
     """Detects that a module with a part to be compiled ran without any compiled code."""
 
-    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if not torch.is_grad_enabled():
             return  # a trainer may evaluate first, with a method that is not compiled
-        ignore(ddp, Priority.COMPILED)
+        unsubscribe(ddp, _FirstForward)
+        if forward.backend is backend:
+            return  # `_Forwards` looks at such
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
-            if not is_ours and not state.is_copy(ddp) and is_compiled_by_us(ddp):
+            if not state.is_copy(ddp) and is_compiled_by_us(ddp):
                 _warn_if_nothing_compiled(ddp, is_whole=False)
+
+
+def _watch_first_forward(_: DistributedDataParallel) -> Subscriber:
+    return _FirstForward()
 
 
 def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -> None:

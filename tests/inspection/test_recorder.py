@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt import _events, _torch
+from ddpopt import _torch
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
-from ddpopt.planning import timer
 from ddpopt.planning.timeline import BucketTimes
+from ddpopt.steps import clock, sections
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -422,7 +422,7 @@ def test_nothing_stays_behind(one_rank: None) -> None:
     model(torch.ones(8, WIDTH)).sum().backward()
     with contextlib.suppress(ArithmeticError), ddpopt.record(model) as recording:
         raise ArithmeticError
-    assert _events.current is None
+    assert sections._listener is None
     assert recording.steps == ()
     with ddpopt.record(model) as recording:
         pass
@@ -477,7 +477,7 @@ def test_on_a_gpu_times_are_those_at_which_it_got_there(
         patched.setattr(_LateEvent, "first", None)
         patched.setattr(torch, "Event", _LateEvent)
         patched.setattr(recorder, "device_of", lambda _: torch.device("meta"))
-        patched.setattr(timer.Clock, "finish", finish)
+        patched.setattr(clock.Clock, "finish", finish)
         began_s = time.perf_counter()
         with ddpopt.record(model) as recording:
             for x in inputs[SETTLED:]:

@@ -13,10 +13,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _events
 from ddpopt._torch import LoggedStep
 from ddpopt.planning import AllreduceCost, decision
-from ddpopt.planning.timer import Measured
+from ddpopt.planning.stopwatch import Measured
+from ddpopt.steps import clock as clocks
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -40,7 +40,7 @@ def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
         mock.patch.object(
             decision._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
         ),
-        mock.patch.object(_events, "time", clock),
+        mock.patch.object(clocks, "time", clock),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
     lines += str(ddpopt.explain(ddp)).splitlines()

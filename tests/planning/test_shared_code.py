@@ -18,12 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt._events import Priority, find_observer
 from ddpopt.errors import PlanError
 from ddpopt.planning import rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision
 from ddpopt.split import state
+from ddpopt.steps.forwards import find_subscriber
 from tests.planning.test_rebucket import COST, SIZES, _plan_for
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, state_of, train
@@ -311,7 +311,7 @@ def test_the_hint_is_prepared_for_each_module(one_rank: None) -> None:
         assert state.get(ddp).hint is None
         run(torch.ones(2, 64)).sum().backward()
         assert state.get(ddp).hint == ""
-        assert find_observer(ddp, Priority.ACCUMULATION) is not None
+        assert find_subscriber(ddp, rebucket._Accumulation) is not None
 
 
 def test_a_plan_that_does_not_fit_is_an_error_for_each_module(

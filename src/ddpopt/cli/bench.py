@@ -23,7 +23,7 @@ from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.options import resolve_options
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import call_model, find_loss
-from ddpopt.planning.timer import Clock
+from ddpopt.steps.clock import Clock
 
 _BASELINES = ("eager", "intree")
 _WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import Priority, StepClock, observe, watch_forwards
 from ddpopt.errors import Reason
 from ddpopt.planning import rebucket
 from ddpopt.split import state
+from ddpopt.steps.clock import IterationClock
+from ddpopt.steps.forwards import find_subscriber, subscribe, watch_forwards
 
 Source = Callable[[], dict[str, float]]
 
@@ -41,11 +42,11 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     """
     ddp = state.ddp_of(model)
     known = state.get(ddp)
-    clock: StepClock | None = known.step_clock
+    clock = find_subscriber(ddp, IterationClock)
     if clock is None:
-        clock = known.step_clock = StepClock()
+        clock = IterationClock()
         watch_forwards()
-        observe(ddp, Priority.METRICS, clock)
+        subscribe(ddp, clock)
     cuts = known.cuts
     first_compiles = {(cut.frame, cut.fallback is Reason.NO_GRAD) for cut in cuts}
     found: dict[str, float] = {
@@ -55,8 +56,8 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         "ddpopt.recompiles": len(cuts) - len(first_compiles),
         "ddpopt.has_bucket_plan": float(rebucket.plan_of(ddp) is not None),
     }
-    if clock.step_s is not None:
-        found["ddpopt.step.ms"] = clock.step_s * 1e3
+    if clock.last_s is not None:
+        found["ddpopt.step.ms"] = clock.last_s * 1e3
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)

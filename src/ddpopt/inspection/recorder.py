@@ -1,7 +1,8 @@
 """`record`: measure real steps, section by section and bucket by bucket.
 
 [Note: recording]
-Sections report themselves (`_events.py`), and gradients are timed as in [Note: times of a step].
+Sections report themselves (`steps/sections.py`), and gradients are timed as in [Note: times of a
+step].
 After the first step, hooks stay only on the gradients that completed a bucket in it, and on one of
 each backward, whose end would be missed otherwise: autograd's order is the same in each step of the
 same graphs, and hooks on hundreds of gradients would cost time. Only the process group knows when
@@ -26,22 +27,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch
-from ddpopt._events import (
-    Label,
-    Observer,
-    Priority,
-    ignore,
-    listen,
-    observe,
-    show_range,
+from ddpopt._text import format_bytes
+from ddpopt._torch import Forward
+from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
+from ddpopt.planning.timeline import BucketTimes
+from ddpopt.split import state
+from ddpopt.steps.clock import Clock, device_of
+from ddpopt.steps.forwards import (
+    Subscriber,
+    subscribe,
+    unsubscribe,
     watch_forwards,
     will_communicate,
 )
-from ddpopt._text import format_bytes
-from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
-from ddpopt.planning.timeline import BucketTimes
-from ddpopt.planning.timer import Clock, Step, StepTimer, device_of
-from ddpopt.split import state
+from ddpopt.steps.sections import Label, listen, show_range
+from ddpopt.steps.timer import Step, StepTimer
 
 # What process groups call their allreduces in a profile; on a GPU the kernel gives the finish.
 _ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
@@ -93,7 +93,7 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
     state.get(ddp).recording = recording
 
 
-class _Recorder(Observer):
+class _Recorder(Subscriber):
     """Notes times while a recording runs."""
 
     def __init__(self, ddp: DistributedDataParallel, clock: Clock) -> None:
@@ -119,11 +119,11 @@ class _Recorder(Observer):
             stack.callback(self.timer.stop)
             stack.enter_context(listen(self._run_section))
             watch_forwards()
-            observe(ddp, Priority.RECORDER, self)
-            stack.callback(ignore, ddp, Priority.RECORDER)
+            subscribe(ddp, self)
+            stack.callback(unsubscribe, ddp, _Recorder)
             yield
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         self._is_skipped = not will_communicate(ddp)
         if self._is_skipped:
             self.timer.skip_forward()
@@ -132,13 +132,13 @@ class _Recorder(Observer):
             self._missing = list(self._sizes)
             self.sections.append([])
 
-    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         self.timer.end_forward()
         self._is_skipped = False
 
     @contextlib.contextmanager
     def _run_section(self, label: Label, kind: str) -> Iterator[None]:
-        """The context in which a section runs, see `_events.Listener`."""
+        """The context in which a section runs, see `steps.sections.Listener`."""
         if self.timer.step is None or self._is_skipped:
             yield
             return

@@ -14,11 +14,11 @@ from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from ddpopt import _events
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import UnsupportedModeError
 from ddpopt.inspection.metrics import metrics
 from ddpopt.integrations import Reporter, log_nothing_to_split
+from ddpopt.steps.forwards import find_ddp
 
 
 class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, where it is not installed
@@ -56,7 +56,7 @@ class DDPOptCallback(Reporter, TrainerCallback):  # type: ignore[misc]  # Any, w
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Find the DDP module after the first step."""
         if self._find_ddp() is None and state.is_world_process_zero:
-            ddp = _events.find_ddp(model)
+            ddp = find_ddp(model)
             if ddp is not None:
                 self._find_ddp = weakref.ref(ddp)
                 self._begin_report(ddp)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Device, fit_cost
-from ddpopt.planning.timer import Clock, read_host
+from ddpopt.steps.clock import Clock, read_host
 
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take

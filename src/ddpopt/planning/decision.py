@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import Priority, StepClock, ignore, observe, will_communicate
 from ddpopt._text import format_ms, table
+from ddpopt._torch import Forward
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import BucketPlan, plan_buckets
 from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
+from ddpopt.planning.stopwatch import Measured
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
-from ddpopt.planning.timer import Measured
 from ddpopt.split import state
+from ddpopt.steps.clock import IterationClock
+from ddpopt.steps.forwards import subscribe, unsubscribe, will_communicate
 
 # Parts of an iteration, as predicted; a gain in between has to exceed the prediction's own error.
 _LEAST_GAIN = 0.03
@@ -209,30 +211,30 @@ def watch(ddp: DistributedDataParallel) -> None:
     group = ddp.process_group
     is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
     if is_first and not known.is_copy:
-        observe(ddp, Priority.ADVICE, _Watch())
+        subscribe(ddp, _Watch())
 
 
-class _Watch(StepClock):
+class _Watch(IterationClock):
     def __init__(self) -> None:
         super().__init__()
         self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}  # with its iteration's time
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         """Note the times of the step that ends where the next begins."""
         if not will_communicate(ddp):
             return
-        super().before_forward(ddp)
+        super().before_forward(ddp, forward)
         try:
             step = _torch.last_logged_step(ddp)
-            if step.number in _STEPS and self.step_s is not None:
-                self._steps.setdefault(step.number, (step, self.step_s))
+            if step.number in _STEPS and self.last_s is not None:
+                self._steps.setdefault(step.number, (step, self.last_s))
             if step.number >= _STEPS[-1]:
-                ignore(ddp, Priority.ADVICE)
+                unsubscribe(ddp, _Watch)
                 hint = state.get(ddp).hint = self._find_hint(ddp)
                 if hint:
                     _logs.info("%s", hint)
         except Exception as error:  # which costs the hint, and nothing else
-            ignore(ddp, Priority.ADVICE)
+            unsubscribe(ddp, _Watch)
             _logs.info("how long iterations wait for communication is not known: %r", error)
 
     def _find_hint(self, ddp: DistributedDataParallel) -> str:

@@ -35,7 +35,7 @@ from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.planning.randomness import same_randomness
 from ddpopt.planning.timeline import Timeline, bucket_table, predict
-from ddpopt.planning.timer import Clock
+from ddpopt.steps.clock import Clock
 
 _MIB = 1024 * 1024
 _VERSION = 1

@@ -11,13 +11,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._events import Observer, Priority, find_observer, ignore, observe, will_communicate
 from ddpopt._text import count, shorten
+from ddpopt._torch import Forward
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, RankReport, require_equal
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_BUCKETS, find_mode
+from ddpopt.steps.forwards import (
+    Subscriber,
+    Turn,
+    find_subscriber,
+    subscribe,
+    unsubscribe,
+    will_communicate,
+)
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
@@ -91,11 +99,11 @@ def find_pending(ddp: DistributedDataParallel) -> str:
 
 def watch(ddp: DistributedDataParallel) -> None:
     """Note from this forward on whether gradients accumulate, for `find_pending`."""
-    if not state.is_copy(ddp) and _find_watching(ddp) is None:
-        observe(ddp, Priority.ACCUMULATION, _Accumulation(ddp))
+    if not state.is_copy(ddp) and find_subscriber(ddp, _Accumulation) is None:
+        subscribe(ddp, _Accumulation(ddp), Turn.REMEMBERS)
 
 
-class _Accumulation(Observer):
+class _Accumulation(Subscriber):
     """Knows whether gradients accumulate: a backward under no_sync may be the last that ran.
 
     So it is if the last forward with gradients was under no_sync. Where DDP looks for unused
@@ -109,9 +117,12 @@ class _Accumulation(Observer):
         with contextlib.suppress(TorchDriftError):  # as below
             if _torch.last_forward_synced(ddp):
                 self._is_on = False
-        self.before_forward(ddp)  # the one that is running
+        self._note_forward(ddp)  # the one that is running
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        self._note_forward(ddp)
+
+    def _note_forward(self, ddp: DistributedDataParallel) -> None:
         if not torch.is_grad_enabled():
             return
         is_on = not will_communicate(ddp)
@@ -135,16 +146,9 @@ class _Accumulation(Observer):
         return noted is not None and noted == _torch.num_reductions(ddp)
 
 
-def _find_watching(ddp: DistributedDataParallel) -> _Accumulation | None:
-    """What `watch` has begun for a module, None if nothing has."""
-    observer = find_observer(ddp, Priority.ACCUMULATION)
-    assert observer is None or isinstance(observer, _Accumulation)
-    return observer
-
-
 def _is_accumulating(ddp: DistributedDataParallel) -> bool:
     """Whether gradients accumulate under no_sync, or may do so if nobody has watched forwards."""
-    watching = _find_watching(ddp)
+    watching = find_subscriber(ddp, _Accumulation)
     is_on = None if watching is None else watching.is_on(ddp)
     if is_on is not None:
         return is_on
@@ -245,7 +249,7 @@ def _replace_reducer(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
     _torch.replace_reducer(ddp, buckets, caps_bytes)
-    watching = _find_watching(ddp)
+    watching = find_subscriber(ddp, _Accumulation)
     if watching is not None:
         watching.forget_notes()
 
@@ -275,7 +279,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     _torch.hide_from_dynamo()
     begin = ddp.register_forward_pre_hook(_begin_at_forward)
     state.get(ddp).guards = [*handles, begin]
-    observe(ddp, Priority.REBUCKET, _Permission())
+    subscribe(ddp, _Permission(), Turn.CHANGES)
 
 
 def _refuse_backward(_gradient: torch.Tensor) -> None:
@@ -292,8 +296,8 @@ def _begin_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
         _begin_forward(ddp)
 
 
-class _Permission(Observer):
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+class _Permission(Subscriber):
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         _begin_forward(ddp)
 
 
@@ -312,4 +316,4 @@ def _allow_backward(ddp: DistributedDataParallel) -> None:
     for handle in known.guards:
         handle.remove()
     known.guards = ()
-    ignore(ddp, Priority.REBUCKET)
+    unsubscribe(ddp, _Permission)

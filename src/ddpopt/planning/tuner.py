@@ -17,7 +17,7 @@ the change.
 A plan from a file is applied at such a meeting too, after the second backward.
 
 No rank waits if the answer is already known. Each announces itself one step ahead, and one that
-cannot go on says so at once. See also [Note: keys of meetings] in timer.py.
+cannot go on says so at once. See also [Note: keys of meetings] in steps/numbers.py.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import Observer, Priority, ignore, observe, will_communicate
+from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, decide, judge
 from ddpopt.planning.plan import BucketPlan
-from ddpopt.planning.timer import Measured, Stopwatch, device_of
+from ddpopt.planning.stopwatch import Measured, Stopwatch
 from ddpopt.ranks.agree import all_gather_object, broadcast_object
 from ddpopt.ranks.store import JointDecision
 from ddpopt.split import state
+from ddpopt.steps.clock import device_of
+from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
 
 _MEETING_S = 30.0  # at most, for ranks to wait for each other
 _MOST_IDLE = 100  # forwards with gradients after which it is said that no step has ended
@@ -87,7 +89,7 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
 
 def _begin(ddp: DistributedDataParallel, source: str) -> None:
     tuner = state.get(ddp).tuner = _Tuner(ddp, source)
-    observe(ddp, Priority.TUNER, tuner)
+    subscribe(ddp, tuner, Turn.CHANGES)
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
@@ -116,7 +118,7 @@ def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel)
         start(ddp, begun.source, is_provisional=state.get(copy).is_provisional)
 
 
-class _Tuner(Observer):
+class _Tuner(Subscriber):
     """See [Note: tuning]. `best` is the best plan that was found, or the one from the file."""
 
     def __init__(self, ddp: DistributedDataParallel, source: str) -> None:
@@ -197,9 +199,9 @@ class _Tuner(Observer):
         elif self._stage is _GIVEN and self.best is not None:
             state.get(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if self._stage is None:
-            ignore(ddp, Priority.TUNER)
+            unsubscribe(ddp, _Tuner)
             return
         self._watch_progress(ddp)
         is_communicating = will_communicate(ddp)
@@ -220,7 +222,7 @@ class _Tuner(Observer):
             if is_communicating or is_accumulating:
                 self._meet(ddp, self._stage, stopwatch)
 
-    def after_forward(self, ddp: DistributedDataParallel, is_ours: bool) -> None:
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if self._stage is not None and will_communicate(ddp):
             # This tuner may have been made in the forward that ends here.
             (self._stopwatch or self._begin_step(ddp, self._stage)).end_forward()

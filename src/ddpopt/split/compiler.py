@@ -24,7 +24,6 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._events import Label, notifying
 from ddpopt._text import source_digest
 from ddpopt.errors import NotCutError, Reason, TorchDriftError
 from ddpopt.options import Options
@@ -78,6 +77,7 @@ from ddpopt.split.nodes import (
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
 from ddpopt.split.sections import choose_backward_sections, choose_forward_sections
+from ddpopt.steps.sections import Label, report_runs
 
 
 def compile_under_ddp(
@@ -142,7 +142,7 @@ def compile_whole(
         return call
     runner = GraphRunner(
         CompiledGraph(
-            cut=cut, text=text, call=notifying(call, Label(cut.graph, 0)), argument_of={}
+            cut=cut, text=text, call=report_runs(call, Label(cut.graph, 0)), argument_of={}
         ),
         arrives_last=(),
         cut_for=state.ANY_BUCKETS,
@@ -486,7 +486,7 @@ class GraphCompiler:
             cut = self._left_whole(cut, refusal.reason)
             text = GraphText(nodes=(calls,))
             write(self._gm, cut, text, {"original": self._gm})
-            call = notifying(
+            call = report_runs(
                 self._options.inner(self._gm, list(self._example_inputs)), Label(self._name, 0)
             )
         else:

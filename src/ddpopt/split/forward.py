@@ -25,8 +25,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from ddpopt import _events, _torch
-from ddpopt._events import Label
+from ddpopt import _torch
 from ddpopt.split.cut import Section
 from ddpopt.split.nodes import (
     IS_COPY,
@@ -38,6 +37,7 @@ from ddpopt.split.nodes import (
     written_by,
 )
 from ddpopt.split.section_compiler import SectionCompiler
+from ddpopt.steps.sections import Label, report_runs
 
 # ---- The copy --------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class _CompilingSections(fx.Interpreter):
                 f"section {index} of {self._num_sections} ({target})",
                 lambda: self._inner(section, list(args)),
             )
-            self.compiled[target] = _events.notifying(compiled, Label(self._graph, index))
+            self.compiled[target] = report_runs(compiled, Label(self._graph, index))
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)

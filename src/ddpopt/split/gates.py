@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from ddpopt import _events, _torch
-from ddpopt._events import Label
+from ddpopt import _torch
 from ddpopt.split.backward import Flow
+from ddpopt.steps import sections
+from ddpopt.steps.sections import Label
 
 TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a handle that differs
 
@@ -60,10 +61,10 @@ class CompiledSection:
 
     def run(self, run: Run) -> Sequence[Any]:
         """Run this section of a backward; return its gradients."""
-        section = _events.listening()
-        if section is None:
+        listener = sections.find_listener()
+        if listener is None:
             return self._run(run)
-        with section(self.label, "backward"):
+        with listener(self.label, "backward"):
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:

@@ -68,7 +68,6 @@ class DDPState:
         self.bucket_plan: Any = None  # the one that is applied, if any
         self.tuner_in_use: Any = None  # that of `tuner` for which code has been compiled since
         self.recording: Any = None  # the last one of `inspection.recorder`
-        self.step_clock: Any = None  # of `inspection.metrics`
 
     @property
     def cuts(self) -> tuple[Cut, ...]:

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ddpopt import _events
-from ddpopt._events import Label
+from ddpopt.split import forward
 from ddpopt.split.gates import CompiledSection, Run
+from ddpopt.steps.sections import Label
 from tests.system.fuzzing import training
 
 BUGS = ("a section's gradients are lost", "gradients are swapped", "a cut detaches")
@@ -25,7 +25,7 @@ def bug(name: str) -> Iterator[None]:
     if name == "":
         yield
     elif name == "a cut detaches":
-        with mock.patch.object(_events, "notifying", _detaching):
+        with mock.patch.object(forward, "report_runs", _detaching):
             yield
     elif name == RAISES_ON_ONE_RANK:
         training.leave_group()  # the next one has this limit

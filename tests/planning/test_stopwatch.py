@@ -8,7 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.planning import timer
+from ddpopt.planning import stopwatch
+from ddpopt.steps import clock as clocks
 from tests.support.models import MLP, WIDTH
 
 
@@ -28,8 +29,8 @@ class _Clock:
 def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: None) -> None:
     """What comes after forward, before backward, is backward's."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    with mock.patch.object(timer, "time", clock):
-        watch = timer.Stopwatch(ddp, num_untimed=1)
+    with mock.patch.object(clocks, "time", clock):
+        watch = stopwatch.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
             watch.begin_forward()
             clock.compute(1)
@@ -48,8 +49,8 @@ def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: No
 def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank: None) -> None:
     """As with Lightning's manual optimization: the rest is backward's, or lies between steps."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    with mock.patch.object(timer, "time", clock):
-        watch = timer.Stopwatch(ddp, num_untimed=1)
+    with mock.patch.object(clocks, "time", clock):
+        watch = stopwatch.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
             watch.begin_forward()
             clock.compute(1)
@@ -85,8 +86,8 @@ def test_a_backward_is_measured_to_its_end_and_no_further(one_rank: None) -> Non
     model = _Checkpointed(3)
     model.clock = clock
     ddp = DistributedDataParallel(model)
-    with mock.patch.object(timer, "time", clock):
-        watch = timer.Stopwatch(ddp, num_untimed=0)
+    with mock.patch.object(clocks, "time", clock):
+        watch = stopwatch.Stopwatch(ddp, num_untimed=0)
         for _ in range(7):
             watch.begin_forward()
             output = ddp(torch.ones(4, WIDTH, requires_grad=True))

@@ -1,0 +1,125 @@
+"""What a rank measures of its steps, for the search for better buckets."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import statistics
+import weakref
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt._text import shorten
+from ddpopt.split import state
+from ddpopt.steps.clock import Clock, device_of
+from ddpopt.steps.numbers import number_of
+from ddpopt.steps.timer import Step, StepTimer
+
+_LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
+
+# How many stopwatches each module has had whose first backward has ended.
+_num_measured: weakref.WeakKeyDictionary[DistributedDataParallel, int]
+_num_measured = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The medians of one rank's steps."""
+
+    # Why there are no times.
+    problem: str = ""
+    # Those that the Reducer had, by parameter index.
+    buckets: tuple[tuple[int, ...], ...] = ()
+    # When each gradient arrived, from the end of forward, in the order of `buckets`.
+    ready_s: tuple[float, ...] = ()
+    forward_s: float = 0.0
+    # From the end of forward to the end of backward.
+    backward_s: float = 0.0
+    # From there to the next forward.
+    between_s: float = 0.0
+
+    @property
+    def iteration_s(self) -> float:
+        """From one forward to the next."""
+        return self.forward_s + self.backward_s + self.between_s
+
+
+class Stopwatch(StepTimer):
+    """Measures a rank's steps; the first `num_untimed` do not count."""
+
+    def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
+        # Set by the first backward: the same on all ranks, and of no other stopwatch. See [Note:
+        # keys of meetings] in steps/numbers.py.
+        self.key = ""
+        self._num_untimed = num_untimed
+        super().__init__(ddp, Clock(device_of(ddp)), on_end=self._name)
+
+    def _name(self) -> None:
+        ddp = self._ddp()
+        if self.num_backwards == 1 and ddp is not None:
+            parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
+            digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
+            _num_measured[ddp] = _num_measured.get(ddp, 0) + 1
+            self.key = f"ddpopt/buckets/{digest}/{number_of(ddp)}/{_num_measured[ddp]}"
+
+    def measured(self) -> Measured:
+        """The medians over the complete steps."""
+        ddp = self._ddp()
+        assert ddp is not None
+        buckets = state.get(ddp).buckets or _torch.final_buckets(ddp)
+        if not buckets:
+            return Measured(problem="DDP did not tell its buckets")
+        arrival = list(itertools.chain.from_iterable(buckets))
+        # A Reducer that looks for unused parameters treats them as ready before all others.
+        needed = set(arrival) if _torch.follows_arrival_order(ddp) else set()
+        timed = self.steps[self._num_untimed :]
+        # With the step that follows each: an iteration ends where the next one begins.
+        complete = [
+            (step, following)
+            for step, following in itertools.pairwise(timed)
+            if step.backward_ended and step.num_forwards == 1 and step.ready.keys() >= needed
+        ]
+        if len(complete) < _LEAST_COMPLETE:
+            ended = [step for step in timed if step.backward_ended]
+            return Measured(
+                problem="too few steps of one forward and one backward that used all parameters "
+                f"could be measured ({self._describe_incomplete(ddp, ended, needed)})"
+            )
+
+        seconds = self._clock.seconds
+        ready_s = []
+        for index in arrival:
+            times_s = [
+                # One that did not arrive needs nothing.
+                seconds(step.forward_ended, step.ready.get(index, step.forward_ended))
+                for step, _ in complete
+            ]
+            ready_s.append(statistics.median(times_s))
+        forward_s = [seconds(step.began, step.forward_ended) for step, _ in complete]
+        backward_s = [seconds(step.forward_ended, step.backward_ended) for step, _ in complete]
+        between_s = [seconds(step.backward_ended, following.began) for step, following in complete]
+        return Measured(
+            buckets=tuple(map(tuple, buckets)),
+            ready_s=tuple(ready_s),
+            forward_s=statistics.median(forward_s),
+            backward_s=statistics.median(backward_s),
+            between_s=statistics.median(between_s),
+        )
+
+    def _describe_incomplete(
+        self, ddp: DistributedDataParallel, steps: Sequence[Step], needed: AbstractSet[int]
+    ) -> str:
+        """Say what kept steps whose backward has ended from being measured."""
+        several = [step for step in steps if step.num_forwards > 1]
+        if several:
+            return f"{len(several)} of {len(steps)} had several forwards"
+        partial = [step for step in steps if needed - step.ready.keys()]
+        if partial:
+            names = [p.name for p in _torch.reducer_parameters(ddp).values()]
+            unused = shorten([names[index] for index in sorted(needed - partial[-1].ready.keys())])
+            return f"{unused} had no gradient in {len(partial)} of {len(steps)}"
+        return f"{len(steps)} ended"

@@ -1,0 +1,156 @@
+"""When forwards of DDP modules begin and end, for whoever subscribes.
+
+A module without subscribers of its own pays one dictionary lookup a forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt._torch import Forward
+from ddpopt.errors import TorchDriftError
+
+
+class Subscriber:
+    """Is told of forwards. It holds the DDP module weakly, if at all."""
+
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        """Run before a forward."""
+
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        """Run after a forward."""
+
+
+class Turn(enum.IntEnum):
+    """When a subscriber is told, among those of one module."""
+
+    CHANGES = enum.auto()  # first: it may change the module's buckets, and others see the new ones
+    WATCHES = enum.auto()
+    REMEMBERS = enum.auto()  # last: others ask it what was so before the forward that begins
+
+
+class _Subscription(NamedTuple):
+    turn: Turn
+    subscriber: Subscriber
+
+
+_S = TypeVar("_S", bound=Subscriber)
+_Interest = Callable[[DistributedDataParallel], Subscriber | None]
+
+# Of every module; told before a module's own.
+_of_all: list[Subscriber] = []
+# Asked once for each module.
+_interests: list[_Interest] = []
+# In the order in which they are told.
+_of_module: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[_Subscription, ...]]
+_of_module = weakref.WeakKeyDictionary()
+# Problems that were warned of, each once.
+_warned: set[str] = set()
+
+
+def watch_forwards() -> None:
+    """Have forwards reported in this process. Idempotent.
+
+    Without the name of torch's that it takes no forward is reported, and a warning says so.
+    """
+    _torch.hide_from_dynamo()  # or it would compile what subscribers do
+    try:
+        _torch.watch_ddp_forward(_before_forward, _after_forward)
+    except TorchDriftError as error:
+        if str(error) not in _warned:
+            _warned.add(str(error))
+            _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+
+
+def subscribe_to_all(subscriber: Subscriber) -> None:
+    """Tell a subscriber of every module's forwards, unless there is one of its class."""
+    if not any(type(other) is type(subscriber) for other in _of_all):
+        _of_all.append(subscriber)
+
+
+def ask_at_first(interest: _Interest) -> None:
+    """Ask `interest` for a subscriber to each module whose first forward is yet to come.
+
+    And to those that have subscribers already, since they may have subscribed before. Idempotent.
+    """
+    if interest in _interests:
+        return
+    _interests.append(interest)
+    for ddp in list(_of_module):
+        subscriber = interest(ddp)
+        if subscriber is not None:
+            subscribe(ddp, subscriber)
+
+
+def subscribe(
+    ddp: DistributedDataParallel, subscriber: Subscriber, turn: Turn = Turn.WATCHES
+) -> None:
+    """Tell a subscriber of a module's forwards; it replaces one of its class."""
+    subscriptions = list(_subscriptions_of(ddp))
+    new = _Subscription(turn, subscriber)
+    for place, other in enumerate(subscriptions):
+        if type(other.subscriber) is type(subscriber):
+            subscriptions[place] = new
+            break
+    else:
+        subscriptions.append(new)
+    subscriptions.sort(key=lambda subscription: subscription.turn)  # equals keep their order
+    _of_module[ddp] = tuple(subscriptions)
+
+
+def unsubscribe(ddp: DistributedDataParallel, kind: type[Subscriber]) -> None:
+    """Remove the subscriber of this class."""
+    subscriptions = _subscriptions_of(ddp)
+    _of_module[ddp] = tuple(s for s in subscriptions if type(s.subscriber) is not kind)
+
+
+def find_subscriber(ddp: DistributedDataParallel, kind: type[_S]) -> _S | None:
+    """The subscriber of this class to a module's forwards, None if there is none."""
+    for subscription in _of_module.get(ddp, ()):
+        if type(subscription.subscriber) is kind:
+            return subscription.subscriber
+    return None
+
+
+def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP module around a module, once its forward has run; the newest of several."""
+    for ddp in reversed(list(_of_module)):
+        if ddp.module is module:
+            return ddp
+    return None
+
+
+def will_communicate(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward of the current forward would end in allreduces."""
+    return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
+
+
+def _before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
+    for subscriber in _of_all:
+        subscriber.before_forward(ddp, forward)
+    for _, subscriber in _subscriptions_of(ddp):
+        subscriber.before_forward(ddp, forward)
+
+
+def _after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
+    for subscriber in _of_all:
+        subscriber.after_forward(ddp, forward)
+    # Those that subscribed in this forward, as who changes buckets does in a compile, among them.
+    for _, subscriber in _subscriptions_of(ddp):
+        subscriber.after_forward(ddp, forward)
+
+
+def _subscriptions_of(ddp: DistributedDataParallel) -> tuple[_Subscription, ...]:
+    subscriptions = _of_module.get(ddp)
+    if subscriptions is None:  # its first forward
+        found = [interest(ddp) for interest in _interests]
+        subscriptions = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
+        _of_module[ddp] = subscriptions
+    return subscriptions

@@ -1,0 +1,80 @@
+"""A number for each DDP module, the same on all ranks.
+
+[Note: keys of meetings]
+Ranks that meet for a module have to write to the same place of the store, to which no meeting
+for another module, or an earlier one for this, has written. Collectives of one group run in one
+order on all ranks, DDP's allreduces as well. So modules are numbered in the order in which they
+first reduce gradients, whether anybody looks for their buckets or not. What else could be
+counted is not the same on all ranks: forwards, of which one rank may run more; and what a
+process group counts, where ranks send to each other, or wait in a `monitored_barrier`.
+
+Ranks that began to look for a module's buckets in different steps have the same key, and
+meet nowhere: no backward of the later one ends while the earlier one waits before the next.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt._torch import Forward
+from ddpopt.errors import TorchDriftError
+from ddpopt.steps.forwards import Subscriber, unsubscribe, will_communicate
+
+_numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
+_numbers = weakref.WeakKeyDictionary()
+# By the process group's name, how many of its modules have a number.
+_num_modules: collections.Counter[str] = collections.Counter()
+
+
+def number_of(ddp: DistributedDataParallel) -> int:
+    """The module's number, 0 before it has reduced gradients."""
+    return _numbers.get(ddp, 0)
+
+
+def number_at_first(_: DistributedDataParallel) -> Subscriber:
+    """Subscribe to a module, for its number."""
+    return _Numbering()
+
+
+class _Numbering(Subscriber):
+    """Gives a module its number among all of its process group, in its first reducing backward."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._nodes: list[Any] = []  # autograd's nodes live only as long as somebody holds them
+
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        """Watch for the first gradient from here on, at the first forward that communicates."""
+        if not will_communicate(ddp):
+            return
+        unsubscribe(ddp, _Numbering)
+        if not isinstance(ddp.process_group, dist.ProcessGroup):
+            return
+        # Without a name that has moved, no search begins either.
+        with contextlib.suppress(TorchDriftError):
+            for tensor in _torch.reducer_parameters(ddp):
+                if tensor.requires_grad:
+                    self._nodes.append(_torch.accumulate_node(tensor))
+        number = functools.partial(self._number, weakref.ref(ddp))
+        self._hooks = [node.register_prehook(number) for node in self._nodes]
+
+    def _number(
+        self, ddp_ref: Callable[[], DistributedDataParallel | None], _gradients: object
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._nodes = [], []
+        ddp = ddp_ref()
+        if ddp is not None and ddp not in _numbers:
+            group = ddp.process_group.group_name
+            _num_modules[group] += 1
+            _numbers[ddp] = _num_modules[group]

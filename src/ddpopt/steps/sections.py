@@ -1,0 +1,117 @@
+"""When compiled sections run, for `ddpopt.record` and for a profile of the user's.
+
+There is one listener at most, and only inside `ddpopt.record`. Otherwise a section pays one look at
+whether there is one, and one at whether torch's profiler is on, which then shows it as a range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from ddpopt import _torch
+
+_DEPTH = 4  # of views that may lie between an output and the node of its compiled graph
+_WATCHED = "ddpopt: watched"  # in the node's own dictionary, which ends with the step
+
+Context = contextlib.AbstractContextManager[None]
+
+
+class Label(NamedTuple):
+    """A section; a graph that is compiled whole is its section 0."""
+
+    graph: str
+    section: int
+
+
+# Makes the context in which a section runs; the text is "forward" or "backward".
+Listener = Callable[[Label, str], Context]
+
+_listener: Listener | None = None
+
+
+@contextlib.contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Have sections run in contexts of `listener`'s in this block.
+
+    Raises:
+        RuntimeError: there is a listener already.
+    """
+    global _listener  # noqa: PLW0603  # a section can afford one look at a global
+    if _listener is not None:
+        raise RuntimeError(
+            "a ddpopt.record block is open already; record one DDP module at a time, and leave "
+            "the block before the next"
+        )
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None
+
+
+def find_listener() -> Listener | None:
+    """The listener, or what shows sections to torch's profiler; None if nobody wants to know."""
+    if _listener is not None:
+        return _listener
+    return show_range if _torch.shows_ranges() else None
+
+
+@contextlib.contextmanager
+def show_range(label: Label, kind: str) -> Iterator[None]:
+    """Show torch's profiler a section, as in `ddpopt: 4/0 section 2 backward`."""
+    with record_function(f"ddpopt: {label.graph} section {label.section} {kind}"):
+        yield
+
+
+def report_runs(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
+    """Tell the listener of a compiled graph's forward, and of the backward of its outputs."""
+
+    def run(*args: Any) -> Any:
+        listener = find_listener()
+        if listener is None:
+            return compiled(*args)
+        with listener(label, "forward"):
+            outputs = compiled(*args)
+        _watch_backward(outputs, lambda: listener(label, "backward"))
+        return outputs
+
+    return run
+
+
+def _watch_backward(outputs: Any, make_context: Callable[[], Context]) -> None:
+    """Make the backward of a compiled section's outputs run in a context.
+
+    Does nothing if no AOTAutograd node made them, or if its backward is watched already.
+    """
+    node = _find_node(outputs)
+    if node is None:
+        return
+    node.metadata[_WATCHED] = True
+    stack = contextlib.ExitStack()
+    node.register_prehook(lambda _: stack.enter_context(make_context()))
+    node.register_hook(lambda *_: stack.close())
+
+
+def _find_node(outputs: Any) -> Any:
+    """The node of a compiled graph that made these outputs; None without a new one.
+
+    It is the outputs' own, or behind views of what the graph returned.
+    """
+    tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    level: list[Any] = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
+    for _ in range(_DEPTH):
+        following: list[Any] = []
+        for node in level:
+            if node is None:
+                continue
+            if not _torch.is_compiled_backward(node):
+                following += [source for source, _ in node.next_functions]
+            elif _WATCHED not in node.metadata:
+                return node
+        level = following
+    return None

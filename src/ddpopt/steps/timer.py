@@ -1,0 +1,155 @@
+"""When the gradients of a step arrive, allreduces are launched, and backwards end.
+
+[Note: times of a step]
+Hooks on the autograd nodes that accumulate gradients note when each gradient arrives. DDP's own
+hook runs between our two on the same node, and launches the allreduces of the buckets that are
+complete, so our second hook gives the time of the launch. A step's backward ends with the last that
+got one of its gradients, since reentrant checkpoints run backwards within the backward; a gradient
+that arrives once more after an end is of another backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.steps.clock import Clock
+
+
+@dataclass(slots=True)
+class Step:
+    """The times of one step, as a `Clock` has them; 0 is unknown.
+
+    `ready` and `launched` are by parameter index: around DDP's own hook, see [Note: times of a
+    step]. `backwards` are autograd's numbers of those that ran, with a gradient that arrived in
+    each.
+    """
+
+    began: float
+    num_forwards: int = 1
+    forward_ended: float = 0.0  # of the last one
+    backward_ended: float = 0.0
+    ready: dict[int, float] = field(default_factory=dict)
+    launched: dict[int, float] = field(default_factory=dict)
+    backwards: dict[int, int] = field(default_factory=dict)
+
+
+class StepTimer:
+    """Notes the steps of a DDP module, for somebody who tells it of forwards.
+
+    `on_ready` gets the index of each gradient that arrives in a step. With `on_launched`, which is
+    called after DDP's own hook on it, launches are noted too. `has_unreduced` says that a gradient
+    has arrived outside of any step since the last step's backward ended: DDP has yet to reduce it.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        clock: Clock,
+        *,
+        on_ready: Callable[[int], None] = lambda _: None,
+        on_launched: Callable[[], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.steps: list[Step] = []
+        self.has_unreduced = False
+        self._ddp = weakref.ref(ddp)  # holding this must not keep its module alive
+        self._clock = clock
+        self._on_ready, self._on_launched, self._on_end = on_ready, on_launched, on_end
+        self._is_in_forward = self._is_over = False
+        self._ends = _torch.BackwardEnds(self._end_backward)
+        parameters = _torch.reducer_parameters(ddp)
+        self._parameters = tuple(parameters)
+        self._looks_for_unused = not _torch.follows_arrival_order(ddp)
+        # Autograd's nodes live only as long as somebody holds them.
+        self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
+        self._hooks: dict[int, list[Any]] = {}
+        for index, node in self._nodes.items():
+            self._hooks[index] = [node.register_prehook(functools.partial(self._arrive, index))]
+            if on_launched is not None:
+                launch = functools.partial(self._launch, index)
+                self._hooks[index].append(node.register_hook(launch))
+
+    @property
+    def step(self) -> Step | None:
+        """The step that a gradient would belong to, None between steps."""
+        return self.steps[-1] if self.steps and not self._is_over else None
+
+    @property
+    def num_backwards(self) -> int:
+        """How many steps' backwards have ended."""
+        return sum(bool(step.backward_ended) for step in self.steps)
+
+    def begin_forward(self) -> bool:
+        """Note that a forward that communicates begins; return whether a step begins with it.
+
+        A forward with all parameters frozen, such as of a GAN's discriminator, is in no step.
+        """
+        ddp = self._ddp()
+        if ddp is None or not any(parameter.requires_grad for parameter in self._parameters):
+            return False
+        self._is_in_forward = True
+        if self.step is not None and not self.step.ready:
+            self.step.num_forwards += 1
+            return False
+        self.steps.append(Step(began=self._clock.now()))
+        self._is_over = False
+        return True
+
+    def end_forward(self) -> None:
+        """Note that a forward has ended, unless it is in no step."""
+        if self._is_in_forward:
+            self._is_in_forward = False
+            self.steps[-1].forward_ended = self._clock.now()
+
+    def skip_forward(self) -> None:
+        """Note that a forward begins that does not communicate: a backward of it is in no step."""
+        if self.steps and self.steps[-1].backward_ended:
+            self._is_over = True
+
+    def watch_only(self, indices: Collection[int]) -> None:
+        """Note no other gradients from here on: hooks on hundreds of them cost time."""
+        for index in self._hooks.keys() - indices:
+            for hook in self._hooks.pop(index):
+                hook.remove()
+
+    def stop(self) -> None:
+        self.watch_only(())
+        self._nodes.clear()
+        self._parameters = ()
+
+    def _arrive(self, index: int, _gradients: object) -> None:
+        step = self.step
+        if step is None:
+            self.has_unreduced = True
+            return
+        # A backward within the step's own may have ended; what comes twice after one is another's.
+        # Where DDP looks for unused parameters it allows no backward within another.
+        is_another = index in step.ready or self._looks_for_unused
+        if step.backward_ended and is_another and not self._ends.is_pending:
+            self._is_over = self.has_unreduced = True
+            return
+        # With Lightning's manual optimization forward runs the backward, and goes on after it.
+        self.end_forward()
+        self._ends.watch()
+        step.backwards[_torch.running_backward()] = index
+        step.ready[index] = self._clock.now()
+        self._on_ready(index)
+
+    def _launch(self, index: int, _inputs: object, _outputs: object) -> None:
+        if self._on_launched is not None:
+            self._on_launched()
+        if self.step is not None:
+            self.step.launched[index] = self._clock.now()
+
+    def _end_backward(self) -> None:
+        if self.step is not None:
+            self.step.backward_ended = self._clock.now()
+            self.has_unreduced = False
+            self._on_end()

@@ -1,0 +1,79 @@
+"""Sections as ranges in a profile of the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from ddpopt._torch import names, runtime
+from ddpopt.steps import sections
+from tests.support.models import MLP, WIDTH
+
+CAP_MB = 0.03  # two layers a bucket
+FORWARD = [f"section {k} forward" for k in range(3)]
+BACKWARD = [f"section {k} backward" for k in range(3)]
+
+
+def _step(**options: Any) -> Any:
+    torch._dynamo.reset()
+    ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=CAP_MB)
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **options})
+    return lambda: model(torch.ones(8, WIDTH)).sum().backward()
+
+
+def _ranges(profiler: profile, path: Path) -> list[str]:
+    """Return what the file that `export_chrome_trace` writes calls sections, in their order."""
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    own = [event for event in events if str(event.get("name", "")).startswith("ddpopt: ")]
+    assert {event["cat"] for event in own} <= {"user_annotation"}
+    own.sort(key=lambda event: event["ts"])
+    return [event["name"].split(" ", 2)[2] for event in own]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"split": "forward"}, [*FORWARD, *reversed(BACKWARD)]),
+        ({"split": "backward"}, BACKWARD),
+        ({"enabled": False}, ["section 0 forward", "section 0 backward"]),
+    ],
+)
+def test_a_profile_has_each_section_that_ran_once(
+    one_rank: None, tmp_path: Path, options: dict[str, Any], expected: list[str]
+) -> None:
+    """In the order in which they ran; steps before and after it leave nothing there."""
+    step = _step(**options)
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    step()
+    ranges = _ranges(profiler, tmp_path / "trace.json")
+    assert [name for name in ranges if name in expected] == expected
+    assert len([name for name in ranges if name.endswith("backward")]) == sum(
+        name.endswith("backward") for name in expected
+    )
+
+
+def test_without_a_profiler_nobody_is_notified_of_sections() -> None:
+    assert sections.find_listener() is None
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert sections.find_listener() is not None
+    assert sections.find_listener() is None
+
+
+def test_where_torch_has_moved_its_flag_sections_run_without_ranges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step is not the place to fail for that."""
+    runtime._profiler_enabled.cache_clear()
+    moved = names.PrivateName("torch._C._autograd", "_moved", names.Need.RECORD)
+    monkeypatch.setattr(names, "PROFILER_ENABLED", moved)
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert sections.find_listener() is None
