@@ -23,6 +23,7 @@ LAYERS = (
     "_traced",
     "_torch",
     "_logs",
+    "_slots",
     "steps",
     "options",
     "ranks",

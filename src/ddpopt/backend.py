@@ -18,6 +18,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt.checks import verify
@@ -216,6 +217,10 @@ def _watch_first_forward(_: DistributedDataParallel) -> Subscriber:
     return _FirstForward()
 
 
+# Modules of which it was said that Dynamo compiles nothing of them, or need not be.
+_are_warned_of: Slot[bool] = Slot(bool, is_kept_at_reset=True)
+
+
 def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -> None:
     """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt.
 
@@ -224,9 +229,9 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
     """
     known = state.get(ddp)
     is_training_to_come = known.cuts and not torch.is_grad_enabled()
-    if known.is_warned or is_training_to_come:
+    if _are_warned_of.get(ddp) or is_training_to_come:
         return
-    known.is_warned = True
+    _are_warned_of.set(ddp, True)
     if state.has_drifted:
         return
     what = _find_uncompiled(ddp, is_whole=is_whole)

@@ -42,8 +42,8 @@ from ddpopt.algorithms import (
 )
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.inspection.metrics import source_of
 from ddpopt.planning import tuner
-from ddpopt.split import state
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
 from tests.system.documents import blocks
@@ -571,7 +571,7 @@ def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
         "threads": threads,
         "groups": len(dist.distributed_c10d._world.pg_map),
         "hooks": [len(each) for each in hooks],
-        "source": state.get(ddp).metrics_source(),
+        "source": source_of(ddp),
         "comm hook": (_torch.has_comm_hook(ddp), _torch.hook_states(ddp)),
     }
 

@@ -10,6 +10,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt._slots import Slot
 from ddpopt.errors import DDPMode
 from ddpopt.split import state
 from ddpopt.split.state import (
@@ -34,9 +35,9 @@ def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None
     for _ in range(4):
         compiled(torch.ones(2, 64)).sum().backward()
     num_parameters = len(list(ddp.parameters()))
-    state.get(others).give_buckets([list(range(num_parameters))])
+    state.get(others).give_buckets([list(range(num_parameters))], are_planned=True)
     assert len(state.get(ddp).compared) == 1
-    state.get(ddp).give_buckets([list(range(num_parameters))])
+    state.get(ddp).give_buckets([list(range(num_parameters))], are_planned=True)
     assert not state.get(ddp).compared
 
 
@@ -52,7 +53,7 @@ def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None)
     assert len(reported) == len(ddpopt.explain(ddp).cuts[0].buckets) > 1
     assert known.buckets == reported
     everything = [[index for bucket in reported for index in bucket]]
-    known.give_buckets(everything)
+    known.give_buckets(everything, are_planned=True)
     assert (known.reported_buckets, known.buckets) == (None, everything)
     assert len(known.cuts[0].buckets) == 1
 
@@ -84,16 +85,17 @@ def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank:
 
 
 def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: None) -> None:
-    """The tuner goes on with the next compile; the plan that was in force is unknown."""
+    """The tuner goes on with the next compile; the buckets that were in force are unknown."""
     ddp = _ddp()
     known = state.get(ddp)
     known.begin_search(is_provisional=True)
-    known.give_buckets([list(range(len(list(ddp.parameters()))))], "a plan")
-    known.tuner = known.tuner_in_use = "something"
+    known.give_buckets([list(range(len(list(ddp.parameters()))))], are_planned=True)
+    kept, dropped = Slot(str, is_kept_at_reset=True), Slot(str, is_kept_at_reset=False)
+    for slot in (kept, dropped):
+        slot.set(ddp, "something")
     state.forget_all()
     assert state.get(ddp) is known
-    assert known.tuner == "something"
-    assert (known.bucket_plan, known.tuner_in_use) == (None, None)
+    assert (kept.get(ddp), dropped.get(ddp)) == ("something", "")
     assert not known.is_searching
     assert not known.is_provisional
     assert not known.has_planned_buckets

@@ -28,9 +28,11 @@ from ddpopt._text import (
     write_text,
 )
 from ddpopt.errors import OptionError, TorchDriftError
+from ddpopt.inspection.metrics import source_of
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedStep, Recording, describe_steps
-from ddpopt.planning import rebucket, tuner
+from ddpopt.inspection.recorder import recording_of
+from ddpopt.inspection.recording import RecordedStep, describe_steps
+from ddpopt.planning import decision, rebucket, tuner
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
@@ -292,7 +294,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     """
     ddp = state.ddp_of(model)
     known, search = state.get(ddp), tuner.of(ddp)
-    recording: Recording | None = known.recording
+    recording = recording_of(ddp)
     measured = recording.median_step() if recording else None
     assigned = rebucket.plan_of(ddp)
     costs = plan or assigned or (search.best if search else None)
@@ -301,8 +303,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     hints = [] if measured else [_measured_by_ddp(ddp)]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
-    if search is None and known.hint:
-        hints.append(known.hint)
+    if search is None and decision.hint_of(ddp):
+        hints.append(decision.hint_of(ddp))
     return Explanation(
         model=type(ddp.module).__name__,
         cuts=known.cuts,
@@ -328,7 +330,7 @@ def _measured_by_ddp(ddp: DistributedDataParallel) -> str:
     if step is None or not step.number:
         return f"measured: nothing yet; {_RECORD}"
     text = f"in step {step.number}, backward {format_ms(step.backward_s + step.exposed_s)} ms"
-    if state.get(ddp).metrics_source() is None:  # of an algorithm's communication DDP knows nothing
+    if source_of(ddp) is None:  # of an algorithm's communication DDP knows nothing
         text += f", of it {format_ms(step.exposed_s)} waiting for communication"
     return f"measured by DDP: {text}; for each bucket's times, {_RECORD}"
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._slots import Slot
 from ddpopt.errors import Reason
 from ddpopt.planning import rebucket
 from ddpopt.split import state
@@ -61,7 +62,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
     step = _torch.last_logged_step(ddp)
-    source = known.metrics_source()
+    source = source_of(ddp)
     if step.number:
         found["ddpopt.sampled_step"] = step.number
         found["ddpopt.forward.ms"] = step.forward_s * 1e3
@@ -71,9 +72,17 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     return found if source is None else found | source()
 
 
+_sources: Slot[Callable[[], Source | None]] = Slot(lambda: lambda: None, is_kept_at_reset=True)
+
+
 def set_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
     """Add to a module's metrics those of the source that `find` returns, while it returns one."""
-    state.get(ddp).metrics_source = find
+    _sources.set(ddp, find)
+
+
+def source_of(ddp: DistributedDataParallel) -> Source | None:
+    """What adds to a module's metrics, None if nothing does."""
+    return _sources.get(ddp)()
 
 
 def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:

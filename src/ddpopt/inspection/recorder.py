@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch
+from ddpopt._slots import Slot
 from ddpopt._text import format_bytes
 from ddpopt._torch import Forward
 from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
@@ -50,6 +51,15 @@ _NO_STEPS = (
     "steps: this block had no forward of this DDP module that communicates (with gradients, not "
     "under no_sync) and whose backward ended"
 )
+
+
+# The last one of each module.
+_recordings: Slot[Recording | None] = Slot(lambda: None, is_kept_at_reset=False)
+
+
+def recording_of(ddp: DistributedDataParallel) -> Recording | None:
+    """The last recording of a module, None without one."""
+    return _recordings.get(ddp)
 
 
 @contextlib.contextmanager
@@ -90,7 +100,7 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
     recording.steps = tuple(steps)
     notes = reader.notes if steps else [_NO_STEPS, *reader.notes]
     recording.notes = tuple(dict.fromkeys(notes))  # each once, however many steps had it
-    state.get(ddp).recording = recording
+    _recordings.set(ddp, recording)
 
 
 class _Recorder(Subscriber):

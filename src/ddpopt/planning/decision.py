@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._slots import Slot
 from ddpopt._text import format_ms, table
 from ddpopt._torch import Forward
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
@@ -198,19 +199,26 @@ def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain:
 _MUCH_EXPOSED = 0.1  # of an iteration
 _STEPS = range(5, 11)  # whose times count; earlier ones compile, later ones DDP does not time
 
+# That much is exposed, "" if not, and None until somebody has begun to watch for it.
+_hints: Slot[str | None] = Slot(lambda: None, is_kept_at_reset=True)
+
+
+def hint_of(ddp: DistributedDataParallel) -> str:
+    """What was found to be exposed, as a sentence for users; "" without one."""
+    return _hints.get(ddp) or ""
+
 
 def watch(ddp: DistributedDataParallel) -> None:
     """Log once, on rank 0, how long an iteration waits for communication: a tenth of it or more.
 
     The times are those that DDP takes anyway.
     """
-    known = state.get(ddp)
-    if known.hint is not None:
+    if _hints.get(ddp) is not None:
         return
-    known.hint = ""
+    _hints.set(ddp, "")
     group = ddp.process_group
     is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
-    if is_first and not known.is_copy:
+    if is_first and not state.is_copy(ddp):
         subscribe(ddp, _Watch())
 
 
@@ -230,7 +238,8 @@ class _Watch(IterationClock):
                 self._steps.setdefault(step.number, (step, self.last_s))
             if step.number >= _STEPS[-1]:
                 unsubscribe(ddp, _Watch)
-                hint = state.get(ddp).hint = self._find_hint(ddp)
+                hint = self._find_hint(ddp)
+                _hints.set(ddp, hint)
                 if hint:
                     _logs.info("%s", hint)
         except Exception as error:  # which costs the hint, and nothing else

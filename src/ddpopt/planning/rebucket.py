@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
+from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt.errors import PlanError, TorchDriftError
@@ -26,6 +28,11 @@ from ddpopt.steps.forwards import (
     unsubscribe,
     will_communicate,
 )
+
+# The plan that is applied, if any.
+_plans: Slot[BucketPlan | None] = Slot(lambda: None, is_kept_at_reset=False)
+# Hooks that make a backward raise until the next forward.
+_guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), is_kept_at_reset=True)
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
@@ -234,7 +241,8 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """Give `ddp` the buckets of a plan that fits."""
     buckets = indices_of(ddp, plan)
     _replace_reducer(ddp, buckets, plan.caps_bytes)
-    state.get(ddp).give_buckets(buckets, plan)
+    state.get(ddp).give_buckets(buckets, are_planned=True)
+    _plans.set(ddp, plan)
 
 
 def take_back(
@@ -242,7 +250,8 @@ def take_back(
 ) -> None:
     """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
     _replace_reducer(ddp, buckets, caps_bytes)
-    state.get(ddp).give_buckets(buckets)
+    state.get(ddp).give_buckets(buckets, are_planned=False)
+    _plans.set(ddp, None)
 
 
 def _replace_reducer(
@@ -261,9 +270,8 @@ def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]
 
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
-    """Return the plan that gave `ddp` its buckets, None if they are DDP's own."""
-    plan: BucketPlan | None = state.get(ddp).bucket_plan
-    return plan
+    """The plan that gave `ddp` its buckets, None if they are DDP's own."""
+    return _plans.get(ddp)
 
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:
@@ -278,7 +286,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     # If nothing has been compiled yet, nobody else notices that a forward has begun.
     _torch.hide_from_dynamo()
     begin = ddp.register_forward_pre_hook(_begin_at_forward)
-    state.get(ddp).guards = [*handles, begin]
+    _guards.set(ddp, [*handles, begin])
     subscribe(ddp, _Permission(), Turn.CHANGES)
 
 
@@ -292,7 +300,7 @@ def _refuse_backward(_gradient: torch.Tensor) -> None:
 
 def _begin_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
     """A hook of the module's; a function of the file, so that the module can be pickled."""
-    if state.get(ddp).guards:  # a copy has the hook too
+    if _guards.get(ddp):  # a copy has the hook too
         _begin_forward(ddp)
 
 
@@ -312,8 +320,7 @@ def _begin_forward(ddp: DistributedDataParallel) -> None:
 
 
 def _allow_backward(ddp: DistributedDataParallel) -> None:
-    known = state.get(ddp)
-    for handle in known.guards:
+    for handle in _guards.get(ddp):
         handle.remove()
-    known.guards = ()
+    _guards.set(ddp, ())
     unsubscribe(ddp, _Permission)

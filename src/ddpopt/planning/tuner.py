@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._slots import Slot
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
@@ -78,24 +79,20 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
     Raises:
         PlanError: there is no plan in the file, or it does not fit the model.
     """
-    known = state.get(ddp)
-    if known.tuner_in_use is not None:
+    if of(ddp) is not None:
         return
-    if known.tuner is None or known.tuner.source != buckets:
-        _begin(ddp, buckets)
-    known.tuner_in_use = known.tuner
-    known.tuner.prepare_cuts(ddp, is_provisional=is_provisional)
-
-
-def _begin(ddp: DistributedDataParallel, source: str) -> None:
-    tuner = state.get(ddp).tuner = _Tuner(ddp, source)
-    subscribe(ddp, tuner, Turn.CHANGES)
+    tuner = _tuners.get(ddp)
+    if tuner is None or tuner.source != buckets:
+        tuner = _Tuner(ddp, buckets)
+        _tuners.set(ddp, tuner)
+        subscribe(ddp, tuner, Turn.CHANGES)
+    _tuners_in_use.set(ddp, tuner)
+    tuner.prepare_cuts(ddp, is_provisional=is_provisional)
 
 
 def of(ddp: DistributedDataParallel) -> _Tuner | None:
-    """Return the tuner that searches, or has searched, buckets for `ddp`; None without one."""
-    tuner: _Tuner | None = state.get(ddp).tuner_in_use
-    return tuner
+    """The tuner that searches, or has searched, buckets for `ddp`; None without one."""
+    return _tuners_in_use.get(ddp)
 
 
 def is_searching(ddp: DistributedDataParallel) -> bool:
@@ -108,7 +105,7 @@ def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
     """Spare a copy of `ddp` the search if it is over."""
     tuner = of(ddp)
     if tuner is not None and tuner.is_done:
-        state.get(copy).tuner_in_use = tuner
+        _tuners_in_use.set(copy, tuner)
 
 
 def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
@@ -342,6 +339,12 @@ class _Tuner(Subscriber):
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
         log("buckets=%r changes nothing: %s", self.source, self._outcome)
+
+
+# A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
+_tuners: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=True)
+# The same, once code has been compiled for it since.
+_tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=False)
 
 
 def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:

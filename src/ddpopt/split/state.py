@@ -1,7 +1,7 @@
 """What is known about each DDP module: the cuts of its graphs, and the Reducer's buckets.
 
-The compiler, the runner and the modules that change buckets write it, through its methods. What a
-room above keeps of a module is a field as well, which only that room reads and writes.
+The compiler, the runner and the modules that change buckets write it, through its methods. What
+other rooms keep of a module is in slots of their own, see `_slots.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _torch
+from ddpopt._slots import forget_until_reset
 from ddpopt.errors import DDPMode
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
@@ -37,11 +37,6 @@ class DDPState:
         self._ddp: Callable[[], DistributedDataParallel | None]
         self._ddp = weakref.ref(ddp, self._let_go)
         self.is_copy = False  # made by a check, which has it run the original's code
-        self.is_warned = False  # that Dynamo compiles nothing of it, or need not be
-        self.hint: str | None = None  # of `planning`: much is exposed; None until it is asked for
-        self.tuner: Any = None  # of `planning.tuner`
-        self.guards: Sequence[RemovableHandle] = ()  # of `planning.rebucket`
-        self.metrics_source: Callable[[], Any] = lambda: None  # of `inspection.metrics`
         self.forget()
 
     def forget(self) -> None:
@@ -65,9 +60,7 @@ class DDPState:
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
         self.is_recut = False  # the graphs of another module, which were cut for other buckets
-        self.bucket_plan: Any = None  # the one that is applied, if any
-        self.tuner_in_use: Any = None  # that of `tuner` for which code has been compiled since
-        self.recording: Any = None  # the last one of `inspection.recorder`
+        self._are_planned = False  # the buckets that the Reducer was given, by a plan
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -159,7 +152,7 @@ class DDPState:
     @property
     def has_planned_buckets(self) -> bool:
         """Whether a plan's buckets are in force or about to be."""
-        return self.bucket_plan is not None or self.expected_buckets is not None
+        return self._are_planned or self.expected_buckets is not None
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
@@ -172,12 +165,9 @@ class DDPState:
         self.reported_buckets = _torch.final_buckets(self._module())
         return self._num_questions
 
-    def give_buckets(self, buckets: Buckets, plan: Any = None) -> None:
-        """Note that the Reducer was given these buckets, a plan's if any, and will form them again.
-
-        The plan is for `planning.rebucket` to read.
-        """
-        self._given_buckets, self.bucket_plan = buckets, plan
+    def give_buckets(self, buckets: Buckets, *, are_planned: bool) -> None:
+        """Note that the Reducer was given these buckets, and will form them again."""
+        self._given_buckets, self._are_planned = buckets, are_planned
         self.reported_buckets, self._num_questions = None, 0
         for graph, cut in self._cuts.items():
             self._cuts[graph] = self._with_given_buckets(cut)
@@ -233,7 +223,6 @@ class DDPState:
     def _let_go(self, _dead: object) -> None:
         """Drop what is known of a module that is gone: compiled code may hold this longer."""
         self.forget()
-        self.tuner, self.guards = None, ()
         self._ddp = lambda: None  # the reference to the module holds this by its callback
 
     def _module(self) -> DistributedDataParallel:
@@ -292,6 +281,7 @@ def forget_all() -> None:
     global has_drifted  # noqa: PLW0603  # see note_drift
     for state in list(_states.values()):
         state.forget()
+    forget_until_reset()
     has_drifted = False
 
 
