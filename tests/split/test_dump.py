@@ -1,4 +1,4 @@
-"""Dumps: which files a compile leaves, in whose folder, and the graph that a plan is."""
+"""Dumps: which files a compile leaves, in whose folder, and the graph that a cut is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpopt import _torch, config
 from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import dump
-from ddpopt.split.cut import Cut
+from ddpopt.split.cut import Cut, GraphText
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 
@@ -48,8 +48,15 @@ def _stems(folder: Path, suffix: str) -> set[str]:
     return {file.stem for file in folder.glob(f"*{suffix}")}
 
 
-def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_path: Path) -> None:
-    """As code; the plan is the one that explain shows, enumerations by name."""
+def _read_cut(folder: Path) -> dict[str, Any]:
+    """The cut that was written; what crosses it is beside it."""
+    written = json.loads((folder / "cut.json").read_text())
+    assert all(crossing["read_in"] for crossing in written.pop("crossings"))
+    return written
+
+
+def test_a_forward_split_leaves_all_its_graphs_and_the_cut(one_rank: None, tmp_path: Path) -> None:
+    """As code; the cut is the one that explain shows, enumerations by name."""
     ddp = _train(tmp_path, split="forward")
     (folder,) = _compile_folders(tmp_path)
     graphs = {"original", "section_0", "section_1", "section_2", "stitched"}
@@ -58,10 +65,9 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_plan(one_rank: None, tmp_
     for k in range(3):
         assert (folder / f"section_{k}.py").read_text().count("torch._C._nn.linear(") == 2
     assert "submod_2" in (folder / "stitched.py").read_text()
-    (plan,) = ddpopt.explain(ddp).cuts
-    written = json.loads((folder / "plan.json").read_text())
-    assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
-    assert folder.name == plan.graph.replace("/", "_")
+    (cut,) = ddpopt.explain(ddp).cuts
+    assert _read_cut(folder) == json.loads(json.dumps(dataclasses.asdict(cut)))
+    assert folder.name == cut.graph.replace("/", "_")
 
 
 def test_a_backward_split_leaves_the_backward_and_its_sections(
@@ -75,10 +81,9 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
     whole = (folder / "original_backward.py").read_text()
     parts = "".join((folder / f"{name}.py").read_text() for name in sorted(sections))
     assert whole.count("torch.ops.aten.mm") == parts.count("torch.ops.aten.mm") > 0
-    (plan,) = ddpopt.explain(ddp).cuts
-    written = json.loads((folder / "plan.json").read_text())
-    assert written == json.loads(json.dumps(dataclasses.asdict(plan)))
-    assert written["split"] == "backward"
+    (cut,) = ddpopt.explain(ddp).cuts
+    assert _read_cut(folder) == json.loads(json.dumps(dataclasses.asdict(cut)))
+    assert cut.split == "backward"
 
 
 def test_a_graph_that_is_compiled_whole_is_dumped_with_the_reason(
@@ -88,7 +93,7 @@ def test_a_graph_that_is_compiled_whole_is_dumped_with_the_reason(
     _train(tmp_path, cap_mb=25)
     (folder,) = _compile_folders(tmp_path)
     assert _stems(folder, ".py") == {"original"}
-    assert json.loads((folder / "plan.json").read_text())["fallback"] == "ONE_BUCKET"
+    assert json.loads((folder / "cut.json").read_text())["fallback"] == "ONE_BUCKET"
 
 
 def test_each_compile_of_a_frame_has_its_folder(one_rank: None, tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_each_compile_of_a_frame_has_its_folder(one_rank: None, tmp_path: Path) 
     with config.patch(dump_dir=str(tmp_path)):
         train(ddp, batches(0, [(2, 64), (5, 64)]), compiled)
     names = [folder.name for folder in _compile_folders(tmp_path)]
-    assert names == [plan.graph.replace("/", "_") for plan in ddpopt.explain(ddp).cuts]
+    assert names == [cut.graph.replace("/", "_") for cut in ddpopt.explain(ddp).cuts]
     assert len(names) == 2
 
 
@@ -111,7 +116,7 @@ def test_a_graph_that_cannot_be_compiled_is_dumped(one_rank: None, tmp_path: Pat
     with pytest.raises(Exception, match="no compiler today"):
         _train(tmp_path, inner=fail)
     (folder,) = _compile_folders(tmp_path)
-    assert {"original.py", "section_0.py", "plan.json"} <= {f.name for f in folder.iterdir()}
+    assert {"original.py", "section_0.py", "cut.json"} <= {f.name for f in folder.iterdir()}
 
 
 def test_folders_are_for_their_user_alone(one_rank: None, tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind
     assert not list(taken.iterdir())
     (other,) = set(dump_dir.iterdir()) - {taken}
     assert other.name.startswith(f"{taken.name}-")
-    assert list(other.glob("*/plan.json"))
+    assert list(other.glob("*/cut.json"))
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../b", "x\0y", "n" * 5000, ".."])
@@ -147,7 +152,7 @@ def test_no_name_of_a_graph_leads_out_of_the_folder(
     _train(tmp_path / "dumps")
     (folder,) = _compile_folders(tmp_path / "dumps")
     assert re.fullmatch(r"\w{1,60}", folder.name)
-    assert (folder / "plan.json").is_file()
+    assert (folder / "cut.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["dumps"]
 
 
@@ -160,11 +165,11 @@ def test_the_environments_rank_leads_to_no_other_folder(
     monkeypatch.setenv("RANK", rank)
     gm = fx.symbolic_trace(torch.nn.ReLU())
     with config.patch(dump_dir=str(tmp_path / "dumps")):
-        plan = Cut(graph="0/0", inner="eager", num_nodes=1, split="forward")
-        dump.write(gm, plan, [])
+        cut = Cut(graph="0/0", inner="eager", num_nodes=1, split="forward")
+        dump.write(gm, cut, GraphText(), {})
     (process,) = (tmp_path / "dumps").iterdir()
     assert re.fullmatch(r"rank\d{1,60}-pid\d+", process.name)
-    assert list(process.glob("*/plan.json"))
+    assert list(process.glob("*/cut.json"))
 
 
 def test_a_dump_that_fails_costs_one_warning_and_no_training(
@@ -177,7 +182,7 @@ def test_a_dump_that_fails_costs_one_warning_and_no_training(
     inputs = batches(0, [(2, 64), (5, 64)])
     with config.patch(dump_dir=str(tmp_path / "file" / "dumps")):
         assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert [plan.fallback for plan in ddpopt.explain(ddp).cuts] == [None, None]
+    assert [cut.fallback for cut in ddpopt.explain(ddp).cuts] == [None, None]
     said = [r.getMessage() for r in caplog.records if "no longer dumped" in r.getMessage()]
     assert len(said) == 1
     assert "NotADirectoryError" in said[0]
@@ -245,21 +250,21 @@ def _crossing(graph: networkx.DiGraph, cut: int) -> dict[tuple[str, str], int]:
 def test_sections_fill_buckets_and_hand_values_on(one_rank: None, split: str) -> None:
     """Nodes are those that explain names; sizes are those of the shapes."""
     explanation = _explain(MLP(), split=split)
-    (plan,) = explanation.cuts
+    (cut,) = explanation.cuts
     graph = explanation.to_networkx()
     sections, buckets = _of_kind(graph, f"{split} section"), _of_kind(graph, "bucket")
-    assert sections == [f"{plan.graph} section {k}" for k in range(len(plan.sections))]
+    assert sections == [f"{cut.graph} section {k}" for k in range(len(cut.sections))]
     assert buckets == [f"bucket {bucket.index}" for bucket in explanation.buckets]
     assert len(sections) > 2
     assert {bucket.completed_by for bucket in explanation.buckets} <= set(sections)
-    assert sum(graph.nodes[node]["calls"] for node in sections) == plan.num_nodes
+    assert sum(graph.nodes[node]["calls"] for node in sections) == cut.num_nodes
     for bucket, node in zip(explanation.buckets, buckets, strict=True):
         filled = graph.in_edges(node, data="bytes")
         assert graph.nodes[node]["bytes"] == bucket.num_bytes == sum(b for *_, b in filled)
         assert graph.nodes[node]["parameters"] == ", ".join(bucket.actual)
     handed = [(a, b, d) for a, b, d in graph.edges(data=True) if d["kind"] == "values"]
     assert [(a, b) for a, b, _ in handed] == [*itertools.pairwise(sections)]
-    calls = [{node.name for node in nodes} for nodes in explanation.nodes[plan.graph]]
+    calls = [{node.name for node in nodes} for nodes in explanation.texts[cut.graph].nodes]
     for maker, _, edge in handed:
         values = json.loads(edge["values"])
         assert edge["bytes"] == sum(values.values()) > 0
@@ -287,12 +292,13 @@ class _Hourglass(nn.Module):
 def test_fewest_bytes_cross_at_the_waist(one_rank: None) -> None:
     """A value that is read two sections later is kept across both cuts, and counts in each."""
     explanation = _explain(_Hourglass(), cap_mb=0.001)
-    (plan,) = explanation.cuts
-    assert len(plan.sections) == 4
+    (cut,) = explanation.cuts
+    assert len(cut.sections) == 4
     graph = explanation.to_networkx()
     wide, waist, wide_again = (_crossing(graph, cut) for cut in (1, 2, 3))
     (skipping,) = set(wide) & set(waist)
-    assert [c.read_in for c in plan.crossings if c.made_in == 0] == [(2,), (1,)]
+    crossings = explanation.texts[cut.graph].crossings
+    assert [c.read_in for c in crossings if c.made_in == 0] == [(2,), (1,)]
     assert wide.pop(skipping) == waist.pop(skipping) == 8 * 64 * 4
     assert [*wide.values(), *waist.values(), *wide_again.values()] == [2048, 8 * 8 * 4, 2048]
 
@@ -316,10 +322,10 @@ def test_buckets_have_times_once_these_are_known(one_rank: None) -> None:
 
 def test_a_graph_that_is_compiled_whole_is_one_node(one_rank: None) -> None:
     explanation = _explain(MLP(), enabled=False)
-    (plan,) = explanation.cuts
+    (cut,) = explanation.cuts
     graph = explanation.to_networkx()
-    assert graph.nodes[plan.graph]["kind"] == "whole graph"
-    assert graph.nodes[plan.graph]["calls"] == plan.num_nodes
+    assert graph.nodes[cut.graph]["kind"] == "whole graph"
+    assert graph.nodes[cut.graph]["calls"] == cut.num_nodes
     assert _of_kind(graph, "forward section", "backward section") == []
 
 
@@ -346,12 +352,12 @@ def test_graphml_gives_the_same_graph_back(one_rank: None, tmp_path: Path) -> No
     assert list(again.edges(data=True)) == list(graph.edges(data=True))
 
 
-def test_a_dump_has_the_graph_beside_the_plan(one_rank: None, tmp_path: Path) -> None:
+def test_a_dump_has_the_graph_beside_the_cut(one_rank: None, tmp_path: Path) -> None:
     """With the buckets that graphs were cut for, before any has a time."""
     with config.patch(dump_dir=str(tmp_path)):
         explanation = _explain(MLP(bias=False))
-    (path,) = tmp_path.rglob("plan.graphml")
-    assert (path.parent / "plan.json").is_file()
+    (path,) = tmp_path.rglob("cut.graphml")
+    assert (path.parent / "cut.json").is_file()
     dumped, graph = networkx.read_graphml(path), explanation.to_networkx()
     assert dict(dumped.nodes(data=True)) == dict(graph.nodes(data=True))
     assert list(dumped.edges(data=True)) == list(graph.edges(data=True))
