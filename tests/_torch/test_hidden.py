@@ -29,7 +29,8 @@ import ddpopt.backend
 from ddpopt import _torch, _traced, algorithms
 from ddpopt.algorithms import attach
 from ddpopt.errors import PlanError
-from ddpopt.planning import AllreduceCost, rebucket, timer, tuner
+from ddpopt.planning import AllreduceCost, rebucket, tuner
+from ddpopt.steps import clock as clocks
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches
 from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
@@ -416,7 +417,7 @@ def _tune(rank: int, train: Callable[..., None]) -> tuple[str, str, list[tuple[s
 
     with (
         mock.patch.object(tuner, "calibrate", return_value=slow),
-        mock.patch.object(timer, "time", clock),
+        mock.patch.object(clocks, "time", clock),
     ):
         counts, states = _count(rank, tune, False, num_steps=20, cap_mb=1, buckets="auto")
     stocks, expected = _count(rank, train, True, num_steps=20, cap_mb=1)

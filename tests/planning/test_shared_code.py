@@ -271,7 +271,7 @@ def _check_meanwhile(rank: int) -> Any:
         first, second = _Twin(0, options), _Twin(1, options)
         (x, *rest) = batches(rank, [SHAPE] * (DECIDED + 3))
         first.step(x)
-        with mock.patch.object(tuning, "_begin", side_effect=AssertionError("a copy is tuned")):
+        with mock.patch.object(tuning, "_Tuner", side_effect=AssertionError("a copy is tuned")):
             ddpopt.warmup(second.run, x)
             ddpopt.verify(second.run, x)
         for x in rest:

@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.planning import AllreduceCost, decision, rebucket, timer
+from ddpopt.planning import AllreduceCost, decision, rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.ranks import store
 from ddpopt.split import compiler
 from ddpopt.split import state as records
+from ddpopt.steps import clock as clocks
 from tests.support.fake_ddp import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
@@ -61,7 +62,7 @@ def _clock(tick_s: float = TICK_S, later: float = 1.0) -> mock.Mock:
 def _given(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
     with (
         mock.patch.object(tuning, "calibrate", return_value=cost),
-        mock.patch.object(timer, "time", clock or _clock()),
+        mock.patch.object(clocks, "time", clock or _clock()),
     ):
         yield
 

@@ -28,7 +28,8 @@ from ddpopt._torch import names
 from ddpopt._torch.names import TABLE, PrivateName
 from ddpopt.checks import verify
 from ddpopt.cli import doctor
-from ddpopt.planning import AllreduceCost, Gradient, Profile, timer, tuner
+from ddpopt.planning import AllreduceCost, Gradient, Profile, tuner
+from ddpopt.steps import clock as clocks
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 from tests.system.drifting import WHOLE, Trained, Use, looking_up, train_without
@@ -292,7 +293,7 @@ def _tune(rank: int) -> None:
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     with (
         mock.patch.object(tuner, "calibrate", return_value=SLOW),
-        mock.patch.object(timer, "time", clock),
+        mock.patch.object(clocks, "time", clock),
     ):
         train(ddp, batches(rank, [SHAPE] * 10), compiled)
 
