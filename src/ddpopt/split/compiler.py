@@ -94,7 +94,7 @@ def compile_under_ddp(
     """
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
-        compiled = GraphCompiler(gm, example_inputs, ddp, options).compile()
+        compiled = GraphCompiler(gm, example_inputs, ddp, options).compile(example_inputs)
     except _torch.control_flow_exceptions():
         raise  # Dynamo traces the frame again
     except Exception as error:
@@ -212,7 +212,8 @@ class GraphCompiler:
         """Read Dynamo's graph."""
         _torch.check_dynamo_graph(gm)
         self._gm = gm
-        self._example_inputs = example_inputs
+        # AOTAutograd may keep this object: of the first batch it has no more than this.
+        self._num_inputs = len(example_inputs)
         self._options = options
         self._state = state.get(ddp)
         self._name = _torch.graph_name(gm)
@@ -254,7 +255,7 @@ class GraphCompiler:
         self._further_sections: list[CompiledSection] = []
         self._was_autocast_on = _torch.is_autocast_on()
 
-    def compile(self) -> CompiledGraph:
+    def compile(self, example_inputs: Sequence[Any]) -> CompiledGraph:
         """Compile the graph: its backward cut, or else its forward, or whole.
 
         Raises:
@@ -267,7 +268,7 @@ class GraphCompiler:
         has_parts = len(parts_of_buckets(buckets, self._facts.first_use)) > 1
         if has_parts and self._options.split != "forward":
             try:
-                return self._cut_backward()
+                return self._cut_backward(example_inputs)
             except _torch.control_flow_exceptions():
                 raise
             except Exception as error:
@@ -278,7 +279,7 @@ class GraphCompiler:
                 cut = dataclasses.replace(
                     cut, backward_fallback=refusal.reason, detail=refusal.detail
                 )
-        return self._cut_forward(cut, buckets)
+        return self._cut_forward(cut, buckets, example_inputs)
 
     # ---- Which buckets -----------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class GraphCompiler:
 
     # ---- Backward ----------------------------------------------------------------------------
 
-    def _cut_backward(self) -> CompiledGraph:
+    def _cut_backward(self, example_inputs: Sequence[Any]) -> CompiledGraph:
         """Compile the graph whole and its backward in sections.
 
         Raises:
@@ -346,14 +347,14 @@ class GraphCompiler:
             raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
         if self._facts.first_use.keys() - self._argument_of.keys():
             raise NotCutError(Reason.ATTRIBUTES)
-        tensors = [value for value in self._example_inputs if isinstance(value, torch.Tensor)]
+        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
         traced = copy_for_cutting(self._gm)
         if not are_plain or has_ragged_sizes(traced.graph):
             raise NotCutError(Reason.SUBCLASSES)
         self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
         add_token(traced)
-        call = aot(traced, [*self._example_inputs, new_token(self._device)], self)
+        call = aot(traced, [*example_inputs, new_token(self._device)], self)
         stored = self._stored
         assert stored is not None, "AOTAutograd returned a forward without its backward"
         cut = dataclasses.replace(stored.cut, graph=self._name)  # the cache knows no names
@@ -403,7 +404,7 @@ class GraphCompiler:
         """
         _torch.check_backward(backward)
         refuse_linked_calls(backward)
-        arguments = drop_token_gradient(backward, token_argument=len(self._example_inputs))
+        arguments = drop_token_gradient(backward, token_argument=self._num_inputs)
         _torch.restride(backward, inputs)
         devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
@@ -470,14 +471,15 @@ class GraphCompiler:
         ]
         first_section, *self._further_sections = sections
         num_kept = sum(len(flow.keeps) for _, flow in stored.sections)
-        token_argument = len(self._example_inputs)
         return run_first_section(
-            first_section, stored.arguments, token_argument, num_kept, self._device
+            first_section, stored.arguments, self._num_inputs, num_kept, self._device
         )
 
     # ---- Forward -----------------------------------------------------------------------------
 
-    def _cut_forward(self, cut: Cut, buckets: Sequence[Bucket]) -> CompiledGraph:
+    def _cut_forward(
+        self, cut: Cut, buckets: Sequence[Bucket], example_inputs: Sequence[Any]
+    ) -> CompiledGraph:
         """Compile the graph in sections, or whole if no boundary helps or is possible."""
         calls = describe(call_nodes(self._copy.graph))
         try:
@@ -487,7 +489,7 @@ class GraphCompiler:
             text = GraphText(nodes=(calls,))
             write(self._gm, cut, text, {"original": self._gm})
             call = report_runs(
-                self._options.inner(self._gm, list(self._example_inputs)), Label(self._name, 0)
+                self._options.inner(self._gm, list(example_inputs)), Label(self._name, 0)
             )
         else:
             cut = dataclasses.replace(cut, sections=sections).with_buckets(cut.buckets)
@@ -503,7 +505,7 @@ class GraphCompiler:
             }
             show(self._gm, cut, text, {"original": self._gm, **pieces, "stitched": stitched})
             call = compile_forward_sections(
-                stitched, self._example_inputs, self._options.inner, self._name
+                stitched, example_inputs, self._options.inner, self._name
             )
         return CompiledGraph(cut=cut, text=text, call=call, argument_of=self._argument_of)
 
