@@ -7,7 +7,7 @@ other rooms keep of a module is in slots of their own, see `_slots.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,40 +94,58 @@ class DDPState:
     def arrival_around(
         self, graph: str, parameters: Collection[int]
     ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        """Return the parameters of graphs that run after and of those that run before this one.
+        """The parameters of graphs that run after, and of graphs that run before this one.
 
-        Each is in the order in which gradients arrive: those of later graphs before this graph's
-        own, those of earlier graphs after. A graph's name is its frame and the number of the
-        frame's compile, as in `4/0`; frames are first compiled in forward order. `parameters` are
-        the graph's own: if its frame was compiled before, without parameters, and a later frame has
-        some of them, the graph takes the place of that frame, which a graph break had made.
+        Each in the order in which gradients arrive: those of later graphs before this graph's own,
+        those of earlier graphs after.
+
+        Args:
+            graph: its name: its frame and the number of the frame's compile, as in `4/0`. Frames
+                are first compiled in forward order.
+            parameters: the graph's own, by index.
         """
         # The cut of an evaluation has no parameters, and changes nothing of its frame in training.
-        by_frame = {cut.frame: cut.arrival for cut in self.cuts if cut.arrival}
-        frames, frame = list(by_frame), frame_of(graph)
-        # A graph that does not come from Dynamo has no name.
-        number = {name: int(name) if name.isdigit() else 0 for name in (*frames, frame)}
-        replaced = (
-            other
-            for other in frames
-            if number[other] > number[frame] and any(p.index in parameters for p in by_frame[other])
-        )
-        place_of = frame if frame in by_frame else next(replaced, None)
-        place = frames.index(place_of) if place_of is not None else len(frames)
-        later = [p for other in reversed(frames[place:]) if other != frame for p in by_frame[other]]
-        earlier = [p for other in reversed(frames[:place]) for p in by_frame[other]]
+        arrival_of = {cut.frame: cut.arrival for cut in self.cuts if cut.arrival}
+        frames, frame = list(arrival_of), frame_of(graph)
+        if frame in arrival_of:
+            place = frames.index(frame)
+        else:
+            place = self._place_of_replaced(frame, arrival_of, parameters)
+        later: list[Parameter] = []
+        for other in reversed(frames[place:]):
+            if other != frame:
+                later += arrival_of[other]
+        earlier: list[Parameter] = []
+        for other in reversed(frames[:place]):
+            earlier += arrival_of[other]
         return tuple(later), tuple(earlier)
+
+    def _place_of_replaced(
+        self,
+        frame: str,
+        arrival_of: Mapping[str, Sequence[Parameter]],
+        parameters: Collection[int],
+    ) -> int:
+        """The place, among the frames, of the first that this one replaces; else behind all.
+
+        A frame that was compiled before, without parameters, may get those of later frames: a graph
+        break had made these, and is gone.
+        """
+        for place, (other, arrival) in enumerate(arrival_of.items()):
+            is_later = _frame_number(other) > _frame_number(frame)
+            if is_later and any(p.index in parameters for p in arrival):
+                return place
+        return len(arrival_of)
 
     @property
     def rules(self) -> ReducerRules:
         """How the Reducer forms buckets now: the same object until that changes."""
-        ddp, rules, is_provisional = self._module(), self._rules, self.is_provisional
-        is_rebuilt = _torch.follows_arrival_order(ddp)
-        if rules is None or (rules.is_rebuilt, rules.is_provisional) != (
-            is_rebuilt,
-            is_provisional,
-        ):
+        ddp, rules = self._module(), self._rules
+        now = (_torch.follows_arrival_order(ddp), self.is_provisional)
+        if rules is None or (rules.is_rebuilt, rules.is_provisional) != now:
+            is_rebuilt, is_provisional = now
             rules = self._rules = ReducerRules(
+                # Graphs are cut by new limits when somebody says so, see `take_new_limits`.
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
                 is_rebuilt=is_rebuilt,
                 is_provisional=is_provisional,
@@ -143,11 +161,12 @@ class DDPState:
     @property
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it reported them, or as they were given to it."""
-        known, ddp = self.reported_buckets or self._given_buckets, self._module()
-        if known is None and self.reported_buckets is None and not _torch.will_rebuild_buckets(ddp):
+        buckets, ddp = self.reported_buckets or self._given_buckets, self._module()
+        was_asked = self.reported_buckets is not None
+        if buckets is None and not was_asked and not _torch.will_rebuild_buckets(ddp):
             # They are final from the start, or since steps that ran no code of ours.
-            known = self._given_buckets = _torch.final_buckets(ddp)
-        return known
+            buckets = self._given_buckets = _torch.final_buckets(ddp)
+        return buckets
 
     @property
     def has_planned_buckets(self) -> bool:
@@ -231,6 +250,11 @@ class DDPState:
         return ddp
 
 
+def _frame_number(frame: str) -> int:
+    """Frames are numbered as they are compiled; a graph that does not come from Dynamo has none."""
+    return int(frame) if frame.isdigit() else 0
+
+
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
 _states = weakref.WeakKeyDictionary()
 has_drifted = False  # whether a graph was compiled without noting for which module
@@ -255,12 +279,16 @@ def is_copy(ddp: DistributedDataParallel) -> bool:
 
 
 def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
-    """Return how a module's Reducer forms buckets, None without a module."""
+    """How a module's Reducer forms buckets, None without a module."""
     return None if ddp is None else get(ddp).rules
 
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
-    """Return the DDP module at the top of a model, or raise TypeError."""
+    """The DDP module at the top of a model.
+
+    Raises:
+        TypeError: there is none.
+    """
     ddp = _torch.unwrap_compiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
@@ -304,5 +332,8 @@ _IS_IN: dict[DDPMode, Callable[[DistributedDataParallel], bool]] = {
 
 
 def find_mode(ddp: DistributedDataParallel, modes: Sequence[DDPMode]) -> DDPMode | None:
-    """Return the first of these modes that `ddp` is in."""
-    return next((mode for mode in modes if _IS_IN[mode](ddp)), None)
+    """The first of these modes that `ddp` is in, None if it is in none of them."""
+    for mode in modes:
+        if _IS_IN[mode](ddp):
+            return mode
+    return None
