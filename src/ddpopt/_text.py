@@ -17,7 +17,7 @@ _COLUMN_WIDTH = 40
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size as people read it: `1.50 MiB`, `12.0 KiB`, `80 B`."""
+    """A size as people read it: `1.50 MiB`, `12.0 KiB`, `80 B`."""
     if num_bytes >= _MIB:
         return f"{num_bytes / _MIB:.2f} MiB"
     if num_bytes >= 1024:
@@ -26,7 +26,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_ms(time_s: float | None) -> str:
-    """Return a time in milliseconds, or `-` if there is none."""
+    """A time in milliseconds, or `-` if there is none."""
     return "-" if time_s is None else f"{time_s * 1e3:.1f}"
 
 
@@ -94,7 +94,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def installed_version() -> str:
-    """Return the release of ddpopt, or "not installed" if only its source is on the path."""
+    """The release of ddpopt, or "not installed" if only its source is on the path."""
     try:
         return importlib.metadata.version("ddpopt")
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +103,7 @@ def installed_version() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Return a digest that distinguishes this version of ddpopt's code from all others."""
+    """A digest that distinguishes this version of ddpopt's code from all others."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -26,7 +26,7 @@ def around_ddp_forward(
     after: Callable[..., None],
     current_callback: Callable[[], Any],
 ) -> Callable[..., Any]:
-    """Return a method for DDP in which it calls its module, between calls of `before` and `after`.
+    """A method for DDP in which it calls its module, between calls of `before` and `after`.
 
     These get the DDP module, the arguments, the keyword arguments and Dynamo's callback.
     """

@@ -181,7 +181,7 @@ def _run_all(jobs: Sequence[Callable[[], Any]], *, one_by_one: bool) -> list[Any
 
 
 def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
-    """Return a function whose code belongs to this DataParallel alone.
+    """A function whose code belongs to this DataParallel alone.
 
     Dynamo counts compiles per code object, and learns by its name which sizes change.
     """
@@ -222,7 +222,7 @@ def _check_placement(module: nn.Module, device: torch.device) -> None:
 
 
 def _find_device(device: torch.device | str | int) -> torch.device:
-    """Return a device under the name that its tensors give it."""
+    """A device under the name that its tensors give it."""
     try:
         return torch.empty(0, device=torch.device(device)).device
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -258,7 +258,7 @@ def _add_note(error: Exception, note: str) -> None:
 def _scatter(
     args: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int
 ) -> list[Share]:
-    """Return the shares of the first devices, as many as there are chunks.
+    """The shares of the first devices, as many as there are chunks.
 
     Tensors are divided along `dim` as by `torch.chunk`. 0-dimensional tensors go to each device;
     other objects are shared by reference. If there is no tensor to divide, there is one share.
@@ -273,7 +273,7 @@ def _scatter(
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on `device`; a copy to the CPU is complete when this returns."""
+    """The tensor on `device`; a copy to the CPU is complete when this returns."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -382,7 +382,7 @@ def _children(value: Any) -> dict[str, Any] | None:
 
 
 def _rebuild(value: Any, new: Sequence[Any]) -> Any:
-    """Return a container like `value` with other children, in the order of `_children`."""
+    """A container like `value` with other children, in the order of `_children`."""
     if isinstance(value, dict):
         pairs = dict(zip(value, new, strict=True))
         if not isinstance(value, collections.defaultdict):
@@ -442,7 +442,7 @@ class _Hooks:
 def _replicate(
     module: nn.Module, devices: Sequence[torch.device], hooks: _Hooks
 ) -> list[nn.Module]:
-    """Return a replica for each device, through which gradients flow back to the module.
+    """A replica for each device, through which gradients flow back to the module.
 
     The first one has views of the parameters and the module's own buffers, so that what it writes
     in place persists; the others have copies. All else is shared by reference.

@@ -71,7 +71,7 @@ class Bucket:
 
 
 def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[Bucket, ...]:
-    """Return the buckets that the Reducer will use, in the order of their launch.
+    """The buckets that the Reducer will use, in the order of their launch.
 
     `arrival` holds every parameter of the Reducer in the order in which gradients will become
     final in the first backward.
@@ -89,7 +89,7 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
 def known_buckets(
     parameters: Sequence[Parameter], actual: Sequence[Sequence[int]], rules: ReducerRules
 ) -> tuple[Bucket, ...]:
-    """Return the buckets that the Reducer reported, by parameter index, in launch order."""
+    """The buckets that the Reducer reported, by parameter index, in launch order."""
     by_index = {parameter.index: parameter for parameter in parameters}
     members = ([by_index[index] for index in bucket] for bucket in actual)
     return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])
@@ -132,7 +132,7 @@ class Misplaced(NamedTuple):
 def find_misplaced(
     own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[int]]
 ) -> Misplaced | None:
-    """Return the first parameter of `own` that is reduced in another bucket than planned.
+    """The first parameter of `own` that is reduced in another bucket than planned.
 
     `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
     how the rest of a bucket is composed changes nothing for a graph that holds `own`.
@@ -181,7 +181,7 @@ def _fill(
 
 
 def cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
-    """Return the limit of the bucket that follows `num_closed` others of its group."""
+    """The limit of the bucket that follows `num_closed` others of its group."""
     return caps_bytes[min(num_closed, len(caps_bytes) - 1)]
 
 

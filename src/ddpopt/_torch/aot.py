@@ -110,7 +110,7 @@ class CutsBackward(Protocol):
     def compile_backward(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: CompileSection
     ) -> tuple[Sequence[Any], Any]:
-        """Return the compiled sections, and data for running them, which can be pickled."""
+        """The compiled sections, and data for running them, which can be pickled."""
 
     def run_backward(self, compiled: Sequence[Any], stored: Any) -> Callable[[list[Any]], Any]:
         """Return what AOTAutograd is to run, given what `compile_backward` returned.
@@ -124,7 +124,7 @@ AOTCompilerFn = Callable[[fx.GraphModule, list[Any], CutsBackward], Callable[...
 
 
 def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
-    """Return a compiler like `inductor`, which `inductor()` made, but with a cut backward."""
+    """A compiler like `inductor`, which `inductor()` made, but with a cut backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
         compile_fx_inner = names.COMPILE_FX_INNER.get()
@@ -179,7 +179,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
 
 
 def _cached() -> Any:
-    """Return the module `cached`, None if this release has no such cache."""
+    """The module `cached`, None if this release has no such cache."""
     if not names.OUTPUT_CODE.is_expected:
         return None
     with names.doing_without(names.Need.CACHE):

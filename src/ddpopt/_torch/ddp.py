@@ -84,7 +84,7 @@ _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
-    """Return the Reducer's final buckets by parameter index, None if DDP does not tell (yet).
+    """The Reducer's final buckets by parameter index, None if DDP does not tell (yet).
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
     its initial buckets reports them itself.
@@ -110,7 +110,7 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
 
 
 def _logged_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
-    """Return the rebuilt buckets as DDP's log has them, None without."""
+    """The rebuilt buckets as DDP's log has them, None without."""
     logged = _log_of(ddp).get(names.REBUILT_BUCKETS.text)
     if not logged:
         return None
@@ -143,7 +143,7 @@ class LoggedStep(NamedTuple):
 
 
 def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
-    """Return the last step that DDP timed: it times the first ten, then every hundredth."""
+    """The last step that DDP timed: it times the first ten, then every hundredth."""
     logged = _log_of(ddp)  # in nanoseconds
     return LoggedStep(
         number=int(logged.get(names.ITERATION.text, 0)),
@@ -156,7 +156,7 @@ def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
 
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
-    """Return the limits in bytes at which this module's Reducer closes buckets."""
+    """The limits in bytes at which this module's Reducer closes buckets."""
     if caps := tuple(names.CAPS_BYTES.get(ddp)):
         return caps
     first, cap = int(names.FIRST_CAP_BYTES.get()), int(names.CAP_BYTES.get(ddp))
@@ -181,7 +181,7 @@ _reduced = weakref.WeakKeyDictionary()
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
-    """Return the parameters that the Reducer reduces, in its order, shared ones once.
+    """The parameters that the Reducer reduces, in its order, shared ones once.
 
     They are those that required gradients when it was made, even if they are frozen now, have
     another name, or are in the module no more.
@@ -201,19 +201,19 @@ def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Param
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
-    """Return the parameters that the Reducer would reduce if it were made now."""
+    """The parameters that the Reducer would reduce if it were made now."""
     return _describe(_name(ddp, _required_tensors(ddp)))
 
 
 def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
-    """Return the parameters of both kinds, in the module's order; those that left it come last."""
+    """The parameters of both kinds, in the module's order; those that left it come last."""
     wanted = dict.fromkeys([*reducer_parameters(ddp), *_required_tensors(ddp)])
     ordered = [tensor for tensor in ddp.module.parameters() if tensor in wanted]
     return _describe(_name(ddp, dict.fromkeys([*ordered, *wanted])))
 
 
 def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Return the names that parameters have now, which those of `reducer_parameters` may not be."""
+    """The names that parameters have now, which those of `reducer_parameters` may not be."""
     return {tensor: name for name, tensor in ddp.module.named_parameters()}
 
 
@@ -259,7 +259,7 @@ def _ask_buckets(ddp: DistributedDataParallel) -> _Buckets | None:
 
 
 def _reducers_order(ddp: DistributedDataParallel, buckets: _Buckets) -> Sequence[torch.Tensor]:
-    """Return the tensors in the Reducer's buckets in the order of its own list.
+    """The tensors in the Reducer's buckets in the order of its own list.
 
     Nobody has that list. DDP keeps one of the module's parameters from its construction, but a copy
     of a DDP module has the original's, and the module may have changed in between. So what is taken
@@ -341,7 +341,7 @@ def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def accumulate_node(parameter: torch.Tensor) -> Any:
-    """Return the autograd node that accumulates a gradient; it lives while somebody holds it."""
+    """The autograd node that accumulates a gradient; it lives while somebody holds it."""
     with requiring_grad([parameter]):
         view = parameter.view_as(parameter)
     assert view.grad_fn is not None
@@ -366,7 +366,7 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
 
 
 def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[int, ...]:
-    """Return the parameters, by index, whose gradient makes DDP reduce the delayed ones."""
+    """The parameters, by index, whose gradient makes DDP reduce the delayed ones."""
     if not has_delayed_parameters(ddp):
         return ()
     hook = names.DELAYED_HOOK.get(type(ddp))
@@ -407,7 +407,7 @@ class BucketReduction:
 
 
 def bucket_reduction(ddp: DistributedDataParallel) -> BucketReduction | None:
-    """Return the one of this module, None if no algorithm has ever been attached to it."""
+    """The one of this module, None if no algorithm has ever been attached to it."""
     states = (state for _, state in _registered_hooks(ddp) if isinstance(state, BucketReduction))
     return next(states, None)
 
@@ -477,7 +477,7 @@ def runs_optimizers(ddp: DistributedDataParallel) -> bool:
 
 
 def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return the Python comm hooks of the module's current Reducer, and their states.
+    """The Python comm hooks of the module's current Reducer, and their states.
 
     Copies of a module have its list of hooks, but a Reducer without any.
     """
@@ -485,7 +485,7 @@ def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
 
 
 def _builtin_hook(ddp: DistributedDataParallel) -> Any:
-    """Return the name of DDP's own comm hook in C++, which only the log keeps."""
+    """The name of DDP's own comm hook in C++, which only the log keeps."""
     name = str(_log_of(ddp).get(names.COMM_HOOK.text, ""))
     kinds = names.BUILTIN_HOOKS.get()
     return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
@@ -748,7 +748,7 @@ class CompiledCopy(NamedTuple):
 def copy_compiled(
     model: nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, is_apart: bool
 ) -> CompiledCopy:
-    """Return a copy of a compiled DDP model with a Reducer of its own.
+    """A copy of a compiled DDP model with a Reducer of its own.
 
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
     same compiled code for both, unless the copy `is_apart`: then it is compiled separately.
@@ -813,7 +813,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 
 def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
-    """Return the function that `torch.compile` was given; for an original's method, its copy's."""
+    """The function that `torch.compile` was given; for an original's method, its copy's."""
     original = names.ORIG_CALLABLE.get(function)
     if not inspect.ismethod(original):
         return original
@@ -824,7 +824,7 @@ _HOOKS = (names.FORWARD_PRE_HOOKS, names.FORWARD_HOOKS)
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that run before and after the forward of a module and its submodules."""
+    """The hooks that run before and after the forward of a module and its submodules."""
     return [hook for m in module.modules() for row in _HOOKS for hook in row.get(m).values()]
 
 
@@ -833,7 +833,7 @@ def replica(
     tensors: Mapping[torch.Tensor, torch.Tensor],
     hooks: Mapping[int, Callable[..., Any]],
 ) -> nn.Module:
-    """Return a copy of a module's structure with other tensors and hooks, all else shared.
+    """A copy of a module's structure with other tensors and hooks, all else shared.
 
     It is like those of `torch.nn.DataParallel`, except that its `parameters()` works. `tensors` has
     all parameters; buffers that are not in it are kept. `hooks` has the replacement for each of
@@ -901,10 +901,10 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the time after which a collective on `group` fails, a `datetime.timedelta`."""
+    """The time after which a collective on `group` fails, a `datetime.timedelta`."""
     return names.GROUP_TIMEOUT.get(names.GROUP_BACKEND.get(group)(device).options)
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store through which the ranks of a group found each other."""
+    """The store through which the ranks of a group found each other."""
     return names.GROUP_STORE.get()(group)

@@ -62,7 +62,7 @@ def innermost_backend(backend: Any) -> Any:
 
 
 def lookup_backend(name: str) -> CompilerFn:
-    """Return a registered backend; raises `torch._dynamo.exc.InvalidBackend` if there is none."""
+    """A registered backend; raises `torch._dynamo.exc.InvalidBackend` if there is none."""
     return names.LOOKUP_BACKEND.get()(name)
 
 
@@ -87,7 +87,7 @@ def traces_backward_around(ddp: nn.Module) -> bool:
 
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
-    """Return the exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
+    """The exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
     with names.doing_without(names.Need.ERRORS):  # the caller handles another, not to be hidden
         return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
@@ -104,7 +104,7 @@ def dynamo_settings(
 
 
 def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which compiled functions run uncompiled while FX traces.
+    """A context in which compiled functions run uncompiled while FX traces.
 
     Otherwise they raise, in other threads too: all threads share FX's flag that it is tracing.
     """
@@ -174,7 +174,7 @@ def forget_code(code: Sequence[Any]) -> None:
 
 
 def checkpointed_region() -> object | None:
-    """Return an object shared by a checkpoint's forward and its recomputation, None outside.
+    """An object shared by a checkpoint's forward and its recomputation, None outside.
 
     This works for non-reentrant `torch.utils.checkpoint`; other implementations leave no trace. If
     a release hides it from us, that affects only the case of several compiled versions of one
@@ -200,7 +200,7 @@ def checkpointed_region() -> object | None:
 
 
 def unwrap_compiled(module: Any) -> Any:
-    """Return the module that `torch.compile` wrapped, or the object itself."""
+    """The module that `torch.compile` wrapped, or the object itself."""
     is_wrapper = isinstance(module, names.OPTIMIZED_MODULE.get())
     return names.ORIG_MOD.get(module) if is_wrapper else module
 
@@ -233,7 +233,7 @@ def compiled_parts(model: nn.Module) -> list[Any]:
 
 
 def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return a module's own attributes that are functions which `torch.compile` returned."""
+    """A module's own attributes that are functions which `torch.compile` returned."""
     own = vars(module).items()
     is_compiled = names.GET_COMPILER_CONFIG.is_in
     return {n: value for n, value in own if inspect.isfunction(value) and is_compiled(value)}
@@ -249,7 +249,7 @@ def context_of(function: Callable[..., Any]) -> Any:
 
 
 def backend_of(context: Any) -> Any:
-    """Return the innermost backend of one of `compiled_parts`."""
+    """The innermost backend of one of `compiled_parts`."""
     return innermost_backend(names.CALLBACK.get(context))
 
 
@@ -270,7 +270,7 @@ def context_apart(context: Any) -> Any:
 
 
 def compiler_of(context: Any) -> Any:
-    """Return the backend as `torch.compile` wrapped it, with its options bound."""
+    """The backend as `torch.compile` wrapped it, with its options bound."""
     backend = names.CALLBACK.get(context)
     while names.ORIG_BACKEND.is_in(backend):
         backend = names.ORIG_BACKEND.get(backend)
@@ -301,7 +301,7 @@ def frames() -> Iterator[types.FrameType]:
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module of a graph that finds in `root` what the graph refers to.
+    """A module of a graph that finds in `root` what the graph refers to.
 
     Under Dynamo its code is made when it is first needed. `fx.GraphModule` makes it at once, and
     anew after each change, at a cost of 20 ms for 500 nodes.
@@ -353,7 +353,7 @@ RUNNING_AVERAGES = ("running_mean", "running_var")
 
 
 def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
-    """Return the places (None: keyword only) and names of the arguments that an operator writes to.
+    """The places (None: keyword only) and names of the arguments that an operator writes to.
 
     `target` is the operator, or else it is ATen's operator `name`. All overloads count if it is not
     known which is called. Running averages count too, although schemas do not declare them.
@@ -497,7 +497,7 @@ def graph_name(gm: fx.GraphModule) -> str:
 
 
 def namespace_of(target: object) -> str | None:
-    """Return the library that an operator belongs to, such as `aten`; None for anything else."""
+    """The library that an operator belongs to, such as `aten`; None for anything else."""
     return str(target).partition(".")[0] if isinstance(target, _OVERLOAD | _PACKET) else None
 
 
@@ -530,12 +530,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def fake_mode_of(inputs: object) -> Any:
-    """Return the fake mode with which Dynamo traced, or a new one outside Dynamo."""
+    """The fake mode with which Dynamo traced, or a new one outside Dynamo."""
     return names.DETECT_FAKE_MODE.get()(inputs) or names.FAKE_TENSOR_MODE.get()()
 
 
 def to_fake(value: Any, fake_mode: Any) -> Any:
-    """Return the fake tensor that stands for `value` in this compile; other values unchanged."""
+    """The fake tensor that stands for `value` in this compile; other values unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, names.FAKE_TENSOR.get()):
         return value
     return names.TO_FAKE_TENSOR.get()(value, fake_mode)
@@ -550,7 +550,7 @@ def free_symbols(value: object) -> frozenset[Any]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return a size as it was in the first call; 1 if it depends on data."""
+    """A size as it was in the first call; 1 if it depends on data."""
     if isinstance(size, int):
         return size
     hint = names.HINT.get(names.SYM_NODE.get(size))
@@ -558,7 +558,7 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def constant_of(value: object) -> int | None:
-    """Return the number that a symbolic integer is known to equal, None if it may vary."""
+    """The number that a symbolic integer is known to equal, None if it may vary."""
     from torch.fx.experimental import sym_node, symbolic_shapes  # noqa: PLC0415  # import sympy
 
     if not isinstance(value, torch.SymInt):
@@ -594,7 +594,7 @@ def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
 
 
 def graph_logger() -> logging.Logger:
-    """Return the logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one if it has moved."""
+    """The logger that `TORCH_LOGS=ddp_graphs` turns on, or a silent one if it has moved."""
     with names.doing_without(names.Need.LOGS):
         return names.ARTIFACT_LOGGER.get()(names.LOG_NAME, "ddp_graphs")
     return logging.getLogger(f"{names.LOG_NAME}.ddp_graphs")

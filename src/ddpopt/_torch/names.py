@@ -37,12 +37,12 @@ LAST: Release = (2, 15)
 
 
 def tested_range() -> str:
-    """Return the releases as people write them, such as `2.11 to 2.15`."""
+    """The releases as people write them, such as `2.11 to 2.15`."""
     return " to ".join(f"{major}.{minor}" for major, minor in (FIRST, LAST))
 
 
 def installed_release() -> Release:
-    """Return the installed release of torch, (0, 0) if its version does not say."""
+    """The installed release of torch, (0, 0) if its version does not say."""
     found = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -99,18 +99,18 @@ class PrivateName:
         return self.since <= release and (self.until is None or release <= self.until)
 
     def drift(self) -> TorchDriftError:
-        """Return the error for a release that should have this name but does not."""
+        """The error for a release that should have this name but does not."""
         return _drift_of(self)
 
     def get(self, owner: Any = None) -> Any:
-        """Return the name's value, or raise TorchDriftError."""
+        """The name's value, or raise TorchDriftError."""
         try:
             return _read(self, self._find_owner(owner))
         except (AttributeError, ImportError) as error:
             raise self.drift() from error
 
     def find(self, owner: Any, default: Any = None) -> Any:
-        """Return the value; the default if `owner` is another kind of object, or lacks the name."""
+        """The value; the default if `owner` is another kind of object, or lacks the name."""
         try:
             return _read(self, owner)
         except AttributeError:
@@ -170,7 +170,7 @@ class PrivateText:
         return f"{self.where} {self.text!r}"
 
     def drift(self) -> TorchDriftError:
-        """Return the error for a graph that should have this text somewhere, but has it nowhere."""
+        """The error for a graph that should have this text somewhere, but has it nowhere."""
         return _drift_of(self)
 
 

@@ -30,7 +30,7 @@ RANGE_BYTES = 8
 
 @torch.no_grad()
 def compress(values: torch.Tensor) -> torch.Tensor:
-    """Return the message of floats of shape [num_chunks, chunk_size]; see [Note: codes].
+    """The message of floats of shape [num_chunks, chunk_size]; see [Note: codes].
 
     It has a row for each chunk, with its range and its codes: uint8 [num_chunks, 8 + chunk_size].
     """
@@ -45,7 +45,7 @@ def compress(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def decompress(message: torch.Tensor) -> torch.Tensor:
-    """Return the values, float32 [num_chunks, chunk_size], that a message stands for."""
+    """The values, float32 [num_chunks, chunk_size], that a message stands for."""
     scale, lowest = _levels(read_ranges(message))
     return message[:, RANGE_BYTES:].to(torch.float32).add_(lowest).div_(scale)
 

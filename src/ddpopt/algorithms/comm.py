@@ -73,7 +73,7 @@ class Communicator:
             values.div_(last)
 
     def mean_bucket(self, bucket: Any) -> Any:
-        """Return the future mean of a bucket of DDP's gradients, made as DDP makes it."""
+        """The future mean of a bucket of DDP's gradients, made as DDP makes it."""
         self.sent_bytes += ring_bytes(bucket.buffer().nbytes, self.num_ranks)
         return allreduce_hook(self.group, bucket)
 
@@ -225,7 +225,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def copy(self) -> list[torch.Tensor]:
-        """Return the current weights, one tensor of shape [num_elements] per bucket."""
+        """The current weights, one tensor of shape [num_elements] per bucket."""
         return [torch.cat([p.detach().reshape(-1) for p in bucket]) for bucket in self._buckets]
 
     @torch.no_grad()
@@ -290,7 +290,7 @@ class Worker:
         self.close = weakref.finalize(owner, tasks.put, None)
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Return the future result of a task; its exception is raised by `wait`."""
+        """The future result of a task; its exception is raised by `wait`."""
         queued: torch.Event | None = None
         devices: list[int | str | torch.device] = []
         if self._device.type != "cpu":

@@ -99,7 +99,7 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 
 
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
-    """Return the rank that `rank` averages with after `num_exchanges` earlier exchanges.
+    """The rank that `rank` averages with after `num_exchanges` earlier exchanges.
 
     The lower half of the ranks, which are even in number, rotates against the upper half: each
     meets every rank of the other half in `num_ranks / 2` exchanges, and is its peer's peer.
@@ -265,7 +265,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
 
 
 def _encode_changes(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
-    """Return the codes of z for each bucket, flat; see LowPrecisionDecentralized."""
+    """The codes of z for each bucket, flat; see LowPrecisionDecentralized."""
     codes = []
     for x, own, left, right in zip(flat, *replicas, strict=True):
         # At least in float32: z is a small difference of large numbers.
@@ -276,7 +276,7 @@ def _encode_changes(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[to
 
 
 def _shapes(replicas: Any) -> Any:
-    """Return the types and shapes of replicas, or of what a state has instead of them."""
+    """The types and shapes of replicas, or of what a state has instead of them."""
     try:
         return replicas and [[(v.dtype, list(v.shape)) for v in replica] for replica in replicas]
     except (TypeError, AttributeError):

@@ -196,7 +196,7 @@ class _Updates:
                 self._written.add(optimizer)
 
     def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """Return the parameters of the model that an optimizer has."""
+        """The parameters of the model that an optimizer has."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in parameters if p in self._training.parameters]
 
@@ -445,7 +445,7 @@ class Handle:
     # ---- what an algorithm does --------------------------------------------------------------
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        """Return the future gradients of a bucket; by default they are left unchanged."""
+        """The future gradients of a bucket; by default they are left unchanged."""
         return noop_hook(None, bucket)
 
     def end_backward(self) -> None:
@@ -488,7 +488,7 @@ class Handle:
         return [Fact(name, str(state[name])) for name in _COUNTERS]
 
     def allreduce(self, bucket: Bucket) -> GradientFuture:
-        """Return the future gradients of a bucket as DDP's own allreduce makes them."""
+        """The future gradients of a bucket as DDP's own allreduce makes them."""
         self._seen_communications = -1  # so that this step counts as one that communicates
         return self.groups.ddp.mean_bucket(bucket)
 
@@ -684,7 +684,7 @@ class Handle:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that calls a method while its object lives, which the hook keeps not alive."""
+    """A hook that calls a method while its object lives, which the hook keeps not alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

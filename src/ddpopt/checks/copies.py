@@ -110,7 +110,7 @@ class Rehearsal:
     def forward(
         self, batch: Batch, loss_fn: LossFn | None
     ) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
-        """Return the loss of a batch, and the dtypes of the output."""
+        """The loss of a batch, and the dtypes of the output."""
         output = call_model(self.model, batch)
         dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
         return find_loss(output, loss_fn, of_tensor=_distance, error=OptionError), dtypes
@@ -144,7 +144,7 @@ class Rehearsal:
 
 
 def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
-    """Return a copy of a compiled DDP model; see `_torch.copy_compiled`.
+    """A copy of a compiled DDP model; see `_torch.copy_compiled`.
 
     Raises:
         OptionError: the model cannot be copied, a copy would run its forward, or DDP is in a mode
@@ -271,7 +271,7 @@ def is_compiled_by_us(model: torch.nn.Module) -> bool:
 
 
 def _distance(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a scalar loss in which each element has a target of its own.
+    """A scalar loss in which each element has a target of its own.
 
     So gradients of normalized outputs do not vanish, as they would for a sum.
     """

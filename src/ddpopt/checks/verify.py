@@ -237,7 +237,7 @@ class _Report(NamedTuple):
 
 
 def _combine(ddp: DistributedDataParallel, own: _Report) -> Verification:
-    """Return the same result on all ranks, judged by the first one's tolerances."""
+    """The same result on all ranks, judged by the first one's tolerances."""
     reports = all_gather_object(ddp, own, "comparing a step with an eager one")
     errors = _largest([report.errors for report in reports])
     worst = [report.errors.worst for report in reports]
@@ -262,7 +262,7 @@ def _combine(ddp: DistributedDataParallel, own: _Report) -> Verification:
 
 
 def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
-    """Return the tolerance for each name that `precision_of` returns, from fine to coarse."""
+    """The tolerance for each name that `precision_of` returns, from fine to coarse."""
     limits = {}
     for dtype, limit in {**TOLERANCES, **tolerances}.items():
         limits[dtype_name(dtype)] = limit
@@ -272,7 +272,7 @@ def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
 
 
 def _precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
-    """Return the name of the coarsest dtype in which a step computes, as far as can be seen.
+    """The name of the coarsest dtype in which a step computes, as far as can be seen.
 
     `float32 (TF32)` where a device may compute float32 with fewer bits.
     """
@@ -289,7 +289,7 @@ def _precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
 
 
 def _compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> _Errors:
-    """Return the largest errors of the compiled steps, taking the eager ones as correct."""
+    """The largest errors of the compiled steps, taking the eager ones as correct."""
     return _largest([_compare(*pair) for pair in zip(compiled, eager, strict=True)])
 
 
@@ -303,7 +303,7 @@ def _compare(ours: Outcome, theirs: Outcome) -> _Errors:
 
 
 def _largest(found: Sequence[_Errors]) -> _Errors:
-    """Return the largest error for each name; it is infinite if one of them lacks that name."""
+    """The largest error for each name; it is infinite if one of them lacks that name."""
 
     def of_each(named: Sequence[dict[str, float]]) -> dict[str, float]:
         names = dict.fromkeys(name for errors in named for name in errors)
@@ -316,7 +316,7 @@ def _largest(found: Sequence[_Errors]) -> _Errors:
 def relative_error(
     actual: torch.Tensor | None, expected: torch.Tensor | None, floor: float = 0.0
 ) -> float:
-    """Return the largest difference over the largest magnitude of `expected`, or over `floor`.
+    """The largest difference over the largest magnitude of `expected`, or over `floor`.
 
     Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ.
     """
@@ -340,7 +340,7 @@ def relative_error(
 
 
 def _magnitude(tensor: torch.Tensor | None) -> float:
-    """Return the largest finite magnitude of an element."""
+    """The largest finite magnitude of an element."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
     values = _exact(tensor.to_dense() if tensor.is_sparse else tensor).abs()
@@ -348,7 +348,7 @@ def _magnitude(tensor: torch.Tensor | None) -> float:
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in a dtype in which differences of 16-bit numbers do not overflow."""
+    """The values in a dtype in which differences of 16-bit numbers do not overflow."""
     return tensor if tensor.dtype is torch.float64 or tensor.is_complex() else tensor.float()
 
 

@@ -80,7 +80,7 @@ def _train(
 
 
 def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulation]:
-    """Return an iteration with DDP's own buckets, and one with the best ones."""
+    """An iteration with DDP's own buckets, and one with the best ones."""
     cap_mb = args.bucket_cap_mb
     caps = (int(cap_mb * _MIB),) if cap_mb else DDP_DEFAULT_CAPS
     own = dataclasses.replace(best, sizes=buckets_of_caps(best.profile, caps))

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace, Screen], Report | None]:
-    """Return a command, importing only its module, given as `module:function`."""
+    """A command, importing only its module, given as `module:function`."""
     module, _, function = name.partition(":")
     command: Callable[[argparse.Namespace, Screen], Report | None]
     command = getattr(importlib.import_module(f"ddpopt.cli.{module}"), function)
@@ -74,7 +74,7 @@ def _show(report: Report, screen: Screen) -> int:
 
 
 def make_parser() -> _Parser:
-    """Return the parser; what it parses has `command`, as `module:function`."""
+    """The parser; what it parses has `command`, as `module:function`."""
     parser = _Parser(
         prog="ddpopt",
         description="See, predict and measure how DDP's communication overlaps with backward.",
@@ -203,7 +203,7 @@ _bandwidth = _argument(parse_bandwidth)
 
 @_argument
 def _output(text: str) -> Path:
-    """Return the path of a result, checking before long work that it can be written."""
+    """The path of a result, checking before long work that it can be written."""
     check_can_write(text)
     return Path(text)
 

@@ -66,7 +66,7 @@ class Screen:
                 print("\n".join(table(part.header, part.rows)))
 
     def track(self, items: Sequence[_T], title: str) -> Iterable[_T]:
-        """Return an iterable of these items that advances a progress bar for each."""
+        """An iterable of these items that advances a progress bar for each."""
         if not self._has_rich:
             return items
         console = importlib.import_module("rich.console").Console(stderr=True)

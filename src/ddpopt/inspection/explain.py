@@ -204,7 +204,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _times(self) -> str:
-        """Return a table of times in milliseconds, and a summary of them."""
+        """A table of times in milliseconds, and a summary of them."""
         lines = [*_time_table(self.buckets), ""]
         if self.measured:
             steps = describe_steps(self.num_measured, self.num_recorded)
@@ -376,7 +376,7 @@ def _completing_section(cut: Cut, members: set[str]) -> str:
 def _relate(
     buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
 ) -> tuple[BucketReport, ...]:
-    """Return the buckets with their times, and with the others that share a section with each."""
+    """The buckets with their times, and with the others that share a section with each."""
     # Without times where buckets of several dtypes, or of a changed plan, do not match.
     none = [None] * len(buckets)
     expected = predicted.buckets if predicted and len(predicted.buckets) == len(none) else none
@@ -400,7 +400,7 @@ def _relate(
 
 
 def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | None:
-    """Return the iteration with these buckets; None if the plan is for other parameters."""
+    """The iteration with these buckets; None if the plan is for other parameters."""
     gradients = {gradient.name: gradient for gradient in costs.profile.gradients}
     members = [bucket.actual or bucket.planned for bucket in buckets]
     names = list(itertools.chain(*members))

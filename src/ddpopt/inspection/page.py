@@ -40,5 +40,5 @@ def render_page(content: Mapping[str, Any]) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the hash by which the Content-Security-Policy allows a script or a style."""
+    """The hash by which the Content-Security-Policy allows a script or a style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -107,7 +107,7 @@ class RecordedStep:
         return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
 
     def summary(self) -> str:
-        """Return the times in a sentence."""
+        """The times in a sentence."""
         text = f"backward {format_ms(self.backward_s)} ms"
         if self.exposed_s is not None:
             text += (

@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 
 def as_batch(batch: Any) -> Batch:
-    """Return a tensor, a tuple of positional or a mapping of keyword arguments as a Batch."""
+    """A tensor, a tuple of positional or a mapping of keyword arguments as a Batch."""
     if isinstance(batch, Batch):
         return batch
     if isinstance(batch, Mapping):
@@ -34,7 +34,7 @@ def as_batch(batch: Any) -> Batch:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """Return the model's output for arguments as `as_batch` takes them."""
+    """The model's output for arguments as `as_batch` takes them."""
     args, kwargs = as_batch(batch)
     return model(*args, **kwargs)
 
@@ -46,7 +46,7 @@ def find_loss(
     of_tensor: LossFn = torch.sum,
     error: type[DDPOptError] = PlanError,
 ) -> torch.Tensor:
-    """Return the loss of a model's output: a scalar with a gradient.
+    """The loss of a model's output: a scalar with a gradient.
 
     Without `loss_fn` it is the output's own `loss` (an attribute or a key), or else the sum of what
     `of_tensor` returns for each floating point tensor in the output that has a gradient.

@@ -66,7 +66,7 @@ def calibrate(
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU if the group has another backend for it than for the CPU."""
+    """The GPU if the group has another backend for it than for the CPU."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     accelerator = torch.accelerator.current_accelerator(True)
     if accelerator and backends.get(accelerator.type, backends.get("cpu")) != backends.get("cpu"):
@@ -146,7 +146,7 @@ class _Bench:
         return read_host()
 
     def _worst(self, value: float) -> float:
-        """Return the largest of all ranks' values."""
+        """The largest of all ranks' values."""
         worst = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
         return float(worst.item())

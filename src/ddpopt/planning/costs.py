@@ -117,7 +117,7 @@ class Profile:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def allreduces(self, sizes: Sequence[int]) -> list[Allreduce]:
-        """Return the allreduces of buckets, of which the k-th holds the next `sizes[k]` gradients.
+        """The allreduces of buckets, of which the k-th holds the next `sizes[k]` gradients.
 
         There is one for each group in a bucket, in the order in which groups appear.
         """
@@ -130,13 +130,13 @@ class Profile:
         return found
 
     def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
-        """Return the profile with these times for its gradients, and any other changes."""
+        """The profile with these times for its gradients, and any other changes."""
         pairs = zip(self.gradients, ready_s, strict=True)
         gradients = tuple(dataclasses.replace(gradient, ready_s=t) for gradient, t in pairs)
         return dataclasses.replace(self, gradients=gradients, **changes)
 
     def slowed(self, factor: float) -> Profile:
-        """Return the profile of a computation that takes `factor` times as long."""
+        """The profile of a computation that takes `factor` times as long."""
         times = {name: getattr(self, name) * factor for name in _PROFILE_TIMES}
         return self.with_ready_times([g.ready_s * factor for g in self.gradients], **times)
 
@@ -256,7 +256,7 @@ class Network:
 
 
 def _steps_of_ring(num_ranks: int) -> int:
-    """Return the number of successive messages; each carries 1 / `num_ranks` of all bytes."""
+    """The number of successive messages; each carries 1 / `num_ranks` of all bytes."""
     return 2 * (num_ranks - 1)
 
 

@@ -141,7 +141,7 @@ def _profile(
     sizes: Sequence[int],
     cost: AllreduceCost,
 ) -> tuple[Profile, float]:
-    """Return the computation of the slowest rank without communication, and what is left over.
+    """The computation of the slowest rank without communication, and what is left over.
 
     That is the part of the measured backward that the model does not explain; it is assumed to
     follow all allreduces. A Reducer that looks for unused parameters does not have its buckets in

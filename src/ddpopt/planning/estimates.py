@@ -48,7 +48,7 @@ def estimate(
     device: Device | None = None,
     loss: LossFn | None = None,
 ) -> Profile:
-    """Return the profile of one iteration as a device with these rates would run it.
+    """The profile of one iteration as a device with these rates would run it.
 
     Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
     ends where the loss is computed. An unused parameter is ready at the end of backward. The
@@ -112,7 +112,7 @@ def estimate(
 
 
 def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
-    """Return a profile stretched to measured times of forward and backward.
+    """A profile stretched to measured times of forward and backward.
 
     Raises:
         PlanError: a time is negative or not finite, or the profile's backward takes no time.
@@ -180,7 +180,7 @@ class _Step(nn.Module):
         self._loss = loss
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
-        """Return the loss, and its gradients with respect to `wanted`."""
+        """The loss, and its gradients with respect to `wanted`."""
         value = find_loss(call_model(self.model, batch), self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
@@ -276,7 +276,7 @@ class _Values:
         )
 
     def moved_bytes(self, node: fx.Node) -> int:
-        """Return the bytes that a call reads and writes."""
+        """The bytes that a call reads and writes."""
         written = 0 if self.is_fused(node) else self.size[node]
         reads = [
             0 if self.is_fused(self.owner[source]) else self.size[source]
@@ -288,7 +288,7 @@ class _Values:
 
 
 def _base_name(node: fx.Node) -> str:
-    """Return an operation's name without its overload."""
+    """An operation's name without its overload."""
     return name_of(node).partition(".")[0]
 
 

@@ -76,7 +76,7 @@ def _fixed_points(
 
 
 def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tuple[int, ...]:
-    """Return the buckets that minimise the objective of [Note: merging]."""
+    """The buckets that minimise the objective of [Note: merging]."""
     num_bytes = [0, *(gradient.num_bytes for gradient in profile.gradients)]
     problem = _Problem(
         ready=torch.tensor(ready_s, dtype=torch.float64),
@@ -117,7 +117,7 @@ class _Problem(NamedTuple):
         return torch.cat([before[:1], torch.minimum(before[1:], finish)])
 
     def trace_back(self, layers: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the buckets that lead to the end of the last layer."""
+        """The buckets that lead to the end of the last layer."""
         sizes: list[int] = []
         stop = len(self.ready)
         for before in reversed(layers[:-1]):
@@ -131,7 +131,7 @@ class _Problem(NamedTuple):
 
 
 def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Return the minimum of `values[first[i]..last[i]]` for each i, infinity for an empty range.
+    """The minimum of `values[first[i]..last[i]]` for each i, infinity for an empty range.
 
     It computes minima over all ranges whose length is a power of 2; two of those cover any range.
     """
@@ -160,7 +160,7 @@ def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
-    """Return the buckets of uniform caps, from one bucket to one gradient each, by powers of 2."""
+    """The buckets of uniform caps, from one bucket to one gradient each, by powers of 2."""
     cap = max(1, profile.num_bytes)
     while cap:
         yield _as_formed(profile, buckets_of_caps(profile, (cap,)))
@@ -168,7 +168,7 @@ def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
 
 
 def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the buckets that DDP's Reducer forms with these caps, for gradients of one group.
+    """The buckets that DDP's Reducer forms with these caps, for gradients of one group.
 
     The k-th cap is for the k-th bucket, the last one for all further ones.
     """

@@ -114,7 +114,7 @@ class BucketPlan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def timeline(self) -> Timeline:
-        """Return the predicted times of an iteration with this plan."""
+        """The predicted times of an iteration with this plan."""
         return predict(self.profile, self.sizes, self.cost)
 
     def ddp_kwargs(self) -> dict[str, Any]:
@@ -133,12 +133,12 @@ class BucketPlan:
         return {"bucket_cap_mb": max(1, sum(gradient.num_bytes for gradient in first)) / _MIB}
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, equal for equal plans."""
+        """The plan as JSON text, equal for equal plans."""
         return json.dumps({"version": _VERSION, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
-        """Return the plan that `to_json` wrote.
+        """The plan that `to_json` wrote.
 
         Raises:
             PlanError: the text is not a plan, or is of another version; the message says where.
@@ -208,7 +208,7 @@ class BucketPlan:
 
 
 def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> BucketPlan:
-    """Return the best buckets for a profile and a network; see [Note: merging]."""
+    """The best buckets for a profile and a network; see [Note: merging]."""
     return BucketPlan(
         profile=profile,
         cost=cost,
@@ -227,7 +227,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     device: Device | None = None,
     loss: LossFn | None = None,
 ) -> BucketPlan:
-    """Return the best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
+    """The best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
 
     The part of backward that each gradient has to wait for is estimated (see `estimate`); forward
     and backward are timed, which leaves gradients, buffers and the random number states of torch,
@@ -266,7 +266,7 @@ def _measure(
     backend: str | Callable[..., Any] | None,
     loss: LossFn | None,
 ) -> tuple[float, float]:
-    """Return the median times of forward and backward, without the first step, which compiles."""
+    """The median times of forward and backward, without the first step, which compiles."""
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}

@@ -264,7 +264,7 @@ def _replace_reducer(
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
-    """Return the buckets of a plan that fits, by parameter index."""
+    """The buckets of a plan that fits, by parameter index."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     return [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
 

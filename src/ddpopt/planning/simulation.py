@@ -200,7 +200,7 @@ def sweep(
     network: Network,
     stragglers: Stragglers | None = None,
 ) -> list[Cell]:
-    """Return a cell for each world size and each bandwidth of `network`'s nodes, in bytes/s.
+    """A cell for each world size and each bandwidth of `network`'s nodes, in bytes/s.
 
     Plans are made without regard to stragglers.
 
@@ -236,7 +236,7 @@ def render(cells: Sequence[Cell]) -> str:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return a rate such as `10gbit`, written as for `tc`, in bytes per second.
+    """A rate such as `10gbit`, written as for `tc`, in bytes per second.
 
     Units are bit, kbit, mbit, gbit and tbit. A bare number is refused, and so are tc's units in
     bytes (`bps`, which means bits elsewhere).
@@ -255,7 +255,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """Return a rate in the largest unit in which it is 1 or more."""
+    """A rate in the largest unit in which it is 1 or more."""
     bits_per_s = bytes_per_s * 8
     fitting = [unit for unit, scale in _BITS_PER_S.items() if bits_per_s >= scale]
     unit = fitting[-1] if fitting else "bit"

@@ -66,7 +66,7 @@ class Timeline:
 
 
 def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str]) -> list[str]:
-    """Return a table of buckets, with a last column that has this title and these texts."""
+    """A table of buckets, with a last column that has this title and these texts."""
     rows = [
         (
             f"{bucket.index}",
@@ -80,7 +80,7 @@ def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str
 
 
 def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> Timeline:
-    """Return the timeline of an iteration with these buckets.
+    """The timeline of an iteration with these buckets.
 
     `bucket_sizes` says how many gradients, in the profile's order, each bucket holds; if a bucket
     has gradients of several groups, each group is an allreduce of its own.

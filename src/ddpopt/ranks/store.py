@@ -52,7 +52,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def next_key(group: dist.ProcessGroup, name: str) -> str:
-    """Return a new key, which is equal on ranks that asked equally often for `name`."""
+    """A new key, which is equal on ranks that asked equally often for `name`."""
     own = f"{group.group_name}/{name}"
     _num_made[own] += 1
     return f"ddpopt/{name}/{_num_made[own]}"
@@ -131,7 +131,7 @@ class GroupStore:
 
 
 def _connect_anew(store: Any) -> Any:
-    """Return a new connection to a store, or the store itself if it is written in Python."""
+    """A new connection to a store, or the store itself if it is written in Python."""
     try:
         return store.clone()
     except RuntimeError as error:

@@ -99,7 +99,7 @@ def _folder_of(gm: fx.GraphModule) -> Path:
 
 
 def _plain(name: str) -> str:
-    """Return a name that cannot lead to another folder."""
+    """A name that cannot lead to another folder."""
     return re.sub(r"\W+", "_", name)[:_LONGEST_NAME]
 
 

@@ -132,7 +132,7 @@ class Gate(torch.autograd.Function):
     def forward(
         ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
     ) -> torch.Tensor:
-        """Return the token for the next gate. `is_last` says that no section runs after this."""
+        """The token for the next gate. `is_last` says that no section runs after this."""
         ctx.set_materialize_grads(False)
         ctx.section, ctx.is_last = section, is_last
         return token.detach()  # in the token's memory: no kernel fills another

@@ -25,7 +25,7 @@ _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that compute something, in order."""
+    """The nodes that compute something, in order."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
@@ -61,7 +61,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def _calls_of_graphs(node: fx.Node) -> list[fx.Node]:
-    """Return the calls of the graphs that a higher-order operator runs."""
+    """The calls of the graphs that a higher-order operator runs."""
     attributes = [n for n in node.all_input_nodes if n.op == "get_attr"]
     modules = [attribute_of(node.graph.owning_module, n) for n in attributes]
     graphs = [module.graph for module in modules if isinstance(module, fx.GraphModule)]
@@ -113,14 +113,14 @@ def has_ragged_sizes(graph: fx.Graph) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the function or method that a node calls."""
+    """The name of the function or method that a node calls."""
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", "")
 
 
 def attribute_of(gm: torch.nn.Module | None, node: fx.Node) -> Any:
-    """Return the attribute of a graph's module that a `get_attr` or `call_module` node names."""
+    """The attribute of a graph's module that a `get_attr` or `call_module` node names."""
     return functools.reduce(getattr, str(node.target).split("."), gm)
 
 
@@ -138,7 +138,7 @@ def storage_keys(node: fx.Node) -> list[int]:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Return the size of a tensor as it was in the first call, and 0 for anything else."""
+    """The size of a tensor as it was in the first call, and 0 for anything else."""
     if not isinstance(value, torch.Tensor):
         return 0
     return math.prod(map(_torch.size_hint, value.shape)) * value.element_size()
@@ -212,7 +212,7 @@ _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"
 
 
 def find_written_memory(graph: fx.Graph) -> list[Memory]:
-    """Return the memory that some call writes to in place.
+    """The memory that some call writes to in place.
 
     What a reshape returns counts as its input's memory even if it was copied: that depends on
     sizes, which differ between ranks, and cuts must not.
@@ -253,7 +253,7 @@ def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
 
 
 def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, fx.Node]]:
-    """Return the values that a section takes from an earlier one and writes to, with its start.
+    """The values that a section takes from an earlier one and writes to, with its start.
 
     `bounds` are the starts of sections, and the end. The section that made such a value may have
     saved it for its backward, and AOTAutograd cannot save what a write to an input overwrites.
@@ -271,7 +271,7 @@ def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, 
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that a call writes to in place, as far as its form and schema show."""
+    """The inputs that a call writes to in place, as far as its form and schema show."""
     values = leaves(node.kwargs.get("out"))
     if _is_in_place(node):
         values += leaves(node.args[0] if node.args else node.kwargs.get("input"))

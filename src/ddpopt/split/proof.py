@@ -305,7 +305,7 @@ class _Program:
         return self.numbers.setdefault(expression, len(self.numbers))
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any], *, is_stitched: bool = False) -> Any:
-        """Return a graph's outputs; modules that one calls which `is_stitched` are sections."""
+        """A graph's outputs; modules that one calls which `is_stitched` are sections."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
         self.num_fixed.append(0)

@@ -55,7 +55,7 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 
 def compiled_for() -> DistributedDataParallel | None:
-    """Return the DDP module to compile for: the active one, or that of the recomputed forward."""
+    """The DDP module to compile for: the active one, or that of the recomputed forward."""
     is_in_backward = _torch.is_in_backward()  # asked in any case: find out now if it has moved
     active = _torch.active_ddp()
     if active is not None or not is_in_backward:
@@ -117,7 +117,7 @@ def _is_recomputing(active: DistributedDataParallel | None) -> bool:
 
 
 def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
-    """Return the forward that runs in a checkpoint or is recomputed, None if there is none."""
+    """The forward that runs in a checkpoint or is recomputed, None if there is none."""
     region = _torch.checkpointed_region()
     if region is None:
         return None
