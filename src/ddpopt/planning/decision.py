@@ -179,7 +179,7 @@ class Verdict(NamedTuple):
 
 
 def judge(before: Sequence[Measured], after: Sequence[Measured], predicted_gain: float) -> Verdict:
-    """Compare the slowest rank's iterations; all ranks get the same, from what all measured."""
+    """Compare the slowest rank's iterations, from what all ranks measured before and after."""
     for rank, measured in enumerate(after):
         if measured.problem:
             return Verdict(f"what came of it is not known: on rank {rank}, {measured.problem}")

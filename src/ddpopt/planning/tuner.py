@@ -11,8 +11,8 @@ the backward, be it under no_sync; and if a rank has gradients that wait to be r
 in the present buckets, all meet again one backward later, a few times. From there on they are at
 the same place and use collectives: they measure the network and gather the times, rank 0 plans and
 broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A few
-iterations later they meet once more, to compare. If iterations did not get shorter, they undo
-the change.
+iterations later they meet once more: rank 0 compares, and if iterations did not get shorter, all
+undo the change.
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
@@ -22,8 +22,8 @@ cannot go on says so at once. See also [Note: keys of meetings] in steps/numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket
 from ddpopt.planning.calibrate import calibrate
-from ddpopt.planning.decision import STAY, Decision, decide, judge
+from ddpopt.planning.decision import STAY, Decision, Verdict, decide, judge
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.stopwatch import Measured, Stopwatch
 from ddpopt.ranks.agree import all_gather_object, broadcast_object
@@ -43,6 +43,8 @@ from ddpopt.ranks.store import JointDecision
 from ddpopt.split import state
 from ddpopt.steps.clock import device_of
 from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
+
+T = TypeVar("T")
 
 _MEETING_S = 30.0  # at most, for ranks to wait for each other
 _MOST_IDLE = 100  # forwards with gradients after which it is said that no step has ended
@@ -280,16 +282,14 @@ class _Tuner(Subscriber):
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
-        group = ddp.process_group
-        cost = calibrate(group, device_of(ddp))
+        cost = calibrate(ddp.process_group, device_of(ddp))
         gathered = all_gather_object(ddp, measured, _SEARCH.title)
-        decided = Decision("")
-        if dist.get_rank(group) == 0:
-            try:
-                decided = decide(ddp, gathered, cost)
-            except Exception as error:  # the others are waiting for an answer
-                decided = Decision(f"{STAY}: planning raised {error!r}")
-        decided = broadcast_object(ddp, decided, _SEARCH.title)
+        decided = _on_rank_0(
+            ddp,
+            _SEARCH.title,
+            lambda: decide(ddp, gathered, cost),
+            lambda error: Decision(f"{STAY}: planning raised {error!r}"),
+        )
         self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
         if self.best is None or not decided.is_better:
             self._report(ddp, decided.text)
@@ -308,10 +308,14 @@ class _Tuner(Subscriber):
 
     def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Undo the change if iterations did not get shorter."""
-        verdict = judge(
-            self._before, all_gather_object(ddp, measured, _COMPARISON.title), self._gain
-        )
         before, self._before = self._before, ()  # of all ranks: large
+        after = all_gather_object(ddp, measured, _COMPARISON.title)
+        verdict = _on_rank_0(
+            ddp,
+            _COMPARISON.title,
+            lambda: judge(before, after, self._gain),
+            lambda error: Verdict(f"what came of it is not known: comparing raised {error!r}"),
+        )
         self._report(ddp, verdict.text)
         if verdict.is_worse:
             rebucket.take_back(ddp, before[0].buckets, self._caps_before)
@@ -382,6 +386,27 @@ def _find_obstacle(
     if rebucket.plan_of(ddp) not in expected:
         return "ddpopt.rebucket has changed them"
     return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
+
+
+def _on_rank_0(
+    ddp: DistributedDataParallel,
+    title: str,
+    find: Callable[[], T],
+    find_otherwise: Callable[[Exception], T],
+) -> T:
+    """What rank 0 finds, on all ranks. Collective.
+
+    If `find` raises, it is what `find_otherwise` makes of the error: the others are waiting.
+    """
+    found = None
+    if dist.get_rank(ddp.process_group) == 0:
+        try:
+            found = find()
+        except Exception as error:
+            found = find_otherwise(error)
+    answer = broadcast_object(ddp, found, title)
+    assert answer is not None, "rank 0 has found something"
+    return answer
 
 
 def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
