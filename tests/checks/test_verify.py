@@ -171,7 +171,7 @@ def _forgetting(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[...,
 
 def _broken_backward(gm: fx.GraphModule, inputs: list[Any], cutting: Any) -> Callable[..., Any]:
     """As `_torch.aot_eager`, but the first gradient of each section is too large."""
-    compile_well = cutting.compile
+    compile_well = cutting.compile_backward
 
     def compile_all(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:
         def compile_badly(section: fx.GraphModule, given: list[Any], origins: Any) -> Any:
@@ -186,7 +186,7 @@ def _broken_backward(gm: fx.GraphModule, inputs: list[Any], cutting: Any) -> Cal
 
         return compile_well(graph, values, compile_badly)
 
-    cutting.compile = compile_all
+    cutting.compile_backward = compile_all
     return _AOT_EAGER(gm, inputs, cutting)
 
 

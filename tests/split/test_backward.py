@@ -233,7 +233,7 @@ class _CountingAotEager:
         self._aot_eager = _torch.aot_eager
 
     def __call__(self, gm: Any, inputs: Any, cutting: Any) -> Any:
-        compile_all = cutting.compile
+        compile_all = cutting.compile_backward
 
         def compile_counted(graph: Any, values: Any, compile_section: Any) -> Any:
             def counting(*args: Any) -> Any:
@@ -242,7 +242,7 @@ class _CountingAotEager:
 
             return compile_all(graph, values, counting)
 
-        cutting.compile = compile_counted
+        cutting.compile_backward = compile_counted
         return self._aot_eager(gm, inputs, cutting)
 
 
