@@ -52,8 +52,8 @@ class Stopwatch(StepTimer):
     """Measures a rank's steps; the first `num_untimed` do not count."""
 
     def __init__(self, ddp: DistributedDataParallel, num_untimed: int) -> None:
-        # Set by the first backward: the same on all ranks, and of no other stopwatch. See [Note:
-        # keys of meetings] in steps/numbers.py.
+        # Set by the first backward: the same on all ranks, and of no other stopwatch. See
+        # [Note: keys of meetings] in steps/numbers.py.
         self.key = ""
         self._num_untimed = num_untimed
         super().__init__(ddp, Clock(device_of(ddp)), on_end=self._name)
