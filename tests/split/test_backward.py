@@ -64,16 +64,16 @@ def _compile(model: nn.Module, cap: float, **options: Any) -> tuple[DistributedD
     return ddp, torch.compile(ddp, backend="ddpopt", options=options)
 
 
-def _plan(ddp: nn.Module) -> Cut:
-    (plan,) = ddpopt.explain(ddp).cuts
-    return plan
+def _cut(ddp: nn.Module) -> Cut:
+    (cut,) = ddpopt.explain(ddp).cuts
+    return cut
 
 
-def _gated_plan(ddp: nn.Module) -> Cut:
-    plan = _plan(ddp)
-    assert plan.split == "backward"
-    assert len(plan.sections) > 1
-    return plan
+def _gated_cut(ddp: nn.Module) -> Cut:
+    cut = _cut(ddp)
+    assert cut.split == "backward"
+    assert len(cut.sections) > 1
+    return cut
 
 
 def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], Cut]:
@@ -88,7 +88,7 @@ def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], Cut]:
         output.pow(2).mean().backward()
         seen += [output.detach(), *(p.grad.clone() for p in ddp.parameters())]
         optimizer.step()
-    return [*seen, *(p.detach().clone() for p in ddp.parameters())], _plan(ddp)
+    return [*seen, *(p.detach().clone() for p in ddp.parameters())], _cut(ddp)
 
 
 def _convnet() -> nn.Module:
@@ -102,19 +102,19 @@ def _convnet() -> nn.Module:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inner: str) -> None:
     """Outputs, gradients and parameters, with dropout, over three steps."""
-    unsplit, plan = _train(_stack(), inner=inner, enabled=False)
-    assert plan.fallback is Reason.DISABLED
-    split, plan = _train(_stack(), inner=inner, split="backward")
-    assert plan.split == "backward"
-    assert len(plan.sections) > 4
+    unsplit, cut = _train(_stack(), inner=inner, enabled=False)
+    assert cut.fallback is Reason.DISABLED
+    split, cut = _train(_stack(), inner=inner, split="backward")
+    assert cut.split == "backward"
+    assert len(cut.sections) > 4
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
 
 @pytest.mark.slow
 def test_where_inductor_prefers_channels_last_backward_is_cut_too(one_rank: None) -> None:
     unsplit, _ = _train(_convnet(), enabled=False)
-    split, plan = _train(_convnet(), split="backward")
-    assert (plan.split, len(plan.sections)) == ("backward", 2)
+    split, cut = _train(_convnet(), split="backward")
+    assert (cut.split, len(cut.sections)) == ("backward", 2)
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
 
@@ -140,8 +140,8 @@ def test_kernels_that_fail_cost_overlap_not_training(
 ) -> None:
     """One warning names the section and the error."""
     right, _ = _train_failing(at=0)
-    trained, plan = _train_failing(at=3)  # after the forward and the first section
-    assert plan.fallback is Reason.SECTION_FAILED
+    trained, cut = _train_failing(at=3)  # after the forward and the first section
+    assert cut.fallback is Reason.SECTION_FAILED
     (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
     assert re.search(r"on backward section 1 of \d+: ZeroDivisionError: no such register", said)
     for a, b in zip(trained, right, strict=True):
@@ -163,7 +163,7 @@ def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
     with mock.patch.object(compile_fx, "compile_fx_inner", counting):
         compiled(torch.ones(8, 32))
     # The unsplit backward is compiled later, when it first runs.
-    return (counts or [metrics.generated_kernel_count])[0], len(_plan(ddp).sections)
+    return (counts or [metrics.generated_kernel_count])[0], len(_cut(ddp).sections)
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_equal_sections_are_compiled_once(one_rank: None) -> None:
         with mock.patch.object(_torch, "aot_eager", _CountingAotEager()) as aot:
             ddp, compiled = _compile(_stack(depth), 0.02, inner="aot_eager", split="backward")
             compiled(torch.ones(8, 32)).sum().backward()
-        assert len(_gated_plan(ddp).sections) >= depth
+        assert len(_gated_cut(ddp).sections) >= depth
         compiles.append(aot.count)
     assert compiles[0] == compiles[1] < 6
 
@@ -251,39 +251,39 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch._dynamo.utils import counters
-from tests.split.test_backward import _compile, _stack, _train, _plan
+from tests.split.test_backward import _compile, _stack, _train, _cut
 {before}
 counters.clear()
-values, plan = _train(_stack(2), split="backward")
-assert plan.split == "backward" and len(plan.sections) > 2, plan
+values, cut = _train(_stack(2), split="backward")
+assert cut.split == "backward" and len(cut.sections) > 2, cut
 digest = hash(tuple(v.double().sum().item() for v in values))
 hits, misses = counters["aot_autograd"], counters["inductor"]
 print(digest, hits["autograd_cache_hit"], misses["fxgraph_cache_miss"])
-print(hash(str(plan)))
+print(hash(str(cut)))
 """
 _UNSPLIT_FIRST = "_train(_stack(2), enabled=False)"
 
 
 def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
-    """Return digests of results and plan, hits of AOTAutograd's cache, misses of Inductor's."""
+    """Return digests of results and cut, hits of AOTAutograd's cache, misses of Inductor's."""
     code = _CACHED.format(tests=str(Path(__file__).parents[2]), before=before)
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    digest, hits, misses, plan = result.stdout.split()[-4:]
-    return digest, plan, int(hits), int(misses)
+    digest, hits, misses, cut = result.stdout.split()[-4:]
+    return digest, cut, int(hits), int(misses)
 
 
 @pytest.mark.slow
 def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
     """Cold, but filled by the same model compiled without this split before; and warm."""
-    digest, plan, hits, misses = _in_new_process(tmp_path, before=_UNSPLIT_FIRST)
+    digest, cut, hits, misses = _in_new_process(tmp_path, before=_UNSPLIT_FIRST)
     assert hits == 0
     assert misses > 0
     warm = _in_new_process(tmp_path)
-    assert warm == (digest, plan, 1, 0), "all comes from one entry"
+    assert warm == (digest, cut, 1, 0), "all comes from one entry"
 
 
 def test_fullgraph_inside_of_ddp(one_rank: None) -> None:
@@ -292,7 +292,7 @@ def test_fullgraph_inside_of_ddp(one_rank: None) -> None:
     inner = torch.compile(_stack(), backend="ddpopt", options=options, fullgraph=True)
     ddp = DistributedDataParallel(inner, bucket_cap_mb=0.02)
     ddp(torch.ones(8, 32)).sum().backward()
-    _gated_plan(ddp)
+    _gated_cut(ddp)
 
 
 def _explicit_inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -314,9 +314,9 @@ def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
     with caplog.at_level(logging.WARNING, _torch.LOG_NAME):
         ddp, compiled = _compile(MLP(), 0.03, split="backward", **options)
         compiled(batches(0, [(2, WIDTH)])[0]).sum().backward()
-    plan = _plan(ddp)
-    assert (plan.backward_fallback, plan.split, plan.fallback) == (reason, "forward", None)
-    assert len(plan.sections) > 1
+    cut = _cut(ddp)
+    assert (cut.backward_fallback, cut.split, cut.fallback) == (reason, "forward", None)
+    assert len(cut.sections) > 1
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
     assert record.levelno == logging.WARNING
 
@@ -331,13 +331,13 @@ def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
 def test_an_error_of_ours_while_cutting_falls_back_to_the_forward_split(
     one_rank: None, error: Exception, reason: Reason
 ) -> None:
-    """The reason and the error are in the plan, and training is right."""
+    """The reason and the error are in the cut, and training is right."""
     with mock.patch("ddpopt.split.compiler.make_section_graphs", side_effect=error):
-        split, plan = _train(_stack(), inner="aot_eager", split="backward")
-    assert plan.backward_fallback is reason
-    assert str(error) in plan.detail
-    assert plan.split == "forward"
-    assert len(plan.sections) > 1
+        split, cut = _train(_stack(), inner="aot_eager", split="backward")
+    assert cut.backward_fallback is reason
+    assert str(error) in cut.detail
+    assert cut.split == "forward"
+    assert len(cut.sections) > 1
     unsplit, _ = _train(_stack(), inner="aot_eager", enabled=False)
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
@@ -347,4 +347,4 @@ def test_one_bucket_is_compiled_as_without_splitting(one_rank: None) -> None:
     ddp, compiled = _compile(_stack(), 25, inner="aot_eager", split="backward")
     with mock.patch.object(_torch, "aot_eager", side_effect=AssertionError):
         compiled(torch.ones(8, 32)).sum().backward()
-    assert _plan(ddp).fallback is Reason.ONE_BUCKET
+    assert _cut(ddp).fallback is Reason.ONE_BUCKET

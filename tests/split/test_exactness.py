@@ -200,12 +200,12 @@ def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: st
     ddp = DistributedDataParallel(model, **row.options)
     for _ in range(4):
         ddp(torch.randn(3, row.width)).float().sum().backward()
-    (plan,) = ddpopt.explain(ddp).cuts
-    predicted = [{p.index for p in bucket.parameters} for bucket in plan.buckets]
+    (cut,) = ddpopt.explain(ddp).cuts
+    predicted = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
-    assert len(plan.sections) >= row.min_sections
-    if plan.sections:
-        assert plan.split == ("backward" if split == "auto" else split)
+    assert len(cut.sections) >= row.min_sections
+    if cut.sections:
+        assert cut.split == ("backward" if split == "auto" else split)
 
 
 def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:
@@ -223,10 +223,10 @@ def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:
         pytest.skip(f"DDP takes no fraction of a MiB with delayed parameters: {error}"[:80])
     for _ in range(4):
         ddp(torch.randn(3, 64)).sum().backward()
-    (plan,) = ddpopt.explain(ddp).cuts
-    predicted = [{p.index for p in bucket.parameters} for bucket in plan.buckets]
+    (cut,) = ddpopt.explain(ddp).cuts
+    predicted = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
-    assert len(plan.arrival) == 10
+    assert len(cut.arrival) == 10
 
 
 @st.composite
@@ -265,7 +265,7 @@ def test_random_modules_have_the_buckets_of_the_reducers_own_function(
 ) -> None:
     """Given the arrival order that the order of use implies, whatever is shared or frozen."""
     layers, order, cap = tree
-    plan = plan_of(Ordered(layers, order), torch.randn(2, 8), bucket_cap_mb=cap)
+    cut = plan_of(Ordered(layers, order), torch.randn(2, 8), bucket_cap_mb=cap)
     parameters = [p for p in layers.parameters() if p.requires_grad]
     used: list[int] = []
     for i in order:
@@ -278,7 +278,7 @@ def test_random_modules_have_the_buckets_of_the_reducers_own_function(
     unused = [i for i in range(len(parameters)) if i not in used]
     arrival = [*_sorted_within_uses(used, order, layers, parameters), *unused]
     real = assigned_by_torch(parameters, [int(cap * 1024 * 1024)], arrival)
-    assert [[p.index for p in bucket.parameters] for bucket in plan.buckets] == real
+    assert [[p.index for p in bucket.parameters] for bucket in cut.buckets] == real
 
 
 def _sorted_within_uses(

@@ -74,9 +74,9 @@ def _twins(model: nn.Module) -> tuple[Any, Any, Any]:
     for _ in range(3):  # until then all gradients are accumulated after all sections
         compiled(_input()).sum().backward()
     ddp.zero_grad()
-    plans = ddpopt.explain(ddp).cuts
-    assert plans
-    assert all(plan.split == "backward" and len(plan.sections) > 1 for plan in plans)
+    cuts = ddpopt.explain(ddp).cuts
+    assert cuts
+    assert all(cut.split == "backward" and len(cut.sections) > 1 for cut in cuts)
     return eager, ddp, compiled
 
 
@@ -95,8 +95,8 @@ def _named_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _by_section(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
     """Return the parameters of a module's only graph by the section that releases them."""
-    (plan,) = ddpopt.explain(ddp).cuts
-    return [[ddp.module.get_parameter(n) for n in s.parameters] for s in plan.sections]
+    (cut,) = ddpopt.explain(ddp).cuts
+    return [[ddp.module.get_parameter(n) for n in s.parameters] for s in cut.sections]
 
 
 def _assert_same(run: Callable[[Any, Any], Any], model: nn.Module) -> None:
@@ -518,8 +518,8 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     keep = gates._in_own_memory if is_mended else (lambda gradient: gradient)
     with mock.patch.object(gates, "_in_own_memory", keep):
         model(x).square().mean().backward()
-    (plan,) = state.get(ddp).cuts
-    assert len(plan.sections) > 2
+    (cut,) = state.get(ddp).cuts
+    assert len(cut.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad
     assert expected is not None

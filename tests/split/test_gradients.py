@@ -68,7 +68,7 @@ def _train(
         optimizer.step()
     named = dict(ddp.module.named_parameters())
     without = [name for name, parameter in named.items() if parameter.grad is None]
-    return without, named, [len(plan.sections) for plan in ddpopt.explain(ddp).cuts]
+    return without, named, [len(cut.sections) for cut in ddpopt.explain(ddp).cuts]
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
@@ -131,7 +131,7 @@ def _train_first_head(
         optimizer.step()
         named = ddp.module.named_parameters()
         gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
-    return gradients, [len(plan.sections) for plan in ddpopt.explain(ddp).cuts]
+    return gradients, [len(cut.sections) for cut in ddpopt.explain(ddp).cuts]
 
 
 @pytest.mark.parametrize(

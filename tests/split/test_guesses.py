@@ -154,9 +154,9 @@ def _compile(ddp: nn.Module, split: str = "auto", inner: str = "aot_eager") -> A
     return torch.compile(ddp, backend="ddpopt", options={"split": split, "inner": inner})
 
 
-def _plan(ddp: DistributedDataParallel) -> Cut:
-    (plan,) = ddpopt.explain(ddp).cuts
-    return plan
+def _cut(ddp: DistributedDataParallel) -> Cut:
+    (cut,) = ddpopt.explain(ddp).cuts
+    return cut
 
 
 _MODELS = {
@@ -186,11 +186,11 @@ def test_gradients_are_those_of_eager_ddp(
     eager, ddp = twins(model(), **CAP)
     expected = backward if split == "auto" else forward
     assert_equal_states(_train(ddp, make_input, _compile(ddp, split)), _train(eager, make_input))
-    plan = _plan(ddp)
-    said = (plan.backward_fallback, plan.fallback)
-    assert expected in ((plan.split,) if said == (None, None) else said)
-    if plan.fallback is None:
-        assert len(plan.sections) == 3
+    cut = _cut(ddp)
+    said = (cut.backward_fallback, cut.fallback)
+    assert expected in ((cut.split,) if said == (None, None) else said)
+    if cut.fallback is None:
+        assert len(cut.sections) == 3
         assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
         own = [r for r in caplog.records if "ddpopt" in r.name]
         assert not [r for r in own if r.levelno >= logging.WARNING]
@@ -204,7 +204,7 @@ def test_gradients_are_those_of_eager_ddp_with_inductor(one_rank: None, name: st
     eager, ddp = twins(model(), **CAP)
     trained = _train(ddp, make_input, _compile(ddp, inner="inductor"))
     assert_equal_states(trained, _train(eager, make_input))
-    assert expected in (_plan(ddp).backward_fallback, _plan(ddp).split)
+    assert expected in (_cut(ddp).backward_fallback, _cut(ddp).split)
 
 
 def test_descriptions_that_do_not_match_are_a_named_reason(
@@ -225,7 +225,7 @@ def test_descriptions_that_do_not_match_are_a_named_reason(
     trained = _train(ddp, _input, _compile(ddp))
     monkeypatch.undo()
     assert_equal_states(trained, _train(eager, _input))
-    assert _plan(ddp).backward_fallback is Reason.NOT_DESCRIBED
+    assert _cut(ddp).backward_fallback is Reason.NOT_DESCRIBED
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
@@ -246,7 +246,7 @@ def test_an_operator_that_only_draws_is_called_as_often_as_unsplit(
     drawn.clear()
     assert_equal_states(trained, _train(eager, _input))
     assert compiled_drew == drawn == [2, 1] * 3
-    assert len(_plan(ddp).sections) == 3
+    assert len(_cut(ddp).sections) == 3
 
 
 def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited: str) -> float:

@@ -155,10 +155,10 @@ def _check(name: str, split: str, inner: str) -> None:
     for each in (eager, ddp):
         hook(each.module)
     assert_equal_states(_train(ddp, _compile(ddp, split, inner)), _train(eager, eager))
-    (plan,) = ddpopt.explain(ddp).cuts
-    assert plan.fallback is None
-    assert plan.backward_fallback is None
-    assert len(plan.sections) >= 3
+    (cut,) = ddpopt.explain(ddp).cuts
+    assert cut.fallback is None
+    assert cut.backward_fallback is None
+    assert len(cut.sections) >= 3
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
@@ -195,9 +195,9 @@ def test_a_cut_without_snapshots_is_not_accepted(
     monkeypatch.setattr(compiler, "choose_backward_sections", plan_without)
     ddp = DistributedDataParallel(Shifts(), **CAP)
     _train(ddp, _compile(ddp, "auto"))
-    (plan,) = ddpopt.explain(ddp).cuts
-    assert plan.fallback is Reason.NOT_PROVEN
-    assert "stands before the release" in plan.detail
+    (cut,) = ddpopt.explain(ddp).cuts
+    assert cut.fallback is Reason.NOT_PROVEN
+    assert "stands before the release" in cut.detail
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])

@@ -25,7 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def _record_events(rank: int, inner: str, ddp_options: dict[str, Any]) -> tuple[list[str], Any]:
-    """Train; return the events of the last backward, and the plan.
+    """Train; return the events of the last backward, and the cut.
 
     `launch k` is the start of bucket k's allreduce, `section s` the start of section s's backward.
     """
@@ -96,22 +96,22 @@ def test_a_buckets_allreduce_is_launched_before_the_next_sections_backward(
 ) -> None:
     """For every bucket but the last, on both ranks, in every mode of the Reducer."""
     record = _record_events if split == "forward" else _record_gated_events
-    for events, (plan,) in ranks.run(record, inner, ddp_options):
-        assert plan.split == split
-        assert len(plan.sections) >= 3
+    for events, (cut,) in ranks.run(record, inner, ddp_options):
+        assert cut.split == split
+        assert len(cut.sections) >= 3
         expected = []
-        for section in plan.sections if split == "backward" else reversed(plan.sections):
+        for section in cut.sections if split == "backward" else reversed(cut.sections):
             expected.append(f"section {section.index}")
             expected += [f"launch {bucket}" for bucket in section.completes]
         assert events == expected
         launched = [event for event in events if event.startswith("launch")]
-        assert launched == [f"launch {bucket.index}" for bucket in plan.buckets]
+        assert launched == [f"launch {bucket.index}" for bucket in cut.buckets]
 
 
 def test_the_unsplit_compile_launches_nothing_before_its_backward_is_done(ranks: Ranks) -> None:
     """So that the test above shows something: with one section nothing can overlap."""
-    for events, (plan,) in ranks.run(_record_unsplit):
-        assert plan.fallback is ddpopt.errors.Reason.DISABLED
+    for events, (cut,) in ranks.run(_record_unsplit):
+        assert cut.fallback is ddpopt.errors.Reason.DISABLED
         assert events[0] == "section 0"
         assert all(event.startswith("launch") for event in events[1:])
 

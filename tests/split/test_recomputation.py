@@ -65,7 +65,7 @@ def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: 
 def test_it_is_right_where_the_layer_that_breaks_the_graph_is_not_compiled(one_rank: None) -> None:
     """As the message says."""
     eager, ddp = _step(slice(0)), _step(slice(1))
-    assert [len(plan.sections) for plan in ddpopt.explain(ddp).cuts] == [2]
+    assert [len(cut.sections) for cut in ddpopt.explain(ddp).cuts] == [2]
     for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad)
 
@@ -122,7 +122,7 @@ def test_a_block_is_recomputed_by_the_version_that_its_forward_ran(
     tensors than the first block's, which is cut.
     """
     eager, ddp = _step_on_sequence(None), _step_on_sequence(split)
-    num_sections = [len(plan.sections) for plan in ddpopt.explain(ddp).cuts]
+    num_sections = [len(cut.sections) for cut in ddpopt.explain(ddp).cuts]
     assert len(num_sections) == 2
     assert num_sections == [3, 0] or split == "auto"
     for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):

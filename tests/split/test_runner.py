@@ -47,7 +47,7 @@ def _compile(module: nn.Module, split: str = "auto") -> Any:
 def test_the_first_gradients_arrive_in_the_planned_order(
     one_rank: None, static_graph: bool, split: str
 ) -> None:
-    """Parameter hooks see the plan's order, until DDP has rebuilt its buckets."""
+    """Parameter hooks see the cut's order, until DDP has rebuilt its buckets."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP, static_graph=static_graph)
     arrived: list[str] = []
     for name, parameter in ddp.module.named_parameters():
@@ -57,10 +57,10 @@ def test_the_first_gradients_arrive_in_the_planned_order(
         was_rebuilt = ddp._has_rebuilt_buckets
         arrived.clear()
         compiled(x).sum().backward()
-        (plan,) = ddpopt.explain(ddp).cuts
-        assert plan.split == split
+        (cut,) = ddpopt.explain(ddp).cuts
+        assert cut.split == split
         if not was_rebuilt and not ddp._has_rebuilt_buckets:
-            assert arrived == [p.name for p in plan.arrival]
+            assert arrived == [p.name for p in cut.arrival]
     assert ddp._has_rebuilt_buckets
 
 
@@ -81,9 +81,9 @@ def test_a_copy_of_a_trained_module_is_at_its_beginning(
         arrived.clear()
         compiled(x).sum().backward()
         will_rebuild.append(_torch.will_rebuild_buckets(ddp))
-        (plan,) = ddpopt.explain(ddp).cuts
+        (cut,) = ddpopt.explain(ddp).cuts
         if len(will_rebuild) == 1:
-            assert arrived == [p.name for p in plan.arrival]
+            assert arrived == [p.name for p in cut.arrival]
     assert will_rebuild[0]
     assert not will_rebuild[-1]
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
@@ -142,15 +142,15 @@ def test_a_module_that_changes_once_ddp_was_made_keeps_its_buckets(
         change(each.module)
     inputs = batches(0, [(2, WIDTH)] * 4 + [(3, WIDTH)] * 2)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    *_, plan = ddpopt.explain(ddp).cuts
-    assert plan.split == split
-    assert len(plan.sections) > 1
+    *_, cut = ddpopt.explain(ddp).cuts
+    assert cut.split == split
+    assert len(cut.sections) > 1
     if change in (prune_all, reorder):
         assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
-        assert sorted(k for s in plan.sections for k in s.completes) == [
-            bucket.index for bucket in plan.buckets
+        assert sorted(k for s in cut.sections for k in s.completes) == [
+            bucket.index for bucket in cut.buckets
         ]
-    real = [[p.index for p in bucket.parameters] for bucket in plan.buckets]
+    real = [[p.index for p in bucket.parameters] for bucket in cut.buckets]
     assert [sorted(b) for b in real] == [sorted(b) for b in _torch.final_buckets(ddp)]
     assert [r for r in caplog.records if "ddpopt" in r.name and r.levelname == "WARNING"] == []
 
@@ -370,8 +370,8 @@ def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -
     for cap, sections in ((CAP, 3), (25, 0), (0.0157, 6), (CAP, 3)):
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-        (plan,) = ddpopt.explain(ddp).cuts
-        assert len(plan.sections) == sections
+        (cut,) = ddpopt.explain(ddp).cuts
+        assert len(cut.sections) == sections
 
 
 def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None) -> None:
@@ -380,7 +380,7 @@ def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None)
     model(torch.randn(2, WIDTH)).sum().backward()
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3))
-    assert [len(plan.sections) for plan in ddpopt.explain(ddp).cuts] == [3]
+    assert [len(cut.sections) for cut in ddpopt.explain(ddp).cuts] == [3]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model(torch.randn(2, WIDTH)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
@@ -451,9 +451,9 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
     eager, ddp = twins(Blocks(WIDTH), bucket_cap_mb=cap)
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(ddp, inputs, _compile(ddp, split)), train(eager, inputs))
-    plans = ddpopt.explain(ddp).cuts
-    assert all(plan.is_shared for plan in plans)
-    assert {len(plan.sections) for plan in plans} == {sections}
+    cuts = ddpopt.explain(ddp).cuts
+    assert all(cut.is_shared for cut in cuts)
+    assert {len(cut.sections) for cut in cuts} == {sections}
     assert not [r for r in caplog.records if "other buckets" in r.getMessage()]
 
 
