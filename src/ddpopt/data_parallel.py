@@ -142,6 +142,7 @@ class DataParallel(nn.Module):
             with _torch.uncompiled_while_tracing():
                 return _run_all(jobs, one_by_one=False)
         self._last_calls = None
+        # Backward is compiled here too, and hooks are guarded on.
         with _torch.compiling_replicas(len(set(self.devices))):
             outputs = _run_all(jobs, one_by_one=True)
         self._last_calls = calls

@@ -164,7 +164,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
             if cached is not None and cached.are_storable([*forwards, *sections]):
                 return cached.CutBackward(sections, data)
-            # Without bundling nothing is stored. The block around restores it, changed or not.
+            # Without bundling AOTAutograd stores no entry for the graph; Inductor still stores its
+            # sections. The block around restores the setting, changed or not.
             names.BUNDLED_AUTOGRAD_CACHE.set(False)
             return cutting.run_backward(sections, data)
 
@@ -212,7 +213,7 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> A
 
 @contextlib.contextmanager
 def _cut_backward_settings(key: str | None) -> Iterator[None]:
-    """Compile backward before the first forward, which needs its gates.
+    """Compile backward before the first forward runs, which takes the gates of its sections.
 
     With a key, AOTAutograd searches its cache for a backward that was cut with that key, and stores
     the whole result in one entry. Without one, the caches of compiled sections stay on.

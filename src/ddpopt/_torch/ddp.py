@@ -279,7 +279,8 @@ def _reducers_order(ddp: DistributedDataParallel, buckets: _Buckets) -> Sequence
     for order in orders:
         if order is not None and _could_be_formed(buckets, order):
             return order
-    if not is_initial and orders[0] is not None:  # rebuilt a moment ago; the log will tell
+    if not is_initial and orders[0] is not None:
+        # Rebuilt a moment ago, and not logged yet: `final_buckets` compares it with the log.
         return orders[0]
     raise TorchDriftError(
         "a Reducer has other parameters than the module in DistributedDataParallel, or in another "

@@ -142,8 +142,8 @@ def find_reached_limit(module: nn.Module) -> str | None:
 def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> None:
     """Make Dynamo run the graph that it is compiling only while `check` is true.
 
-    If it is false Dynamo recompiles, as it does when a tensor's shape has changed. `code` gets what
-    `forget_code` takes.
+    If it is false Dynamo runs another version of the code, or compiles one, as it does when a
+    tensor's shape has changed. `code` gets what `forget_code` takes.
     """
     tracing = names.TRACING_CONTEXT.get().try_get()
     if tracing is None:
@@ -313,7 +313,7 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
-    """Give `target`, whose placeholders are copies of some of `source`'s, Dynamo's metadata.
+    """Give `target`, a copy of `source` or a section of such a copy, Dynamo's metadata.
 
     From it AOTAutograd recognises a graph of Dynamo's, deduplicates inputs by their source and
     finds out which inputs are parameters. New placeholders get the source None.

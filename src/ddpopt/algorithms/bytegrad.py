@@ -33,6 +33,7 @@ def compress(values: torch.Tensor) -> torch.Tensor:
     """The message of floats of shape [num_chunks, chunk_size]; see [Note: codes].
 
     It has a row for each chunk, with its range and its codes: uint8 [num_chunks, 8 + chunk_size].
+    QAdam and LowPrecisionDecentralized send it too.
     """
     values = values.float()
     ranges = torch.stack([values.amin(dim=1), values.amax(dim=1)], dim=1)

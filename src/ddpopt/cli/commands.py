@@ -89,6 +89,7 @@ def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulatio
 
 
 def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) -> list[str | Table]:
+    """A table of iterations with DDP's buckets and with the best ones; see `Simulation`."""
     rows = []
     for name, simulation in simulations.items():
         timeline = simulation.timeline

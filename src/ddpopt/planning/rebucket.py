@@ -88,7 +88,10 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
 
 
 def find_pending(ddp: DistributedDataParallel) -> str:
-    """Say which gradients a new Reducer would know nothing of; "" if there are none."""
+    """Say which gradients a new Reducer would know nothing of; "" if none are known.
+
+    Where nothing has called `watch`, those noted as used may be missed: see `_find_noted`.
+    """
     if _torch.has_unfinished_reduction(ddp):
         return "DDP has not ended the reduction of the last backward"
     if _torch.may_hold_gradients(ddp):

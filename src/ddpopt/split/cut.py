@@ -127,7 +127,8 @@ class Cut:
         """The cut of the same code when it runs for another module, without buckets.
 
         `parameter_of` gives the other module's parameters by the names that the cut has for its
-        own. What the other module does not have, or does not reduce, is left out.
+        own. What the other module does not have, or does not reduce, is left out. As it is shared,
+        it is not compared with DDP's buckets.
         """
         sections = []
         for section in self.sections:

@@ -322,7 +322,10 @@ def argument_of(placeholder: fx.Node, saved: Mapping[str, int]) -> int | None:
 
 
 def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
-    """The calls that each section makes for itself; see [Note: calls and repeats]."""
+    """Constants and views, which each section makes for itself; see [Note: calls and repeats].
+
+    It tells what shares memory, too: a view's is that of its first input, see `memory_of`.
+    """
     repeats: set[fx.Node] = set()
     for node in call_nodes(gm.graph):
         if not is_pure(node):
