@@ -85,7 +85,7 @@ def backend(
 
 
 def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
-    """Begin what the options ask for the buckets of a module that runs code compiled with them.
+    """Begin a search for buckets, or a hint, for a module that is about to run compiled code.
 
     That is the module for which it is compiled, or one with which Dynamo shares it.
 

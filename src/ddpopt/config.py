@@ -78,7 +78,7 @@ buckets: str = _declare("buckets", "ddp", ("ddp", "auto", "*.json"))
 graph is compiled. Environment: `DDPOPT_BUCKETS`."""
 
 dump_dir: str = _declare("dump_dir", "")
-"""The folder to which each compile's graphs and plan are written; `""` writes nothing. Read when a
+"""The folder to which each compile's graphs and cut are written; `""` writes nothing. Read when a
 graph is compiled. Environment: `DDPOPT_DUMP_DIR`."""
 
 verify: bool = _declare("verify", False)

@@ -1,7 +1,7 @@
 """The exceptions that ddpopt raises, and its reasons for not cutting a graph, or its backward.
 
 A reason's value is the sentence that the user reads: what happened and what to do. It is given by
-raising `NotCutError` where it is found, and kept on the graph's plan.
+raising `NotCutError` where it is found, and kept on the graph's cut.
 """
 
 from __future__ import annotations

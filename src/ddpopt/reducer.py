@@ -89,7 +89,10 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
 def known_buckets(
     parameters: Sequence[Parameter], actual: Sequence[Sequence[int]], rules: ReducerRules
 ) -> tuple[Bucket, ...]:
-    """The buckets that the Reducer reported, by parameter index, in launch order."""
+    """Buckets that the Reducer has, had or will be given, from the indices of their parameters.
+
+    They are in launch order.
+    """
     by_index = {parameter.index: parameter for parameter in parameters}
     members = ([by_index[index] for index in bucket] for bucket in actual)
     return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])

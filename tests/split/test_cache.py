@@ -168,7 +168,7 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
 ) -> None:
     """Bundling is switched off in the middle of one; also where that compile fails then."""
-    settings, run = torch._functorch.config, GraphCompiler.run_backward
+    settings, run = torch._functorch.config, GraphCompiler.make_backward
     found: list[bool] = []
 
     def run_or_raise(self: Any, *args: Any) -> Any:
@@ -178,7 +178,7 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
         return run(self, *args)
 
     monkeypatch.setattr(cached, "are_storable", lambda _graphs: False)
-    monkeypatch.setattr(GraphCompiler, "run_backward", run_or_raise)
+    monkeypatch.setattr(GraphCompiler, "make_backward", run_or_raise)
     with fresh_cache(), settings.patch(bundled_autograd_cache=bundles):
         before = settings.get_config_copy(), torch.compiler.config.get_config_copy()
         step = _step()

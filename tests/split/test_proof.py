@@ -252,10 +252,10 @@ def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> Non
     (copied,) = (k for k, s in enumerate(right.sections) if _has(s.graph, _aten.copy_.default))
     assert copied == 1
     with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
-        _noting(bound_places={}).validate()
+        _noting(pinned_places={}).validate()
     read_alone = {2: 2}
     with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
-        _noting(bound_places=read_alone).validate()
+        _noting(pinned_places=read_alone).validate()
 
 
 def _has(gm: fx.GraphModule, target: Any) -> bool:

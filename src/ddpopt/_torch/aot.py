@@ -112,7 +112,7 @@ class CutsBackward(Protocol):
     ) -> tuple[Sequence[Any], Any]:
         """The compiled sections, and data for running them, which can be pickled."""
 
-    def run_backward(self, compiled: Sequence[Any], stored: Any) -> Callable[[list[Any]], Any]:
+    def make_backward(self, compiled: Sequence[Any], stored: Any) -> Callable[[list[Any]], Any]:
         """Return what AOTAutograd is to run, given what `compile_backward` returned.
 
         It may have done so in another process: then the other methods are not called.
@@ -167,13 +167,13 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             # Without bundling AOTAutograd stores no entry for the graph; Inductor still stores its
             # sections. The block around restores the setting, changed or not.
             names.BUNDLED_AUTOGRAD_CACHE.set(False)
-            return cutting.run_backward(sections, data)
+            return cutting.make_backward(sections, data)
 
         compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(inductor)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_cut_backward_settings(cutting.cache_key if cached else None))
             if cached is not None:
-                stack.enter_context(cached.running_by(cutting.run_backward))
+                stack.enter_context(cached.running_by(cutting.make_backward))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
@@ -203,7 +203,7 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> A
             return boxed_nop(section, values)
 
         compiled, stored = cutting.compile_backward(graph, list(graph_inputs), compile_section)
-        return cutting.run_backward(compiled, stored)
+        return cutting.make_backward(compiled, stored)
 
     with _cut_backward_settings(None):
         return lookup_backend("aot_eager")(

@@ -19,12 +19,12 @@ else:
     _OutputCode = names.OUTPUT_CODE.get()
 
 # (the compiled sections, data for running them) -> the backward that AOTAutograd runs
-Run = Callable[[Sequence[Any], Any], Callable[[list[Any]], Any]]
-_run: contextvars.ContextVar[Run] = contextvars.ContextVar("ddpopt_run")
+MakeBackward = Callable[[Sequence[Any], Any], Callable[[list[Any]], Any]]
+_run: contextvars.ContextVar[MakeBackward] = contextvars.ContextVar("ddpopt_run")
 
 
 @contextlib.contextmanager
-def running_by(run: Run) -> Iterator[None]:
+def running_by(run: MakeBackward) -> Iterator[None]:
     """Let `run` complete the backwards that are compiled or loaded in this block."""
     token = _run.set(run)
     try:

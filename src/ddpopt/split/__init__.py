@@ -1,1 +1,1 @@
-"""Divides one graph so that DDP communicates in its backward: facts, plan, cut, compile, run."""
+"""Divides one graph so that DDP communicates in its backward; `compiler.py` takes the steps."""

@@ -276,8 +276,9 @@ def compile_backward_sections(
 ) -> tuple[list[Callable[..., Any]], list[int]]:
     """Compile a backward's distinct sections; return them, and for each section which one it is.
 
-    `inputs` are the fake values of the whole graph's inputs, of which those `saved` in forward are
-    at fixed addresses for Inductor; `graph` is its name.
+    `inputs` are the fake values of the whole graph's inputs. Those `saved` in forward may be at
+    fixed addresses for Inductor, so that sections that take others do not share code with those
+    that take these. `graph` is its name.
 
     Raises:
         NotCutError: the inner compiler raised.

@@ -5,7 +5,16 @@ done: what a graph is like (`facts.py`), where it stands among others (`arrival.
 it gets (`sections.py`), the sections' graphs (`backward.py`, `forward.py`), that these compute
 what the graph does (`proof.py`), and what runs (`gates.py`, `runner.py`).
 
-`backend.py` decides which graphs come here.
+`backend.py` decides which graphs come here. An *argument* is an input of Dynamo's graph, by its
+position.
+
+What comes of it, where the backward is cut: one compiled forward, and compiled sections of the
+backward. AOTAutograd's own autograd node runs section 0. Each other section has a *gate*, an
+autograd node that the forward makes, and a *token* links them in a chain, so that one runs after
+the other. What sections hand on is their *flow*. When a section returns gradients, autograd
+accumulates these first, and DDP's hooks launch the allreduces of the buckets that are complete;
+then the next gate runs its section. In the first steps, until DDP has formed its buckets from the
+order in which gradients arrive, the runner delays them to give them that order.
 """
 
 from __future__ import annotations
@@ -90,7 +99,7 @@ def compile_under_ddp(
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
     Further modules may run the result; each is given to `start` first. It raises what compiling the
-    whole graph raises, and nothing else.
+    whole graph raises, and what Dynamo raises to trace a frame again.
     """
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
@@ -191,15 +200,15 @@ class _StoredCut:
     # backward that stays whole has none.
     sections: Sequence[tuple[int, Flow]]
     # The argument to which each gradient that AOTAutograd expects belongs.
-    arguments: Sequence[int | None]
+    argument_of_output: Sequence[int | None]
 
 
 class GraphCompiler:
     """Compiles one graph under a DDP module.
 
     If the backward is cut, AOTAutograd traces the graph and calls back, in this order:
-    `edit_forward`, `compile_backward`, `run_backward`. If it finds the result of an earlier compile
-    in its cache, it calls `run_backward` alone.
+    `edit_forward`, `compile_backward`, `make_backward`. If it finds the result of an earlier
+    compile in its cache, it calls `make_backward` alone.
     """
 
     def __init__(
@@ -248,18 +257,20 @@ class GraphCompiler:
             _uncut(gm, options), is_shared=has_twin(ddp.module, module_path)
         )
 
-        # What AOTAutograd's callbacks leave for each other, and for `_cut_backward`.
+        self._was_autocast_on = _torch.is_autocast_on()
+        # `_cut_backward` sets it: where the token and the gradients are.
         self._device = torch.device("cpu")
+        # What AOTAutograd's callbacks leave for each other, and for `_cut_backward`: see there.
         self._saved: Mapping[str, int] = {}
         self._stored: _StoredCut | None = None
         self._further_sections: list[CompiledSection] = []
-        self._was_autocast_on = _torch.is_autocast_on()
 
     def compile(self, example_inputs: Sequence[Any]) -> CompiledGraph:
         """Compile the graph: its backward cut, or else its forward, or whole.
 
         Raises:
-            NotCutError: it can be cut in neither way, for a reason that a compile has shown.
+            NotCutError: a section could not be compiled, or not be proven. The other way to cut is
+                not tried then: something is wrong that is to be reported.
         """
         # Backward reaches a parameter's first use last.
         cut = self._predict({index: -use for index, use in self._facts.first_use.items()})
@@ -279,7 +290,7 @@ class GraphCompiler:
                 cut = dataclasses.replace(
                     cut, backward_fallback=refusal.reason, detail=refusal.detail
                 )
-        return self._cut_forward(cut, buckets, example_inputs)
+        return self._cut_forward_or_none(cut, buckets, example_inputs)
 
     # ---- Which buckets -----------------------------------------------------------------------
 
@@ -335,7 +346,7 @@ class GraphCompiler:
     # ---- Backward ----------------------------------------------------------------------------
 
     def _cut_backward(self, example_inputs: Sequence[Any]) -> CompiledGraph:
-        """Compile the graph whole and its backward in sections.
+        """Compile the forward whole, and the backward in sections.
 
         Raises:
             NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a
@@ -349,11 +360,13 @@ class GraphCompiler:
             raise NotCutError(Reason.ATTRIBUTES)
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
+        # A copy of its own, to which the token is added: the other one may still be cut in forward.
         traced = copy_for_cutting(self._gm)
         if not are_plain or has_ragged_sizes(traced.graph):
             raise NotCutError(Reason.SUBCLASSES)
         self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
         add_token(traced)
+        # Traces, or finds the result in a cache, and calls the three methods below meanwhile.
         call = aot(traced, [*example_inputs, new_token(self._device)], self)
         stored = self._stored
         assert stored is not None, "AOTAutograd returned a forward without its backward"
@@ -371,7 +384,7 @@ class GraphCompiler:
     def cache_key(self) -> str | None:
         """All that the cut of a backward depends on besides the graph; equal in any process.
 
-        None if the result must not come from a cache: it has no graphs to show.
+        None while graphs are shown: a result from a cache has none.
         """
         if is_showing():
             return None
@@ -404,7 +417,7 @@ class GraphCompiler:
         """
         _torch.check_backward(backward)
         refuse_linked_calls(backward)
-        arguments = drop_token_gradient(backward, token_argument=self._num_inputs)
+        argument_of_output = drop_token_gradient(backward, token_argument=self._num_inputs)
         _torch.restride(backward, inputs)
         devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
@@ -421,12 +434,12 @@ class GraphCompiler:
                 cut=self._left_whole(cut, refusal.reason),
                 text=GraphText(nodes=(describe(call_nodes(self._copy.graph)),)),
                 sections=(),
-                arguments=arguments,
+                argument_of_output=argument_of_output,
             )
             return [compile_section(backward, inputs, list(range(len(inputs))))], stored
 
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
-        cut = cut.with_buckets(cut.buckets)
+        cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, self._saved)
         prove_backward(backward, cut, sections, self._saved, self._argument_of)
         text = _text_of_backward(sections)
@@ -444,11 +457,11 @@ class GraphCompiler:
             cut=cut,
             text=text,
             sections=list(zip(places, flows, strict=True)),
-            arguments=arguments,
+            argument_of_output=argument_of_output,
         )
         return compiled, stored
 
-    def run_backward(
+    def make_backward(
         self, compiled: Sequence[Any], stored: _StoredCut
     ) -> Callable[[list[Any]], Any]:
         """What AOTAutograd is to run as its backward.
@@ -472,15 +485,18 @@ class GraphCompiler:
         first_section, *self._further_sections = sections
         num_kept = sum(len(flow.keeps) for _, flow in stored.sections)
         return run_first_section(
-            first_section, stored.arguments, self._num_inputs, num_kept, self._device
+            first_section, stored.argument_of_output, self._num_inputs, num_kept, self._device
         )
 
     # ---- Forward -----------------------------------------------------------------------------
 
-    def _cut_forward(
+    def _cut_forward_or_none(
         self, cut: Cut, buckets: Sequence[Bucket], example_inputs: Sequence[Any]
     ) -> CompiledGraph:
-        """Compile the graph in sections, or whole if no boundary helps or is possible."""
+        """Compile the graph in sections, or whole if no boundary helps or is possible.
+
+        A graph with parameters of one bucket alone is compiled here as well.
+        """
         calls = describe(call_nodes(self._copy.graph))
         try:
             sections = choose_forward_sections(self._facts, buckets)

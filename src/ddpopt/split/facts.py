@@ -259,12 +259,12 @@ class BackwardFacts:
     write_backs: Mapping[int, int]
     # The next three are explained in [Note: order, as a hook sees it].
     # The calls that may not run behind a release before which they stand, and where they stand.
-    bound_places: Mapping[int, int]
+    pinned_places: Mapping[int, int]
     # Where the gradient of each argument is released.
     release_places: Mapping[int, int]
     # Calls of the forward, and those arguments among the ones they read of which they may as well
     # read snapshots: these reads stand before all releases. A call that reads parameters besides
-    # has a bound place for that.
+    # has a pinned place for that.
     forward_reads: Mapping[int, frozenset[int]]
 
 
@@ -376,11 +376,11 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
         if written is not None:
             write_backs[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    bound_places = _bound_places(reads, is_ordered, argument_reads, write_backs)
+    pinned_places = _pinned_places(reads, is_ordered, argument_reads, write_backs)
     forward_reads = _forward_reads(gm, saved, set(gradients))
     for call, in_snapshots in forward_reads.items():
         if arguments_read[call] == in_snapshots:
-            del bound_places[call]
+            del pinned_places[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
         is_repeat=[node in repeats for node in calls],
@@ -390,8 +390,8 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
         gradients=gradients,
         argument_reads=argument_reads,
         write_backs=write_backs,
-        bound_places=bound_places,
-        release_places=_release_places(calls, reads, gradients, is_ordered, bound_places),
+        pinned_places=pinned_places,
+        release_places=_release_places(calls, reads, gradients, is_ordered, pinned_places),
         forward_reads=forward_reads,
     )
 
@@ -407,7 +407,7 @@ def _written_back(node: fx.Node, saved: Mapping[str, int]) -> int | None:
     return argument_of(target, saved) if isinstance(target, fx.Node) else None
 
 
-def _bound_places(
+def _pinned_places(
     reads: Sequence[Mapping[int, Tie]],
     is_ordered: Sequence[bool],
     argument_reads: Mapping[int, Sequence[int]],
@@ -467,7 +467,7 @@ def _release_places(
     reads: Sequence[Mapping[int, Tie]],
     gradients: Mapping[int, tuple[int, ...]],
     is_ordered: Sequence[bool],
-    bound_places: Mapping[int, int],
+    pinned_places: Mapping[int, int],
 ) -> dict[int, int]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
@@ -495,10 +495,10 @@ def _release_places(
             places[argument] = end
             continue
         places[argument] = last
-        noted = [call for call in effects if last < bound_places[call] <= end]
+        noted = [call for call in effects if last < pinned_places[call] <= end]
         if noted:
             needing = _descendants(reads, last)
-            places[argument] = max([last, *(bound_places[c] for c in noted if c in needing)])
+            places[argument] = max([last, *(pinned_places[c] for c in noted if c in needing)])
     return places
 
 

@@ -17,6 +17,8 @@ list of values on which the other sections of this one backward work. Autograd g
 gate 1, which passes it on to gate 2, and so on. Accumulation comes before any gate, because
 autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the
 next section starts. An abandoned backward drops the handle, which frees the run's values.
+
+In the first steps gradients arrive behind all sections, in an order of ours: see `runner.py`.
 """
 
 from __future__ import annotations
@@ -95,24 +97,24 @@ def _in_own_memory(gradient: Any) -> Any:
 
 def run_first_section(
     section: CompiledSection,
-    arguments: Sequence[int | None],
+    argument_of_output: Sequence[int | None],
     token_argument: int,
     num_kept: int,
     device: torch.device,
 ) -> Boxed:
     """What AOTAutograd is to run as its backward: the first section, and the start of a run.
 
-    `arguments` gives the argument to which each gradient that AOTAutograd expects belongs;
+    `argument_of_output` gives the argument to which each gradient that AOTAutograd expects belongs;
     `num_kept` is how many values all sections keep.
     """
-    places = {argument: place for place, argument in enumerate(arguments)}
+    places = {argument: place for place, argument in enumerate(argument_of_output)}
     gradient_places = [places[argument] for argument in section.flow.releases]
     token_place = places[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
         run: Run = [*inputs, *[None] * num_kept]
         inputs.clear()
-        gradients: list[Any] = [None] * len(arguments)
+        gradients: list[Any] = [None] * len(argument_of_output)
         for place, gradient in zip(gradient_places, section.run(run), strict=True):
             gradients[place] = gradient
         gradients[token_place] = handle = torch.zeros(1, device=device, dtype=TOKEN_DTYPE)
@@ -132,7 +134,10 @@ class Gate(torch.autograd.Function):
     def forward(
         ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
     ) -> torch.Tensor:
-        """The token for the next gate. `is_last` says that no section runs after this."""
+        """The token for what is made next: the gate of the section before, or the forward.
+
+        `is_last` says that no section runs after this one.
+        """
         ctx.set_materialize_grads(False)
         ctx.section, ctx.is_last = section, is_last
         return token.detach()  # in the token's memory: no kernel fills another
@@ -186,7 +191,7 @@ class GatedGraph:
         device: torch.device,
     ) -> None:
         self._compiled = compiled
-        # The last section's gate is made first: autograd runs later-made nodes first.
+        # From the last section to the first: each gate takes the token of the section behind it.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]
         self._device = device
 

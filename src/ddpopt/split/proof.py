@@ -163,7 +163,7 @@ def _require_order(
         ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
 
     # Where each event stands in the whole graph.
-    place_of_call = {node: facts.bound_places.get(k, k) for k, node in enumerate(calls)}
+    place_of_call = {node: facts.pinned_places.get(k, k) for k, node in enumerate(calls)}
     before_all = {
         (calls[call], ("argument", argument))
         for call, arguments in facts.forward_reads.items()

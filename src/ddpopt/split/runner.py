@@ -75,7 +75,7 @@ class GraphRunner:
         self._call = _with_arrival_order(
             compiled.call, [argument_of[index] for index in arrives_last if index in argument_of]
         )
-        # Until the Reducer has its final buckets, which it forms from the order of arrival.
+        # Called until the Reducer has its final buckets, which it forms from the order of arrival.
         self._ordered_call = _with_arrival_order(
             self._call, [argument_of[index] for index in arrival if index in argument_of]
         )
@@ -197,8 +197,9 @@ def _with_arrival_order(call: Call, arguments: Sequence[int]) -> Call:
     A section returns all its gradients at once, and autograd accumulates them in an order of its
     own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
     autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
-    the aliases last to first orders the gradients. They then come after all sections' backward,
-    which costs nothing: until buckets are rebuilt there is only one.
+    the aliases last to first orders the gradients. They then come after all sections' backward.
+    That costs little in the first steps: until DDP has rebuilt its buckets, it has one for each
+    dtype. Of the gradients that have to arrive last in every step it is what is asked for.
     """
     if not arguments:
         return call

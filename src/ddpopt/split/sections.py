@@ -1,7 +1,7 @@
 """Which calls of a graph run before which gradients are released: the choice of sections.
 
-All functions here are pure: from what the graph is like (`facts.py`) and what the Reducer will do
-(`reducer.py`) to sections. `forward.py` and `backward.py` make graphs of them.
+The two `choose` functions are pure: from what the graph is like (`facts.py`) and what the Reducer
+will do (`reducer.py`) to sections. `forward.py` and `backward.py` make graphs of them.
 
 A *boundary* at p separates the calls before p from p and those after it.
 
@@ -190,7 +190,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
         reached_by.append(reached)
     # What stands before a release does not run behind it, see [Note: order, as a hook sees it].
     # Nor do gradients that are in no bucket: somebody may wait for them.
-    stands_at = dict(facts.bound_places)
+    stands_at = dict(facts.pinned_places)
     in_bucket = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
         if argument not in in_bucket:
@@ -352,8 +352,8 @@ def _choose_releases(
     """
     place_of = {call: place for place, call in enumerate(order)}
     # How far in `order` the calls are that stand before each place of the graph.
-    bound_calls = sorted(facts.bound_places, key=facts.bound_places.__getitem__)
-    stands_at = [facts.bound_places[call] for call in bound_calls]
+    bound_calls = sorted(facts.pinned_places, key=facts.pinned_places.__getitem__)
+    stands_at = [facts.pinned_places[call] for call in bound_calls]
     reached = list(itertools.accumulate((place_of[c] for c in bound_calls), max, initial=0))
     releases: list[list[int]] = [[] for _ in bounds[1:]]
     for argument, calls in facts.gradients.items():

@@ -1,6 +1,6 @@
 """What is known about each DDP module: the cuts of its graphs, and the Reducer's buckets.
 
-The compiler, the runner and the modules that change buckets write it, through its methods. What
+The compiler, the runner and the modules that change buckets write it. What
 other rooms keep of a module is in slots of their own, see `_slots.py`.
 """
 
