@@ -390,7 +390,7 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
     ("moved", "options", "reason"),
     [
         ("make_section_graphs", {}, Reason.BACKWARD_FAILED),
-        ("compile_gated", {}, Reason.BACKWARD_DRIFT),
+        ("add_token", {}, Reason.BACKWARD_DRIFT),
         ("make_stitched_graph", {"split": "forward"}, Reason.SPLIT_FAILED),
         ("compile_forward_sections", {"split": "forward"}, Reason.TORCH_DRIFT),
         ("read_forward", {}, Reason.TORCH_DRIFT),

@@ -480,14 +480,17 @@ def traced_value(node: fx.Node) -> Any:
 
 
 def check_dynamo_graph(gm: fx.GraphModule) -> None:
-    """Raise TorchDriftError if a graph lacks a mark that Dynamo gives each of them.
+    """Raise TorchDriftError if a graph of Dynamo's lacks a mark that it gives each of them.
 
     Without values it would seem to have no memory that calls share or write to, and no nested
-    tensors; without a name it would be taken for any other graph.
+    tensors; without a name it would be taken for any other graph. (One that somebody has traced
+    again, which has no values, is none of Dynamo's.)
     """
+    if not names.PARAMETER_SOURCES.is_in(gm):
+        return
     if not any(names.EXAMPLE_VALUE.text in node.meta for node in gm.graph.nodes):
         raise names.EXAMPLE_VALUE.drift()
-    if names.PARAMETER_SOURCES.is_in(gm) and names.COMPILE_ID.text not in gm.meta:
+    if names.COMPILE_ID.text not in gm.meta:
         raise names.COMPILE_ID.drift()
 
 

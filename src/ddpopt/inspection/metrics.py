@@ -14,7 +14,7 @@ from ddpopt.errors import Reason
 from ddpopt.planning import rebucket
 from ddpopt.split import state
 from ddpopt.steps.clock import IterationClock
-from ddpopt.steps.forwards import find_subscriber, subscribe, watch_forwards
+from ddpopt.steps.forwards import subscribe, watch_forwards
 
 Source = Callable[[], dict[str, float]]
 
@@ -43,9 +43,10 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     """
     ddp = state.ddp_of(model)
     known = state.get(ddp)
-    clock = find_subscriber(ddp, IterationClock)
+    clock = _clocks.get(ddp)
     if clock is None:
         clock = IterationClock()
+        _clocks.set(ddp, clock)
         watch_forwards()
         subscribe(ddp, clock)
     cuts = known.cuts
@@ -72,11 +73,15 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     return found if source is None else found | source()
 
 
+# After a reset, which has everything compiled anew, a new one begins.
+_clocks: Slot[IterationClock | None] = Slot(lambda: None, is_kept_at_reset=False)
+# What adds to the metrics of a module.
 _sources: Slot[Callable[[], Source | None]] = Slot(lambda: lambda: None, is_kept_at_reset=True)
 
 
 def set_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
     """Add to a module's metrics those of the source that `find` returns, while it returns one."""
+    state.get(ddp)  # from here on it is known that there is a DDP module, see `has_modules`
     _sources.set(ddp, find)
 
 

@@ -290,7 +290,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     _torch.hide_from_dynamo()
     begin = ddp.register_forward_pre_hook(_begin_at_forward)
     _guards.set(ddp, [*handles, begin])
-    subscribe(ddp, _Permission(), Turn.CHANGES)
+    subscribe(ddp, _Permission(), Turn.PERMITS)
 
 
 def _refuse_backward(_gradient: torch.Tensor) -> None:

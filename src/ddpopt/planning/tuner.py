@@ -308,8 +308,8 @@ class _Tuner(Subscriber):
 
     def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Undo the change if iterations did not get shorter."""
-        before, self._before = self._before, ()  # of all ranks: large
         after = all_gather_object(ddp, measured, _COMPARISON.title)
+        before, self._before = self._before, ()  # of all ranks: large
         verdict = _on_rank_0(
             ddp,
             _COMPARISON.title,

@@ -26,7 +26,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -103,7 +103,8 @@ def compile_under_ddp(
     """
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
-        compiled = GraphCompiler(gm, example_inputs, ddp, options).compile(example_inputs)
+        compiler = GraphCompiler(gm, example_inputs, ddp, options)
+        result = compiler.compile(example_inputs)
     except _torch.control_flow_exceptions():
         raise  # Dynamo traces the frame again
     except Exception as error:
@@ -111,6 +112,14 @@ def compile_under_ddp(
         # overlap is lost: the reason is logged, and the graph compiled whole.
         refusal = NotCutError.because_of(error)
         return compile_whole(gm, example_inputs, ddp, options, refusal, start)
+    call = result.call
+    if call is None:
+        # It stays whole. What compiling it raises is for the user.
+        call = options.inner(gm, list(example_inputs))
+        call = report_runs(call, Label(result.cut.graph, 0))
+    compiled = CompiledGraph(
+        cut=result.cut, text=result.text, call=call, argument_of=compiler.argument_of
+    )
     module_state = state.get(ddp)
     runner = GraphRunner(
         compiled,
@@ -140,13 +149,13 @@ def compile_whole(
         text = GraphText(nodes=(describe(call_nodes(gm.graph)),))
     write(gm, cut, text, {"original": gm})
     call = options.inner(gm, list(example_inputs))
-    if ddp is None:
-        _log(options, cut)
-        return call
-    if refusal.reason is Reason.TORCH_DRIFT:
-        # A runner needs the names that moved: nobody is told of the graph's calls.
+    is_drift = refusal.reason is Reason.TORCH_DRIFT
+    if is_drift:
         state.note_drift()
-        state.get(ddp).keep(cut, text)
+    if ddp is None or is_drift:
+        # A runner would need the names that moved: nobody is told of the graph's calls.
+        if ddp is not None:
+            state.get(ddp).keep(cut, text)
         _log(options, cut)
         return call
     runner = GraphRunner(
@@ -203,6 +212,14 @@ class _StoredCut:
     argument_of_output: Sequence[int | None]
 
 
+class _Result(NamedTuple):
+    """What became of a graph; `call` is None if it stays whole, and is yet to be compiled."""
+
+    cut: Cut
+    text: GraphText
+    call: Call | None
+
+
 class GraphCompiler:
     """Compiles one graph under a DDP module.
 
@@ -235,10 +252,10 @@ class GraphCompiler:
         trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
         indices_of = parameters_of(self._copy, example_inputs, trained)
         # Which argument of the graph brings in each parameter, by the parameter's index.
-        self._argument_of: dict[int, int] = {}
+        self.argument_of: dict[int, int] = {}
         for argument, node in enumerate(self._copy.graph.find_nodes(op="placeholder")):
             for index in indices_of.get(node, ()):
-                self._argument_of[index] = argument
+                self.argument_of[index] = argument
 
         # The graphs before and after it under the same module, as far as they are known. Their
         # parameters arrive after and before its own.
@@ -265,8 +282,8 @@ class GraphCompiler:
         self._stored: _StoredCut | None = None
         self._further_sections: list[CompiledSection] = []
 
-    def compile(self, example_inputs: Sequence[Any]) -> CompiledGraph:
-        """Compile the graph: its backward cut, or else its forward, or whole.
+    def compile(self, example_inputs: Sequence[Any]) -> _Result:
+        """Compile the graph, its backward cut or else its forward; or leave it whole.
 
         Raises:
             NotCutError: a section could not be compiled, or not be proven. The other way to cut is
@@ -290,7 +307,7 @@ class GraphCompiler:
                 cut = dataclasses.replace(
                     cut, backward_fallback=refusal.reason, detail=refusal.detail
                 )
-        return self._cut_forward_or_none(cut, buckets, example_inputs)
+        return self._cut_forward(cut, buckets, example_inputs)
 
     # ---- Which buckets -----------------------------------------------------------------------
 
@@ -345,7 +362,7 @@ class GraphCompiler:
 
     # ---- Backward ----------------------------------------------------------------------------
 
-    def _cut_backward(self, example_inputs: Sequence[Any]) -> CompiledGraph:
+    def _cut_backward(self, example_inputs: Sequence[Any]) -> _Result:
         """Compile the forward whole, and the backward in sections.
 
         Raises:
@@ -356,7 +373,7 @@ class GraphCompiler:
         if aot is None:
             cuda_graphs = self._options.has_cuda_graphs
             raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
-        if self._facts.first_use.keys() - self._argument_of.keys():
+        if self._facts.first_use.keys() - self.argument_of.keys():
             raise NotCutError(Reason.ATTRIBUTES)
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
@@ -373,12 +390,7 @@ class GraphCompiler:
         cut = dataclasses.replace(stored.cut, graph=self._name)  # the cache knows no names
         if cut.fallback is not None:
             write(self._gm, cut, stored.text, {"original": self._gm})
-        return CompiledGraph(
-            cut=cut,
-            text=stored.text,
-            call=GatedGraph(call, self._further_sections, self._device),
-            argument_of=self._argument_of,
-        )
+        return _Result(cut, stored.text, GatedGraph(call, self._further_sections, self._device))
 
     @functools.cached_property
     def cache_key(self) -> str | None:
@@ -391,7 +403,7 @@ class GraphCompiler:
         depends_on = {
             "what is compiled": dataclasses.replace(self._uncut, graph=""),
             "parameters": self._reduced,
-            "argument of each parameter": self._argument_of,
+            "argument of each parameter": self.argument_of,
             # The order in which gradients arrive depends on the graphs before and after this one.
             "neighbours": (self._later, self._earlier, self._is_last),
             "how the Reducer forms buckets": self._state.rules,
@@ -424,11 +436,11 @@ class GraphCompiler:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
 
         facts = read_backward(backward, self._saved)
-        final = final_positions(facts, self._argument_of, {p.index for p in self._earlier})
+        final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
         try:
-            chosen = choose_backward_sections(facts, buckets, self._argument_of, final)
+            chosen = choose_backward_sections(facts, buckets, self.argument_of, final)
         except NotCutError as refusal:
             stored = _StoredCut(
                 cut=self._left_whole(cut, refusal.reason),
@@ -441,7 +453,7 @@ class GraphCompiler:
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, self._saved)
-        prove_backward(backward, cut, sections, self._saved, self._argument_of)
+        prove_backward(backward, cut, sections, self._saved, self.argument_of)
         text = _text_of_backward(sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         graphs = {"original": self._gm, "original_backward": backward, **pieces}
@@ -490,12 +502,12 @@ class GraphCompiler:
 
     # ---- Forward -----------------------------------------------------------------------------
 
-    def _cut_forward_or_none(
+    def _cut_forward(
         self, cut: Cut, buckets: Sequence[Bucket], example_inputs: Sequence[Any]
-    ) -> CompiledGraph:
-        """Compile the graph in sections, or whole if no boundary helps or is possible.
+    ) -> _Result:
+        """Compile the graph in sections, unless no boundary helps or is possible.
 
-        A graph with parameters of one bucket alone is compiled here as well.
+        A graph with parameters of one bucket alone ends here as well.
         """
         calls = describe(call_nodes(self._copy.graph))
         try:
@@ -504,26 +516,22 @@ class GraphCompiler:
             cut = self._left_whole(cut, refusal.reason)
             text = GraphText(nodes=(calls,))
             write(self._gm, cut, text, {"original": self._gm})
-            call = report_runs(
-                self._options.inner(self._gm, list(example_inputs)), Label(self._name, 0)
-            )
-        else:
-            cut = dataclasses.replace(cut, sections=sections).with_buckets(cut.buckets)
-            stitched = make_stitched_graph(self._copy, sections)
-            prove_forward(self._gm, cut, stitched, self._argument_of)
-            text = GraphText(
-                nodes=tuple(calls[section.start : section.stop] for section in sections),
-                crossings=_crossings_of_forward(stitched),
-            )
-            section_calls = stitched.graph.find_nodes(op="call_module")
-            pieces = {
-                f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)
-            }
-            show(self._gm, cut, text, {"original": self._gm, **pieces, "stitched": stitched})
-            call = compile_forward_sections(
-                stitched, example_inputs, self._options.inner, self._name
-            )
-        return CompiledGraph(cut=cut, text=text, call=call, argument_of=self._argument_of)
+            return _Result(cut, text, None)
+
+        cut = dataclasses.replace(cut, sections=sections).with_buckets(cut.buckets)
+        stitched = make_stitched_graph(self._copy, sections)
+        prove_forward(self._gm, cut, stitched, self.argument_of)
+        text = GraphText(
+            nodes=tuple(calls[section.start : section.stop] for section in sections),
+            crossings=_crossings_of_forward(stitched),
+        )
+        section_calls = stitched.graph.find_nodes(op="call_module")
+        pieces = {
+            f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)
+        }
+        show(self._gm, cut, text, {"original": self._gm, **pieces, "stitched": stitched})
+        call = compile_forward_sections(stitched, example_inputs, self._options.inner, self._name)
+        return _Result(cut, text, call)
 
 
 def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[int, ...], ...] | None:

@@ -95,7 +95,7 @@ def parameters_of(
     attributes of the graph, or belong to modules that it calls, which may have several.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
-    inputs = dict(zip(placeholders, example_inputs, strict=True))
+    inputs = dict(zip(placeholders, example_inputs, strict=False))
     indices_of: dict[fx.Node, list[int]] = {}
     for node in graph.graph.nodes:
         if node in inputs:

@@ -31,7 +31,8 @@ class Subscriber:
 class Turn(enum.IntEnum):
     """When a subscriber is told, among those of one module."""
 
-    CHANGES = enum.auto()  # first: it may change the module's buckets, and others see the new ones
+    PERMITS = enum.auto()  # first: it may raise, and then the forward does not run
+    CHANGES = enum.auto()  # it may change the module's buckets, and others see the new ones
     WATCHES = enum.auto()
     REMEMBERS = enum.auto()  # last: others ask it what was so before the forward that begins
 
@@ -44,7 +45,7 @@ class _Subscription(NamedTuple):
 _S = TypeVar("_S", bound=Subscriber)
 _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 
-# Of every module; told before a module's own.
+# Of every module: told before a module's own of a forward that begins, after them of its end.
 _of_all: list[Subscriber] = []
 # Asked once for each module.
 _interests: list[_Interest] = []
@@ -140,10 +141,10 @@ def _before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
 
 
 def _after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
-    for subscriber in _of_all:
-        subscriber.after_forward(ddp, forward)
     # Those that subscribed in this forward, as who changes buckets does in a compile, among them.
     for _, subscriber in _subscriptions_of(ddp):
+        subscriber.after_forward(ddp, forward)
+    for subscriber in _of_all:
         subscriber.after_forward(ddp, forward)
 
 
