@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
-from ddpopt.errors import Reason
+from ddpopt.errors import NotCutError, Reason
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
@@ -487,3 +487,21 @@ def test_reset_forgets_the_plans(one_rank: None) -> None:
     assert not ddpopt.explain(ddp).cuts
     compiled(_x()).sum().backward()
     assert len(_only_plan(ddp).sections) == 3
+
+
+def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) -> None:
+    """Once, and without an error of ours behind it: a graph of one bucket has nothing to cut."""
+    calls = []
+
+    def failing(gm: Any, _inputs: Any) -> Any:
+        calls.append(gm)
+        raise ZeroDivisionError("of the user's compiler")
+
+    ddp = DistributedDataParallel(MLP())
+    with pytest.raises(Exception, match="of the user's compiler") as caught:
+        _compile(ddp, inner=failing)(torch.ones(2, WIDTH))
+    assert len(calls) == 1
+    causes: list[BaseException | None] = [caught.value]
+    while causes[-1] is not None:
+        causes.append(causes[-1].__cause__ or causes[-1].__context__)
+    assert not any(isinstance(cause, NotCutError) for cause in causes)
