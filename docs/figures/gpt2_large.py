@@ -1,4 +1,4 @@
-"""Computes how a GPT-2-large-sized model scales to 1,024 ranks, for docs/planning.md.
+"""Computes how a GPT-2-large-sized model scales to 1,024 ranks, for docs/simulation.md.
 
 Run `python docs/figures/gpt2_large.py` in the repository: it writes
 docs/images/scaling-gpt2-large.png, which needs matplotlib. Nothing here is measured; the constants

@@ -218,7 +218,7 @@ class Network:
     def allreduce(self, world_size: int) -> AllreduceCost:
         """Return what an allreduce over `world_size` ranks costs.
 
-        Formulas and their sources are in docs/planning.md: a ring (Patarasuk and Yuan, 2009), a
+        Formulas and their sources are in docs/simulation.md: a ring (Patarasuk and Yuan, 2009), a
         pipelined pair of trees (Sanders, Speck and Traff, 2009), or a ring around the nodes between
         a scatter and a gather within them.
 

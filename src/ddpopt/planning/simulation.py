@@ -33,7 +33,7 @@ class Stragglers:
     """Ranks that compute more slowly than the profile says, at random.
 
     Each rank takes 1 + X times as long for an iteration's computation, where X is independent and
-    exponential with mean `mean_delay`; docs/planning.md has the reasons and the sources.
+    exponential with mean `mean_delay`; docs/simulation.md has the reasons and the sources.
 
     Raises:
         PlanError: `mean_delay` is negative or not finite.
