@@ -16,7 +16,6 @@ import ddpopt
 from ddpopt._torch import LoggedStep
 from ddpopt.planning import AllreduceCost, decision
 from ddpopt.planning.stopwatch import Measured
-from ddpopt.steps import clock as clocks
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -34,13 +33,13 @@ def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     lines: list[str] = []
     real = decision._torch.last_logged_step
-    clock = mock.Mock(perf_counter=lambda: real(ddp).number * 0.11)
+    last_s = property(lambda _: 0.11, lambda _, _noted: None)
     with (
         mock.patch.object(decision._logs, "info", lambda text, *args: lines.append(text % args)),
         mock.patch.object(
             decision._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
         ),
-        mock.patch.object(clocks, "time", clock),
+        mock.patch.object(decision._Watch, "last_s", last_s, create=True),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
     lines += str(ddpopt.explain(ddp)).splitlines()
