@@ -60,6 +60,18 @@ def buckets_of(
     return parameters, made
 
 
+def cut_of(chosen: BackwardSections, arrival: tuple[Parameter, ...] = ()) -> Cut:
+    """The record of a backward with these sections."""
+    return Cut(
+        graph="0/0",
+        inner="eager",
+        num_nodes=len(chosen.order),
+        sections=chosen.sections,
+        split="backward",
+        arrival=arrival,
+    )
+
+
 def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSections | Reason:
     """Plan with parameter i as argument i, and these parameters in each bucket, or say why not."""
     parameters, made = buckets_of(facts.gradients, buckets)
@@ -69,14 +81,7 @@ def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSec
         cuts = choose_backward_sections(facts, made, {a: a for a in parameters}, final)
     except NotCutError as refusal:
         return refusal.reason
-    plan = Cut(
-        graph="0/0",
-        inner="eager",
-        num_nodes=len(cuts.order),
-        sections=cuts.sections,
-        split="backward",
-    )
-    return dataclasses.replace(cuts, sections=plan.with_buckets(made).sections)
+    return dataclasses.replace(cuts, sections=cut_of(cuts).with_buckets(made).sections)
 
 
 def _sections(plan: BackwardSections | Reason) -> list[list[int]]:

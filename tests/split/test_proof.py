@@ -25,7 +25,7 @@ from ddpopt.split.facts import read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
-from tests.split.test_backward_sections import buckets_of
+from tests.split.test_backward_sections import buckets_of, cut_of
 from tests.support.models import MLP, WIDTH
 
 _aten = torch.ops.aten
@@ -95,14 +95,7 @@ def _cut(
         )
     except NotCutError:
         return None
-    plan = Cut(
-        graph="0/0",
-        inner="eager",
-        num_nodes=len(cuts.order),
-        sections=cuts.sections,
-        split="backward",
-        arrival=tuple(parameters.values()),
-    )
+    plan = cut_of(cuts, arrival=tuple(parameters.values()))
     return Backward(gm, plan, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
 
 

@@ -121,17 +121,8 @@ def compile_under_ddp(
         cut=result.cut, text=result.text, call=call, argument_of=compiler.argument_of
     )
     module_state = state.get(ddp)
-    runner = GraphRunner(
-        compiled,
-        arrives_last=module_state.rules.arrives_last,
-        cut_for=module_state.cut_for,
-        is_for_copy=module_state.is_copy,
-        start=start,
-        log=functools.partial(_log, options),
-    )
-    runner.keep_for(ddp)
-    _log(options, compiled.cut)
-    return runner
+    arrives_last, cut_for = module_state.rules.arrives_last, module_state.cut_for
+    return _make_runner(compiled, ddp, options, start, cut_for, arrives_last)
 
 
 def compile_whole(
@@ -158,18 +149,30 @@ def compile_whole(
             state.get(ddp).keep(cut, text)
         _log(options, cut)
         return call
+    reporting = report_runs(call, Label(cut.graph, 0))
+    compiled = CompiledGraph(cut=cut, text=text, call=reporting, argument_of={})
+    return _make_runner(compiled, ddp, options, start, state.ANY_BUCKETS)
+
+
+def _make_runner(
+    compiled: CompiledGraph,
+    ddp: DistributedDataParallel,
+    options: Options,
+    start: StartOnModule,
+    cut_for: state.CutFor,
+    arrives_last: Sequence[int] = (),
+) -> GraphRunner:
+    """What runs a compiled graph, known to be in force for the module, and logged."""
     runner = GraphRunner(
-        CompiledGraph(
-            cut=cut, text=text, call=report_runs(call, Label(cut.graph, 0)), argument_of={}
-        ),
-        arrives_last=(),
-        cut_for=state.ANY_BUCKETS,
+        compiled,
+        arrives_last=arrives_last,
+        cut_for=cut_for,
         is_for_copy=state.is_copy(ddp),
         start=start,
         log=functools.partial(_log, options),
     )
     runner.keep_for(ddp)
-    _log(options, cut)
+    _log(options, compiled.cut)
     return runner
 
 

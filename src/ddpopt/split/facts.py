@@ -377,7 +377,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
             write_backs[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
     pinned_places = _pinned_places(reads, is_ordered, argument_reads, write_backs)
-    forward_reads = _forward_reads(gm, saved, set(gradients))
+    forward_reads = _forward_reads(gm, repeats, saved, set(gradients))
     for call, in_snapshots in forward_reads.items():
         if arguments_read[call] == in_snapshots:
             del pinned_places[call]
@@ -426,14 +426,16 @@ def _pinned_places(
 
 
 def _forward_reads(
-    gm: fx.GraphModule, saved: Mapping[str, int], trained: AbstractSet[int]
+    gm: fx.GraphModule,
+    repeats: AbstractSet[fx.Node],
+    saved: Mapping[str, int],
+    trained: AbstractSet[int],
 ) -> dict[int, frozenset[int]]:
     """Calls of the forward that are made again, and read buffers or inputs that have a snapshot.
 
     `trained` are the arguments that get gradients. Without a gradient of an output among its inputs
     a graph does not tell which of its calls are the forward's.
     """
-    repeats = repeats_of(gm)
     needs_tangent: set[fx.Node] = set()
     # The arguments in whose memory a value is, of those that can have a snapshot.
     read_by: dict[fx.Node, frozenset[int]] = {}
