@@ -19,6 +19,7 @@ LAYERS = (
     "errors",
     "reducer",
     "_text",
+    "_values",
     "config",
     "_traced",
     "_torch",

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpopt import errors
+from ddpopt import _values, errors
 
 SOURCE = Path(errors.__file__).parent
 _BUILTIN = ("RuntimeError", "TypeError", "ValueError")
@@ -88,6 +88,10 @@ def messages() -> list[Message]:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             name = _called(node)
+            if name == "check_number":
+                what, value, limits, kind = node.args
+                text = f"{_text(what)} is {_variable(value)}; it must be {_limits(limits)}"
+                found.append(Message(ast.unparse(kind), text, module))
             if name in ours or (name in _BUILTIN and id(node) in raised):
                 found.append(Message(name, _text(node.args[0]), module))
     return sorted(found)
@@ -167,6 +171,16 @@ def _variable(node: ast.expr) -> str:
     names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
     is_plain = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and names
     return f"<var>{html.escape(names[0]) if is_plain else '…'}</var>"
+
+
+def _limits(node: ast.expr) -> str:
+    """What a value must be, from the limits that `check_number` is called with."""
+    if isinstance(node, ast.Name):
+        limits = getattr(_values, node.id, None)
+        return _variable(node) if limits is None else html.escape(str(limits), quote=False)
+    assert isinstance(node, ast.Call), "limits are a name or are made in the call"
+    values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return html.escape(str(_values.Limits(**values)), quote=False)
 
 
 def _put_in(text: str, argument: ast.expr) -> str:

@@ -17,31 +17,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from ddpopt._values import check_boolean, check_choice
 from ddpopt.errors import OptionError
 
 _Value = TypeVar("_Value", bool, str)
 _declared: dict[str, tuple[bool | str, Sequence[str]]] = {}
-
-
-def check_boolean(name: str, value: object, error: type[Exception] = OptionError) -> None:
-    """Raise `error` unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise error(f"{name} is {value!r}, a {type(value).__name__}; give True or False")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise OptionError unless `value` is one of `choices`; without choices, unless it is a str.
-
-    A choice such as `*.json` allows any path that ends this way.
-    """
-    if choices and not any(isinstance(value, str) and _is_choice(value, c) for c in choices):
-        raise OptionError(f"{name} is {value!r}; valid values are {list(choices)}")
-    if not isinstance(value, str):
-        raise OptionError(f"{name} is {value!r}, a {type(value).__name__}; give a str")
-
-
-def _is_choice(value: str, choice: str) -> bool:
-    return value.endswith(choice[1:]) if choice.startswith("*") else value == choice
 
 
 def check_flag(flag: str, value: object) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ddpopt import _torch, config
+from ddpopt._values import check_choice
 from ddpopt.errors import OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
@@ -59,7 +60,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     config.check_flag("enabled", enabled)
     config.check_flag("buckets", buckets)
     split = given.pop("split", SPLITS[0])
-    config.check_choice("the option 'split'", split, SPLITS)
+    check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
     name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
     aot: _torch.AOTCompilerFn | None = None

@@ -614,7 +614,11 @@ def test_a_state_continues_the_counters_of_ranks_with_different_numbers_of_steps
         ({"sync_interval_ms": math.inf}, OptionError, "is inf"),
         ({"sync_interval_ms": True}, TypeError, "bool"),
         ({"sync_interval_ms": "500"}, TypeError, "str"),
-        ({"warmup_steps": -1}, OptionError, "warmup_steps is -1; the least is 0"),
+        (
+            {"warmup_steps": -1},
+            OptionError,
+            "warmup_steps is -1; it must be a whole number",
+        ),
         ({"warmup_steps": 1.0}, TypeError, "float"),
         ({"warmup_steps": True}, TypeError, "bool"),
     ],

@@ -21,52 +21,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt import _torch
 from ddpopt.algorithms import (
     Algorithm,
-    AsyncModelAverage,
     ByteGrad,
     Decentralized,
     Handle,
-    LowPrecisionDecentralized,
-    QAdam,
-    QAdamOptimizer,
     attach,
 )
 from ddpopt.algorithms.handle import BackgroundHandle
-from ddpopt.errors import AttachError, OptionError, PeerError
-from ddpopt.inspection.metrics import source_of
+from ddpopt.errors import AttachError, PeerError
 from ddpopt.planning import tuner
+from tests.support.attached import ALGORITHMS, FLAT, attached_mlp, flat_weights
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import OwnRanks, Ranks, error_of
 from tests.system.documents import blocks
-
-FLAT = Decentralized(hierarchical=False)
-
-
-def _flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def _setting(algorithm: Any = FLAT, **ddp_options: Any) -> tuple[Any, Any, Any]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2), **ddp_options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    return ddp, optimizer, attach(ddp, optimizer, algorithm)
-
 
 # ---- what a step is ---------------------------------------------------------------------------
 
 
 def _count(rank: int) -> list[tuple[str, int]]:
-    ddp, optimizer, handle = _setting(Decentralized(hierarchical=False))
+    ddp, optimizer, handle = attached_mlp(Decentralized(hierarchical=False))
     x = batches(rank, [(4, WIDTH)])[0]
     seen = []
 
@@ -126,7 +105,7 @@ def test_only_training_forwards_that_are_followed_by_a_backward_count(ranks: Ran
 
 def _skip_update(rank: int) -> torch.Tensor:
     """Rank 1's second update is skipped; its averages must go on."""
-    ddp, optimizer, handle = _setting(Decentralized(hierarchical=False))
+    ddp, optimizer, handle = attached_mlp(Decentralized(hierarchical=False))
     for k, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
         optimizer.zero_grad()
         ddp(x).pow(2).sum().backward()
@@ -134,7 +113,7 @@ def _skip_update(rank: int) -> torch.Tensor:
             optimizer.step()
     assert handle.num_communications == 4
     handle.detach()
-    return _flat(ddp)
+    return flat_weights(ddp)
 
 
 def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
@@ -143,26 +122,9 @@ def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
     assert first.isfinite().all()
 
 
-ALL: dict[str, Any] = {
-    "Decentralized": FLAT,
-    "LowPrecisionDecentralized": LowPrecisionDecentralized(hierarchical=False),
-    "ByteGrad": ByteGrad(hierarchical=False),
-    "QAdam": QAdam(hierarchical=False),
-    "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1),
-}
-
-
-def _attached(name: str) -> tuple[Any, Any, Any]:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2))
-    kind = QAdamOptimizer if name == "QAdam" else torch.optim.SGD
-    optimizer = kind(ddp.parameters(), lr=0.1)
-    return ddp, optimizer, attach(ddp, optimizer, ALL[name])
-
-
 def _train_in_eval(rank: int, name: str) -> torch.Tensor:
     """As with a frozen batch norm; and evaluations that forgot `no_grad` do not count."""
-    ddp, optimizer, handle = _attached(name)
+    ddp, optimizer, handle = attached_mlp(ALGORITHMS[name])
     ddp.eval()
     for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
         ddp(x)
@@ -176,17 +138,17 @@ def _train_in_eval(rank: int, name: str) -> torch.Tensor:
         time.sleep(0.001)
     assert handle.num_communications > 0
     handle.detach()
-    return _flat(ddp)
+    return flat_weights(ddp)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
     assert torch.equal(*ranks.run(_train_in_eval, name))
 
 
 def _skip_in_eval(rank: int) -> torch.Tensor:
     """An update is skipped in eval mode: the average is taken over between two backwards."""
-    ddp, optimizer, handle = _setting()
+    ddp, optimizer, handle = attached_mlp()
     ddp.eval()
     for k, x in enumerate(batches(rank, [(4, WIDTH)] * 3)):
         optimizer.zero_grad()
@@ -195,17 +157,17 @@ def _skip_in_eval(rank: int) -> torch.Tensor:
             optimizer.step()
     assert handle.num_steps == handle.num_communications == 3
     handle.detach()
-    return _flat(ddp)
+    return flat_weights(ddp)
 
 
 def test_an_update_may_be_skipped_in_eval_mode(ranks: Ranks) -> None:
     assert torch.equal(*ranks.run(_skip_in_eval))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_joins_forwards_are_refused(one_rank: None, name: str) -> None:
     """On a rank without inputs an algorithm would not take part."""
-    ddp, _, handle = _attached(name)
+    ddp, _, handle = attached_mlp(ALGORITHMS[name])
     with pytest.raises(AttachError, match=rf"{name} cannot work in DDP's join\(\)"), ddp.join():
         ddp(torch.ones(2, WIDTH))
     handle.detach()
@@ -229,7 +191,7 @@ def _two_optimizers(rank: int) -> tuple[bool, str]:
         assert handle.num_steps == 3
         said = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
         handle.detach()
-        results.append(_flat(ddp))
+        results.append(flat_weights(ddp))
     return torch.equal(*results), said
 
 
@@ -315,15 +277,17 @@ def test_a_backward_ends_once_when_all_gradients_are_final(
 
 def _detached(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """After `detach` a model trains as DDP does, also when it had other weights before."""
-    ddp, optimizer, handle = _setting(Decentralized(communication_interval=100, hierarchical=False))
+    ddp, optimizer, handle = attached_mlp(
+        Decentralized(communication_interval=100, hierarchical=False)
+    )
     for x in batches(rank, [(4, WIDTH)] * 3):
         optimizer.zero_grad()
         ddp(x).pow(2).sum().backward()
         optimizer.step()
-    apart = _flat(ddp)
+    apart = flat_weights(ddp)
     handle.detach()
     handle.detach()
-    start = _flat(ddp)
+    start = flat_weights(ddp)
     again = attach(ddp, optimizer, ByteGrad(hierarchical=False))
     again.detach()
     optimizer.zero_grad()
@@ -346,7 +310,7 @@ def test_detach_averages_and_gives_ddp_its_allreduce_back(ranks: Ranks) -> None:
 
 
 def _is_collected(rank: int) -> tuple[bool, list[str]]:
-    ddp, optimizer, handle = _setting(FLAT)
+    ddp, optimizer, handle = attached_mlp(FLAT)
     ddp(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
     weak = weakref.ref(ddp)
@@ -367,7 +331,7 @@ def test_a_model_that_is_dropped_takes_its_algorithm_and_thread_along(ranks: Ran
 def _save_and_load(rank: int) -> tuple[bool, list[str]]:
     """Training goes on bitwise from checkpoints; a state of something else is refused."""
     algorithm = Decentralized(communication_interval=2, hierarchical=False)
-    ddp, optimizer, handle = _setting(algorithm)
+    ddp, optimizer, handle = attached_mlp(algorithm)
     inputs = batches(rank, [(4, WIDTH)] * 6)
 
     def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, xs: list[torch.Tensor]) -> None:
@@ -380,17 +344,17 @@ def _save_and_load(rank: int) -> tuple[bool, list[str]]:
     file = io.BytesIO()
     torch.save([ddp.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
     train(ddp, optimizer, inputs[3:])
-    expected = _flat(ddp)
+    expected = flat_weights(ddp)
     handle.detach()
 
     file.seek(0)
     weights, momenta, state = torch.load(file, weights_only=True)
-    resumed, optimizer, handle = _setting(algorithm)
+    resumed, optimizer, handle = attached_mlp(algorithm)
     resumed.load_state_dict(weights)
     optimizer.load_state_dict(momenta)
     handle.load_state_dict(state)
     train(resumed, optimizer, inputs[3:])
-    is_equal = torch.equal(_flat(resumed), expected)
+    is_equal = torch.equal(flat_weights(resumed), expected)
     said = [
         error_of(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
         error_of(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
@@ -412,7 +376,7 @@ def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
 
 def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies and pickles train by themselves, as plain DDP does, and can get an algorithm."""
-    ddp, optimizer, handle = _setting()
+    ddp, optimizer, handle = attached_mlp()
     x = batches(rank, [(4, WIDTH)])[0]
     ddp(x).square().mean().backward()
     optimizer.step()
@@ -450,7 +414,7 @@ def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor
     torch.manual_seed(0)
     weights = []
     algorithm = found["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
-    ddp, optimizer, handle = _setting(algorithm)
+    ddp, optimizer, handle = attached_mlp(algorithm)
     saved: list[Any] = []
     for k, x in enumerate(inputs[rank]):
         if k == 3:
@@ -458,9 +422,9 @@ def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-    weights.append(_flat(ddp))
+    weights.append(flat_weights(ddp))
     handle.detach()
-    resumed, optimizer, handle = _setting(algorithm)
+    resumed, optimizer, handle = attached_mlp(algorithm)
     resumed.load_state_dict(saved[0])
     handle.load_state_dict(saved[1])
     for x in inputs[rank][3:]:
@@ -468,7 +432,7 @@ def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor
         resumed(x).square().mean().backward()
         optimizer.step()
     handle.detach(average=False)
-    return [*weights, _flat(resumed)]
+    return [*weights, flat_weights(resumed)]
 
 
 def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
@@ -477,449 +441,20 @@ def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
     torch.manual_seed(0)
     models = [MLP(2)]
     models.append(copy.deepcopy(models[0]))
-    start, momentum = _flat(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
+    start, momentum = flat_weights(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
     for step in range(6):
         for model, x in zip(models, (own[step] for own in inputs), strict=True):
             model.zero_grad()
             model(x).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         if step % 2:
-            momentum = 0.5 * momentum + sum(_flat(model) - start for model in models) / 2
+            momentum = 0.5 * momentum + sum(flat_weights(model) - start for model in models) / 2
             start = start + 0.7 * momentum
             for model in models:
                 nn.utils.vector_to_parameters(start.clone(), model.parameters())
     for trained, resumed in ranks.run(_train_own, inputs):
         torch.testing.assert_close(trained, start)
         assert torch.equal(trained, resumed)
-
-
-# ---- an attach that fails ----------------------------------------------------------------------
-
-
-class _OddError(Exception):
-    """Cannot be pickled, nor made from a text."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        super().__init__(f"odd {second}")
-        self.lock = threading.Lock()
-
-
-class _FailingAtFirst(BackgroundHandle):
-    """Fails before its base class has made anything, or after, and again where it is closed."""
-
-    def __init__(self, training: Any, algorithm: Any) -> None:
-        if algorithm.when == "before" and dist.get_rank() == 1:
-            raise _OddError(1, "at first")
-        super().__init__(training, algorithm)
-        if algorithm.when == "after" and dist.get_rank() == 1:
-            raise _OddError(1, "at last")
-        self.is_made = True
-
-    def close(self) -> None:
-        assert self.is_made
-        super().close()
-
-
-@dataclass(frozen=True)
-class _FailsAtFirst(Algorithm[_FailingAtFirst]):
-    when: str
-    handle_type = _FailingAtFirst
-
-    def check(self, training: Any) -> None:
-        if self.when == "in check" and dist.get_rank() == 1:
-            raise _OddError(1, "in check")
-
-
-_HANDLE, _DDP = "ddpopt.algorithms.handle", "torch.nn.parallel.DistributedDataParallel"
-FAILURES: list[tuple[str, Any]] = [
-    (f"{_HANDLE}.FlatWeights", FLAT),
-    (f"{_HANDLE}.Worker", ByteGrad(local_world_size=2)),
-    (f"{_HANDLE}.metrics.set_source", FLAT),
-    (f"{_HANDLE}.register_optimizer_step_pre_hook", FLAT),
-    (f"{_HANDLE}.register_optimizer_step_post_hook", FLAT),
-    ("ddpopt.algorithms.async_.FairLock", AsyncModelAverage(sync_interval_ms=1)),
-    ("ddpopt.algorithms.comm.FlatWeights.copy", LowPrecisionDecentralized(hierarchical=False)),
-    (f"{_DDP}.register_forward_pre_hook", FLAT),
-    (f"{_DDP}.register_comm_hook", FLAT),
-    ("torch.optim.Optimizer.register_step_pre_hook", FLAT),
-    ("torch.optim.Optimizer.register_step_post_hook", FLAT),
-    ("", _FailsAtFirst("in check")),
-    ("", _FailsAtFirst("before")),
-    ("", _FailsAtFirst("after")),
-]
-
-
-def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
-    """What an algorithm leaves behind, besides an idle comm hook."""
-    from torch.optim import optimizer as every  # its private names are read here
-
-    gc.collect()
-    stop_s = time.monotonic() + 60
-    while time.monotonic() < stop_s:  # a thread that was told to end may not have
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
-        if not threads:
-            break
-        time.sleep(0.01)
-    hooks = (
-        ddp._forward_pre_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        every._global_optimizer_pre_hooks,
-        every._global_optimizer_post_hooks,
-    )
-    return {
-        "threads": threads,
-        "groups": len(dist.distributed_c10d._world.pg_map),
-        "hooks": [len(each) for each in hooks],
-        "source": source_of(ddp),
-        "comm hook": (_torch.has_comm_hook(ddp), _torch.hook_states(ddp)),
-    }
-
-
-def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
-    """Rank 1 fails; then both train as with DDP alone, attach again, and train."""
-    torch.manual_seed(0)
-    ddp, twin = (DistributedDataParallel(MLP(2)) for _ in range(2))
-    twin.load_state_dict(ddp.state_dict())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    before = _traces(ddp, optimizer)
-    with contextlib.ExitStack() as stack:
-        if where and rank == 1:
-            stack.enter_context(mock.patch(where, side_effect=ArithmeticError("no luck")))
-        said = error_of(lambda: attach(ddp, optimizer, algorithm))
-    assert _traces(ddp, optimizer) == before
-    x = batches(rank, [(4, WIDTH)])[0]
-    for model in (ddp, twin):
-        model(x).square().sum().backward()
-    pairs = zip(ddp.parameters(), twin.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
-    handle = attach(ddp, optimizer, FLAT)
-    for _ in range(2):
-        ddp(x).square().mean().backward()
-        optimizer.step()
-    assert handle.num_communications == 2
-    handle.detach()
-    assert _traces(ddp, optimizer) == before
-    return said
-
-
-@pytest.mark.parametrize(
-    ("where", "algorithm"), FAILURES, ids=lambda v: v if isinstance(v, str) else v.name
-)
-def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
-    ranks: Ranks, where: str, algorithm: Any
-) -> None:
-    """Wherever it fails; the error is raised on all ranks, and says which one it is from."""
-    for said in ranks.run(_fail_to_attach, where, algorithm):
-        why = "ArithmeticError: no luck" if where else "_OddError: odd "
-        assert said.startswith(f"AttachError: on rank 1: {why}")
-
-
-def test_the_rank_that_failed_has_the_cause(one_rank: None) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    optimizer = torch.optim.SGD(ddp.parameters())
-    failing = mock.patch(f"{_HANDLE}.Worker", side_effect=ArithmeticError)
-    with failing, pytest.raises(AttachError, match="on rank 0: ArithmeticError") as raised:
-        attach(ddp, optimizer, FLAT)
-    assert isinstance(raised.value.__cause__, ArithmeticError)
-
-
-# ---- optimizers whose updates would not be noticed ----------------------------------------------
-
-
-class Wrapping(torch.optim.Optimizer):
-    """Looks like an optimizer, without its constructor: Accelerate's, PostLocalSGDOptimizer."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-class WrappingWithHooks(Wrapping):
-    """As timm's Lookahead, which has the hooks' dictionaries, and a step that no one wrapped."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner)
-        self._optimizer_step_pre_hooks: dict[int, Any] = {}
-        self._optimizer_step_post_hooks: dict[int, Any] = {}
-
-
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer of its own around another one, of which it has the parameters."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> Any:
-        result = self.inner.step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.mul_(0.99)
-        return result
-
-
-class Twice(torch.optim.SGD):
-    """Its step calls that of its base class, which calls hooks as well."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("kind", [Wrapping, WrappingWithHooks])
-def test_an_optimizer_whose_step_calls_no_hooks_is_refused(one_rank: None, kind: Any) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match=f"step.. of the {kind.__name__} calls none of the hooks"):
-        attach(ddp, kind(inner), FLAT)
-    with pytest.raises(OptionError, match="no optimizer is given"):
-        attach(ddp, [], FLAT)
-    handle = attach(ddp, inner, FLAT)  # as the error advises
-    for _ in range(3):
-        ddp(torch.ones(2, WIDTH)).sum().backward()
-        kind(inner).step()
-    assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
-    handle.detach()
-
-
-def _scheduled(parameters: Any) -> tuple[Any, Any]:
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which sets a `step` on it
-    return optimizer, optimizer
-
-
-def _around(kind: Any, is_inner_given: bool) -> Any:
-    """Makes an optimizer around another; returns the one for `attach`, and the one to step."""
-
-    def make(parameters: Any) -> tuple[Any, Any]:
-        inner = torch.optim.SGD(parameters, lr=0.1)
-        outer = kind(inner)
-        return (inner if is_inner_given else outer), outer
-
-    return make
-
-
-def _zero(parameters: Any) -> tuple[Any, Any]:
-    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
-    return optimizer, optimizer
-
-
-def _twice(parameters: Any) -> tuple[Any, Any]:
-    optimizer = Twice(parameters, lr=0.1)
-    return optimizer, optimizer
-
-
-@pytest.mark.parametrize(
-    "make",
-    [_scheduled, _around(Lookahead, True), _around(Lookahead, False), _zero, _twice],
-    ids=["scheduler", "inner of a wrapper", "wrapper", "ZeRO", "super"],
-)
-def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, make: Any) -> None:
-    """And others of the process, nor one that has the model's parameters while paused."""
-    ddp, other = DistributedDataParallel(MLP(1)), MLP(1)
-    given, stepped = make(ddp.parameters())
-    others = torch.optim.SGD(other.parameters(), lr=0.1)
-    visitor = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    said: list[str] = []
-    handle = attach(ddp, given, FLAT)
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
-        for _ in range(3):
-            ddp(torch.ones(2, WIDTH)).sum().backward()
-            other(torch.ones(2, WIDTH)).sum().backward()
-            others.step()
-            stepped.step()
-            with handle.paused():
-                ddp(torch.ones(2, WIDTH)).sum().backward()
-                visitor.step()
-    assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
-    assert not said
-    handle.detach()
-
-
-@pytest.mark.parametrize("between", ["paused", "state_dict", "average", "nothing"])
-@pytest.mark.parametrize("name", ["Decentralized", "AsyncModelAverage"])
-def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
-    one_rank: None, name: str, between: str
-) -> None:
-    """A GradScaler skips the first update, and then a method of the handle's ends the step."""
-    kinds = {"Decentralized": FLAT, "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1)}
-    ddp = DistributedDataParallel(MLP(1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, kinds[name])
-    said: list[str] = []
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
-        for step in range(3):
-            ddp(torch.ones(2, WIDTH)).sum().backward()
-            if step:
-                optimizer.step()
-            elif between == "paused":
-                with handle.paused(), torch.no_grad():
-                    ddp(torch.ones(2, WIDTH))
-                    time.sleep(0.05)
-            elif between != "nothing":
-                getattr(handle, between)()
-    assert not said
-    handle.detach()
-
-
-def test_handles_may_be_collected_in_the_middle_of_a_step(one_rank: None) -> None:
-    """Torch walks over the process's hooks there, and one of them collects garbage."""
-
-    def collect(*_: object) -> None:
-        gc.collect()
-
-    hook = register_optimizer_step_pre_hook(collect)
-    own = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    try:
-        for _ in range(3):
-            ddp = DistributedDataParallel(MLP(1))
-            ddp.handle = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
-            del ddp  # with its handle, which nobody detaches
-            own.step()
-    finally:
-        hook.remove()
-
-
-def test_a_ddp_module_that_was_never_made_is_no_other_one(one_rank: None) -> None:
-    """Its constructor raised, and somebody keeps the error, as a notebook does."""
-    with pytest.raises(RuntimeError, match="any parameter that requires a gradient") as kept:
-        DistributedDataParallel(MLP(1).requires_grad_(False))
-    ddp = DistributedDataParallel(MLP(1))
-    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT).detach()
-    assert kept.tb is not None
-
-
-def _attach_on_nodes_of(rank: int) -> str:
-    ddp = DistributedDataParallel(MLP(1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(1 + rank)}):
-        return error_of(lambda: attach(ddp, optimizer, ByteGrad()))
-
-
-def test_ranks_that_are_told_of_other_nodes_find_out(ranks: Ranks) -> None:
-    for said in ranks.run(_attach_on_nodes_of):
-        assert "ranks on each node is 2 instead of 1" in said
-
-
-def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
-    """Update with an optimizer that was made after `attach`, for all layers or the last one."""
-    ddp, optimizer, handle = _attached(name)
-    x = torch.ones(2, WIDTH)
-    ddp(x).sum().backward()
-    optimizer.step()
-    ddp(x).sum().backward()
-    anew = torch.optim.AdamW(ddp.module.layers[-1 if is_partial else 0 :].parameters(), lr=0.1)
-    if is_partial:
-        optimizer.step()
-    anew.step()
-    with torch.no_grad():
-        ddp(x)  # an evaluation says nothing
-    said = [error_of(lambda: ddp(x)), error_of(lambda: ddp(x))]
-    handle.detach()
-    again = attach(ddp, [optimizer, anew], ByteGrad(hierarchical=False))
-    ddp(x).sum().backward()
-    optimizer.step()
-    anew.step()
-    ddp(x)
-    again.detach()
-    return said
-
-
-@pytest.mark.parametrize("is_partial", [False, True], ids=["all", "a part"])
-@pytest.mark.parametrize("name", ALL)
-def test_an_optimizer_that_was_made_anew_is_noticed_at_the_next_forward(
-    ranks: Ranks, name: str, is_partial: bool
-) -> None:
-    for said in ranks.run(_make_anew, name, is_partial):
-        for text in said:
-            assert text.startswith(
-                "AttachError: a AdamW that was not given to attach has updated parameters of this "
-                f"model in step 2, and {name} has to know"
-            )
-
-
-def _replace_step(how: str) -> tuple[list[str], int]:
-    """Train with two optimizers, the first one's `step` replaced before or after `attach`."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2))
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in ddp.module.layers)
-
-    def update() -> None:
-        with torch.no_grad():
-            for parameter in ddp.module.layers[0].parameters():
-                parameter.sub_(parameter.grad, alpha=0.1)
-
-    said: list[str] = []
-    handle = attach(ddp, [first, second], FLAT)
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
-        for step in range(4):
-            ddp.zero_grad()
-            ddp(torch.ones(2, WIDTH)).square().mean().backward()
-            if how == "replaced":
-                first.step = update  # type: ignore[method-assign]
-            if how in ("clipped", "every second"):
-                with torch.no_grad():
-                    ddp.module.layers[0].weight.clamp_(-0.01, 0.01)
-            if how != "skipped" and (how not in ("every second", "alternate") or step % 2):
-                first.step()
-            if how != "skipped":
-                second.step()
-    handle.detach()
-    return said, handle.num_communications
-
-
-@pytest.mark.parametrize(
-    "how", ["plain", "replaced", "clipped", "every second", "alternate", "skipped"]
-)
-def test_a_step_that_was_replaced_is_told_once(one_rank: None, how: str) -> None:
-    """And so are weights that somebody wrote, if the step was skipped; all else is no news.
-
-    What the algorithm itself writes is none.
-    """
-    said, num_communications = _replace_step(how)
-    assert num_communications == 4
-    assert len(said) == (how in ("replaced", "every second"))
-    for text in said:
-        assert text.startswith("weights were written after the backward of step 1, and step() of ")
-        assert "the SGD given to attach has not called its hooks" in text
-
-
-# ---- a parameter in two DDP modules --------------------------------------------------------------
-
-
-def _share(rank: int) -> list[str]:
-    """Attach where another module has a layer of the model, on rank 1 only or on both."""
-    x = torch.ones(2, WIDTH)
-    model = MLP(2)
-    others: list[Any] = [DistributedDataParallel(nn.Sequential(MLP(1), model.layers[1]))]
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    said = [error_of(lambda: attach(ddp, optimizer, FLAT))]
-    others[0].circle = others  # which the garbage collector has to find
-    if rank == 0:
-        others = []
-    said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
-    others = []
-    frozen = MLP(1).requires_grad_(False)
-    keep = DistributedDataParallel(nn.Sequential(frozen, MLP(1)))
-    ddp = DistributedDataParallel(nn.Sequential(frozen, model))  # the first one is not needed
-    handle = attach(ddp, optimizer, FLAT)
-    ddp(x).sum().backward()
-    keep(x).sum().backward()
-    optimizer.step()
-    handle.detach()
-    return said
-
-
-def test_a_parameter_in_two_ddp_modules_is_refused(ranks: Ranks) -> None:
-    """On all ranks; a frozen one may be, and one in a module that is garbage."""
-    for first, second in ranks.run(_share):
-        assert first.startswith("AttachError: on rank 0: layers.1.weight is also in another Distr")
-        assert second.startswith("AttachError: on rank 1: layers.1.weight is also in another Distr")
-        assert "DistributedDataParallel(Sequential)" in second
 
 
 # ---- after detach -------------------------------------------------------------------------------
@@ -985,7 +520,7 @@ def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
             optimizer.step()
         sections = len(ddpopt.explain(ddp).to_dict()["graphs"]) if is_compiled else 0
         graphs.append(count[0] + sections)
-        weights.append(_flat(ddp))
+        weights.append(flat_weights(ddp))
         if handle is not None:
             handle.detach(average=False)
     return torch.equal(weights[0], weights[1]), graphs[1], graphs[2]
@@ -1068,136 +603,6 @@ def test_a_failure_in_the_background_is_raised_by_that_backward(
     handle.detach()
 
 
-# ---- attach: what it refuses, on all ranks, and that ranks start equal -----------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "names"),
-    [
-        ({"peer_selection": "ring"}, OptionError, "'ring'"),
-        ({"communication_interval": 0}, OptionError, "0; the least is 1"),
-        ({"communication_interval": 1.0}, TypeError, "float"),
-        ({"communication_interval": True}, TypeError, "bool"),
-        ({"hierarchical": 1}, TypeError, "hierarchical is 1"),
-        ({"local_world_size": 0}, OptionError, "local_world_size is 0"),
-        ({"local_world_size": -1}, OptionError, "local_world_size is -1"),
-    ],
-)
-def test_bad_values_are_refused_when_the_algorithm_is_made(
-    options: dict[str, Any], error: type[Exception], names: str
-) -> None:
-    with pytest.raises(error, match=names):
-        Decentralized(**options)
-
-
-def _refuse(rank: int) -> list[str]:
-    """Each of these is refused on both ranks, though it may concern only one of them."""
-    ddp = DistributedDataParallel(MLP(2))
-    hooked = DistributedDataParallel(MLP(2))
-    hooked.register_comm_hook(None, allreduce_hook)
-    sparse = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
-    imaginary = DistributedDataParallel(Imaginary())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    mine = [optimizer, torch.optim.SGD(ddp.parameters(), lr=0.2)][rank]
-    lbfgs = torch.optim.LBFGS(ddp.parameters())
-    small: Any = ByteGrad(local_world_size=[2, 1][rank])
-    environment = os.environ.pop("LOCAL_WORLD_SIZE", None)
-    try:
-        said = [
-            error_of(lambda: attach(ddp, [optimizer, lbfgs][rank], FLAT)),
-            error_of(lambda: attach(ddp, optimizer, Decentralized)),  # type: ignore[arg-type]
-            error_of(lambda: attach(ddp, [optimizer, "SGD"][rank : rank + 1], FLAT)),  # type: ignore[arg-type]
-            error_of(lambda: attach(ddp, mine, FLAT)),
-            error_of(
-                lambda: attach(
-                    ddp,
-                    optimizer,
-                    Decentralized(hierarchical=False, communication_interval=rank + 1),
-                )
-            ),
-            error_of(lambda: attach(ddp, optimizer, small)),
-            error_of(lambda: attach(ddp, optimizer, Decentralized())),
-            error_of(lambda: attach(ddp, optimizer, Decentralized(local_world_size=3))),
-            error_of(
-                lambda: attach(
-                    ddp, optimizer, Decentralized(peer_selection="shift_one", local_world_size=2)
-                )
-            ),
-            error_of(lambda: attach(hooked, optimizer, FLAT)),
-            error_of(lambda: attach(sparse, optimizer, FLAT)),
-            error_of(lambda: attach(imaginary, optimizer, FLAT)),
-        ]
-        handle = attach(ddp, optimizer, FLAT)
-        said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
-        handle.detach()
-        said.append(error_of(handle.average))
-        said.append(error_of(lambda: attach(MLP(2), optimizer, FLAT)))
-        return said
-    finally:
-        if environment is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = environment
-
-
-class Imaginary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-
-REFUSALS = [
-    ("OptionError", "on rank 1: LBFGS"),
-    ("TypeError", "such as Decentralized()"),
-    ("TypeError", "on rank 1: an optimizer is a str"),
-    ("AttachError", "optimizer 0, group 0, lr is 0.2 instead of 0.1"),
-    ("AttachError", "communication_interval=2"),
-    ("AttachError", "local_world_size=1"),
-    ("OptionError", "LOCAL_WORLD_SIZE is not set"),
-    ("OptionError", "2 ranks cannot be divided into nodes of 3"),
-    ("OptionError", "there are 1 nodes of 2 ranks (hierarchical=True; True is the default)"),
-    ("AttachError", "has a comm hook"),
-    ("NotImplementedError", "weight has sparse gradients"),
-    ("TypeError", "torch.complex64"),
-    ("AttachError", "has an algorithm already"),
-    ("AttachError", "was detached"),
-    ("TypeError", "this is a MLP"),
-]
-
-
-def test_bad_input_is_refused_on_all_ranks_before_anything_hangs(ranks: Ranks) -> None:
-    for said in ranks.run(_refuse):
-        for (kind, text), message in zip(REFUSALS, said, strict=True):
-            assert message.startswith(f"{kind}: "), message
-            assert text in message
-
-
-def test_without_a_process_group_attach_refuses(one_rank: None) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    ddp.process_group = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(AttachError, match="init_process_group"):
-        attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
-
-
-def _start_apart(rank: int) -> bool:
-    """Weights and momentum that were changed on one rank are rank 0's after `attach`."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2))
-    optimizer = torch.optim.Adam(ddp.parameters())
-    ddp(torch.full((2, WIDTH), 1.0)).sum().backward()
-    optimizer.step()
-    expected = _flat(ddp), [s["exp_avg"].clone() for s in optimizer.state.values()]
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.add_(rank)
-            optimizer.state[parameter]["exp_avg"].add_(rank)
-    attach(ddp, optimizer, FLAT).detach()
-    momenta = [s["exp_avg"] for s in optimizer.state.values()]
-    return torch.equal(_flat(ddp), expected[0]) and all(map(torch.equal, momenta, expected[1]))
-
-
-def test_ranks_start_with_rank_0s_weights_and_optimizer(ranks: Ranks) -> None:
-    assert ranks.run(_start_apart) == [True, True]
-
-
 def _unfreeze(rank: int) -> torch.Tensor:
     """A layer that DDP reduces is frozen at `attach` only."""
     torch.manual_seed(0)
@@ -1211,7 +616,7 @@ def _unfreeze(rank: int) -> torch.Tensor:
         ddp(x).square().sum().backward()
         optimizer.step()
     handle.detach()
-    return _flat(ddp)
+    return flat_weights(ddp)
 
 
 def test_a_layer_that_is_unfrozen_later_is_averaged_too(ranks: Ranks) -> None:
@@ -1241,37 +646,3 @@ def test_one_that_ddp_does_not_reduce_is_named_once(ranks: Ranks) -> None:
         (text,) = said
         assert text.startswith("layers.0.weight was unfrozen, and each rank trains its own")
         assert "make DDP anew" in text
-
-
-def _unequal_groups(rank: int) -> float:
-    """Only rank 0 has made further groups, by which torch would name the algorithm's."""
-    mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(3 * (1 - rank))]
-    ddp, optimizer, handle = _setting(Decentralized(local_world_size=2))
-    ddp(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    handle.detach()
-    for group in mine:
-        dist.destroy_process_group(group)
-    return _flat(ddp).sum().item()
-
-
-def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
-    first, second = ranks.run(_unequal_groups)
-    assert first == second
-
-
-@pytest.mark.parametrize(("given", "variable", "size"), [(2, None, 2), (None, "4", 4), (2, "4", 2)])
-def test_a_nodes_size_is_given_or_torchruns(
-    monkeypatch: pytest.MonkeyPatch, given: int | None, variable: str | None, size: int
-) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
-    assert ByteGrad(local_world_size=given).ranks_per_node(8) == size
-    assert ByteGrad(hierarchical=False, local_world_size=given).ranks_per_node(8) == 1
-
-
-def test_a_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(OptionError, match="LOCAL_WORLD_SIZE is 'two'; it must be a whole number"):
-        ByteGrad().ranks_per_node(8)

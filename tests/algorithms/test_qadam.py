@@ -134,8 +134,12 @@ def test_a_long_warmup_trains_as_adam() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "names"),
     [
-        ({"warmup_steps": 0}, OptionError, "warmup_steps is 0; the least is 1"),
-        ({"warmup_steps": 1.5}, TypeError, "give an int"),
+        (
+            {"warmup_steps": 0},
+            OptionError,
+            "warmup_steps is 0; it must be a whole number",
+        ),
+        ({"warmup_steps": 1.5}, TypeError, "it must be a whole number"),
         ({"lr": -1.0}, OptionError, "lr is -1.0"),
         ({"lr": float("nan")}, OptionError, "lr is nan"),
         ({"eps": -1e-8}, OptionError, "eps is -1e-08"),

@@ -23,8 +23,7 @@ from ddpopt import _torch, config
 from ddpopt.checks import warmup as warming
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError, PeerError
-from ddpopt.ranks import agree
-from ddpopt.ranks.agree import Fact, RankReport, communicating, find_difference, require_equal
+from ddpopt.ranks.agree import Fact, communicating, find_difference, require_equal
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import OwnRanks, Ranks, error_of
@@ -163,7 +162,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, list[str]]:
     with (
         own_version,
         config.patch(disagreement=disagreement),
-        mock.patch.object(agree._logs, "warning") as warning,
+        mock.patch.object(warming._logs, "warning") as warning,
     ):
         inputs = batches(rank, [(8, 64)] * 3)
         try:
@@ -297,33 +296,44 @@ def test_a_fact_may_have_a_remedy_of_its_own() -> None:
     assert find_difference(said, "do it").endswith("; mend a")
 
 
-def _agree(rank: int, what: str) -> str:
-    """Return the error of two ranks; the second differs or has a problem."""
-    is_other = rank == 1
+def _agree(rank: int, what: str) -> tuple[str, str]:
+    """The error of a rank, and its cause; the second rank differs or has a problem."""
     ddp = DistributedDataParallel(MLP(1))
-    problem = KeyError("no disk") if what == "problem" and is_other else None
-    own = RankReport([Fact("lr", "0.2" if is_other else "0.1")], problem)
-    with pytest.raises((ddpopt.errors.AttachError, KeyError)) as caught:
+
+    def find_facts() -> list[Fact]:
+        if what == "a problem" and rank == 1:
+            raise ddpopt.errors.PlanError("no such plan")
+        if what == "a foreign problem" and rank == 1:
+            raise KeyError("no disk")
+        return [Fact("lr", "0.2" if rank == 1 else "0.1")]
+
+    with pytest.raises(ddpopt.errors.DDPOptError) as caught:
         require_equal(
-            ddp, own, ddpopt.errors.AttachError, "set it alike", title="nothing changes: "
+            ddp, find_facts, ddpopt.errors.AttachError, "set it alike", title="nothing changes: "
         )
-    return f"{caught.type.__name__}: {caught.value}"
+    return f"{caught.type.__name__}: {caught.value}", repr(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(
-    ("what", "error"),
+    ("what", "error", "cause"),
     [
         (
-            "fact",
+            "a fact",
             "AttachError: nothing changes: rank 1 differs from rank 0: lr is 0.2 instead of 0.1; "
             "set it alike",
+            "None",
         ),
-        ("problem", "KeyError: \"nothing changes: on rank 1: 'no disk'\""),
+        ("a problem", "PlanError: nothing changes: on rank 1: no such plan", "None"),
+        (
+            "a foreign problem",
+            "AttachError: nothing changes: on rank 1: KeyError: 'no disk'",
+            "KeyError('no disk')",
+        ),
     ],
 )
-def test_all_ranks_raise_one_error(ranks: Ranks, what: str, error: str) -> None:
-    """A problem comes before a difference, and keeps its class."""
-    assert ranks.run(_agree, what) == [error, error]
+def test_all_ranks_raise_one_error(ranks: Ranks, what: str, error: str, cause: str) -> None:
+    """A problem comes before a difference. Ours keeps its class; another one is the cause."""
+    assert ranks.run(_agree, what) == [(error, "None"), (error, cause)]
 
 
 # ---- What a collective's error says -----------------------------------------------------------

@@ -352,7 +352,7 @@ def test_every_exception_is_shown_with_its_messages() -> None:
     raised = error_tables.exceptions().keys() - {"DDPOptError"}
     assert raised <= shown
     texts = [message.text for message in error_tables.messages()]
-    assert "world_size is <var>world_size</var>; it must be 1 or more" in texts
+    assert "world_size is <var>world_size</var>; it must be a whole number, 1 or more" in texts
 
 
 def test_every_warning_is_shown_with_what_is_put_in() -> None:

@@ -5,7 +5,9 @@ docs/your-algorithm.md shows how to write another one.
 
 from __future__ import annotations
 
+from ddpopt.algorithms.algorithm import Algorithm, HierarchicalAlgorithm, Training
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
+from ddpopt.algorithms.attach import attach
 from ddpopt.algorithms.bytegrad import ByteGrad
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups
 from ddpopt.algorithms.decentralized import (
@@ -14,14 +16,7 @@ from ddpopt.algorithms.decentralized import (
     LowPrecisionDecentralizedHandle,
     Replicas,
 )
-from ddpopt.algorithms.handle import (
-    Algorithm,
-    BackgroundHandle,
-    Handle,
-    HierarchicalAlgorithm,
-    Training,
-    attach,
-)
+from ddpopt.algorithms.handle import BackgroundHandle, Handle
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
 from ddpopt.ranks.agree import communicating
 

@@ -24,13 +24,17 @@ import torch
 import torch.distributed as dist
 
 from ddpopt import _torch
-from ddpopt.algorithms import handle
+from ddpopt._values import POSITIVE, check_number
+from ddpopt.algorithms.algorithm import Algorithm, Training, check_count
 from ddpopt.algorithms.comm import Communicator, own_stream
+from ddpopt.algorithms.handle import Bucket, GradientFuture, Handle
 from ddpopt.errors import OptionError, PeerError
 from ddpopt.ranks.agree import Fact, communicating
 
+# Between two looks at whether a collective has ended.
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 2e-4, 0.02
-_EXIT_S = 10.0  # a thread that is told to end is between two polls, or adding to weights
+# For a thread that is told to end: it is between two looks, or adding to weights.
+_EXIT_S = 10.0
 
 
 class FairLock:
@@ -41,26 +45,28 @@ class FairLock:
 
     def __init__(self, device: torch.device) -> None:
         self._changed = threading.Condition()
-        self._line: list[object] = []  # the first has the lock
+        # Who has the lock, and behind it who waits.
+        self._line: list[object] = []
         self._is_closed = False
         self._queued = None if device.type == "cpu" else torch.Event(device)
 
     def acquire(self) -> bool:
         """Wait for the lock; return False, without it, if it was closed first."""
-        mine, is_mine = object(), False
+        place_in_line, is_acquired = object(), False
         with self._changed:
-            self._line.append(mine)
+            self._line.append(place_in_line)
             try:
-                self._changed.wait_for(lambda: self._is_closed or self._line[0] is mine)
-                is_mine = not self._is_closed
+                self._changed.wait_for(lambda: self._is_closed or self._line[0] is place_in_line)
+                is_acquired = not self._is_closed
             finally:
-                if not is_mine:  # closed, or KeyboardInterrupt
-                    self._leave(mine)
-        if is_mine and self._queued is not None:
+                if not is_acquired:  # closed, or KeyboardInterrupt
+                    self._leave(place_in_line)
+        if is_acquired and self._queued is not None:
             self._queued.wait()
-        return is_mine
+        return is_acquired
 
     def release(self) -> None:
+        """Give the lock to whoever is next in line; only who has it may call this."""
         if self._queued is not None:
             self._queued.record()
         with self._changed:
@@ -72,8 +78,8 @@ class FairLock:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _leave(self, place: object) -> None:
-        self._line.remove(place)
+    def _leave(self, place_in_line: object) -> None:
+        self._line.remove(place_in_line)
         self._changed.notify_all()
 
 
@@ -90,7 +96,7 @@ class AveragingLoop:
     `owner` only while it copies or changes the weights.
     """
 
-    def __init__(self, owner: handle.Handle, interval_s: float) -> None:
+    def __init__(self, owner: Handle, interval_s: float) -> None:
         group, device = owner.training.group, owner.training.device
         self.weights_lock = FairLock(device)  # see [Note: the lock on weights]
         # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
@@ -101,13 +107,18 @@ class AveragingLoop:
         self._interval_s = interval_s
         self._owner = weakref.ref(owner)
         self._thread: threading.Thread | None = None
+        # What ended the thread, if nobody told it to end.
         self._error: Exception | None = None
+        # This rank wants all to stop together; this thread has to end by itself.
         self._wants_stop, self._is_over = threading.Event(), threading.Event()
-        weakref.finalize(owner, self.end).atexit = False  # it hung at exit, unlike `_close_all`
+        # At exit it hung as a finalizer, which `_close_all` does not.
+        weakref.finalize(owner, self.end).atexit = False
         _loops.add(self)
 
     def check(self) -> None:
-        if self._error is not None:  # the original would collect frames that keep the owner alive
+        """Raise what ended the thread, if nobody told it to end."""
+        if self._error is not None:
+            # A copy: the original would collect frames, which keep the owner alive.
             raise copy.copy(self._error) from self._error
 
     def run(self) -> threading.Thread:
@@ -155,30 +166,38 @@ class AveragingLoop:
                     self._make_round()
                     self._wants_stop.wait(self._interval_s)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would keep the owner alive
+            # Whatever a collective raised, `check` raises it in the thread that trains. Its frames
+            # would keep the owner alive.
+            traceback.clear_frames(error.__traceback__)
             self._error = error
 
     def _all_stop(self) -> bool:
+        """Whether all ranks want to stop. Collective."""
         wants_stop = torch.tensor(int(self._wants_stop.is_set()), device="cpu")
         self._reduce(wants_stop, self._agreement, dist.ReduceOp.MIN)
         return bool(wants_stop)
 
     def _make_round(self) -> None:
+        """Average the weights of all ranks once. Collective."""
         with self._locked_owner() as owner:
             copies = owner.weights.copy()
             del owner  # it may be collected while ranks communicate
-        change = [values.clone() for values in copies]
         first, last = self._data.divisors
-        for values, own in zip(change, copies, strict=True):
-            self._reduce(values.div_(first), self._data, dist.ReduceOp.SUM)
-            values.div_(last).sub_(own)
+        change = []
+        for copied in copies:
+            mean = copied.clone()
+            self._reduce(mean.div_(first), self._data, dist.ReduceOp.SUM)
+            change.append(mean.div_(last).sub_(copied))
         with self._locked_owner() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
 
     def _reduce(self, values: torch.Tensor, ranks: Communicator, op: Any) -> None:
-        # It polls: a thread that waits inside torch cannot be told to end, and aborts the
-        # interpreter when the process exits.
+        """Reduce `values` over all ranks, in place; stop if the thread was told to end.
+
+        It looks again and again whether that has ended: a thread that waits inside torch cannot be
+        told to end, and aborts the interpreter when the process exits.
+        """
         if self._is_over.is_set():
             raise _OverError
         work = ranks.all_reduce(values, op)
@@ -190,7 +209,8 @@ class AveragingLoop:
         work.wait()  # raises its error; on an accelerator the stream waits
 
     @contextlib.contextmanager
-    def _locked_owner(self) -> Iterator[handle.Handle]:
+    def _locked_owner(self) -> Iterator[Handle]:
+        """The owner, with the lock on its weights."""
         if not self.weights_lock.acquire():
             raise _OverError
         try:
@@ -211,7 +231,7 @@ def _close_all() -> None:
         loop.close()
 
 
-class AsyncModelAverageHandle(handle.Handle):
+class AsyncModelAverageHandle(Handle):
     """As `Handle`, with `abort` and `resume`.
 
     Rounds run from the first step after the warm-up, and are counted as `num_communications`.
@@ -223,7 +243,7 @@ class AsyncModelAverageHandle(handle.Handle):
 
     algorithm: AsyncModelAverage
 
-    def __init__(self, training: handle.Training, algorithm: AsyncModelAverage) -> None:
+    def __init__(self, training: Training, algorithm: AsyncModelAverage) -> None:
         super().__init__(training, algorithm)
         self._loop = AveragingLoop(self, algorithm.sync_interval_ms / 1000)
         self._is_aborted = False
@@ -254,7 +274,7 @@ class AsyncModelAverageHandle(handle.Handle):
         with self.paused():
             super().load_state_dict(state)
 
-    def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
+    def reduce(self, bucket: Bucket) -> GradientFuture:
         if self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
             return self.allreduce(bucket)
         return super().reduce(bucket)
@@ -298,7 +318,7 @@ class AsyncModelAverageHandle(handle.Handle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
+class AsyncModelAverage(Algorithm[AsyncModelAverageHandle]):
     """Each rank trains by itself, and a thread averages the weights of all ranks now and then.
 
     In each round the thread copies its rank's weights x_i to t_i, sums the copies of all n ranks,
@@ -316,17 +336,11 @@ class AsyncModelAverage(handle.Algorithm[AsyncModelAverageHandle]):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        value = self.sync_interval_ms
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(
-                f"sync_interval_ms is {value!r}, a {type(value).__name__}; give a number of "
-                "milliseconds"
-            )
-        if not 0 < value < float("inf"):
-            raise OptionError(f"sync_interval_ms is {value}; give a finite number above 0")
-        handle.check_count("warmup_steps", self.warmup_steps, 0)
+        interval_ms = self.sync_interval_ms
+        check_number("sync_interval_ms", interval_ms, POSITIVE, OptionError, wrong_type=TypeError)
+        check_count("warmup_steps", self.warmup_steps, 0)
 
-    def check(self, training: handle.Training) -> None:
+    def check(self, training: Training) -> None:
         ddp = training.ddp
         if ddp.find_unused_parameters:
             reason = "find_unused_parameters=True; give find_unused_parameters=False"

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ddpopt.algorithms.algorithm import HierarchicalAlgorithm
 from ddpopt.algorithms.comm import Communicator, Groups
-from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture, HierarchicalAlgorithm
+from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
 from ddpopt.errors import NonFiniteError
 
 EPSILON = 1e-7

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ddpopt import _torch
+from ddpopt._values import check_choice
+from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, Training
 from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
-from ddpopt.algorithms.handle import BackgroundHandle, Handle, HierarchicalAlgorithm, Training
-from ddpopt.config import check_choice
+from ddpopt.algorithms.handle import BackgroundHandle, Handle
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agree import Fact, communicating
 from ddpopt.ranks.store import name_ranks

@@ -14,8 +14,9 @@ import torch
 from torch.optim.adam import adam
 
 from ddpopt import _torch
-from ddpopt.algorithms import handle
+from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, Training, check_count
 from ddpopt.algorithms.bytegrad import average_in_8_bits
+from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
 from ddpopt.errors import OptionError
 
 
@@ -48,21 +49,30 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        handle.check_count("warmup_steps", warmup_steps, 1)
+        check_count("warmup_steps", warmup_steps, 1)
+        # `lr` may be a tensor, as Adam's may.
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
-                raise OptionError(f"{name} is {value}; the least is 0")
+                raise OptionError(f"{name} is {value}; it must be 0 or more")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
-        self._with_momentum: set[torch.Tensor] = set()  # parameters whose `grad` is their momentum
-        rates = {"lr": lr, "warmup_steps": warmup_steps, "betas": betas}
-        super().__init__(params, {**rates, "eps": eps, "weight_decay": weight_decay})
+        # Parameters whose `grad` is their momentum now.
+        self._with_momentum: set[torch.Tensor] = set()
+        defaults = {
+            "lr": lr,
+            "warmup_steps": warmup_steps,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._with_momentum = set()
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter of this group has had its warm-up."""
         state: dict[str, Any] = self.state.get(parameter, {})
         return bool(state) and bool(state["step"].item() >= group["warmup_steps"])
 
@@ -70,7 +80,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def turn_into_momentum(
         self, gradient: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        """Turn a warm parameter's gradient into its next momentum; OptionError if added to one."""
+        """Turn a warm parameter's gradient into its next momentum, in place.
+
+        Raises:
+            OptionError: the gradient was added to a momentum, which is no gradient.
+        """
         if parameter in self._with_momentum:
             raise OptionError(
                 "a second backward added gradients to QAdam's momentum; accumulate under "
@@ -108,10 +122,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _next_momentum(self, gradient: torch.Tensor, parameter: Any, group: dict[str, Any]) -> Any:
+        """b1 m + (1 - b1) (g + weight_decay p)."""
         decayed = gradient.add(parameter, alpha=group["weight_decay"])
         return self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0])
 
     def _update(self, parameter: Any, group: dict[str, Any]) -> None:
+        """Update a warm parameter."""
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
         if parameter not in self._with_momentum:
@@ -127,31 +143,52 @@ class QAdamOptimizer(torch.optim.Optimizer):
         parameter.sub_(update, alpha=group["lr"])
 
     def _update_by_adam(self, parameters: list[Any], group: dict[str, Any]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
-        if any(gradient.is_sparse for gradient in gradients):
-            raise NotImplementedError(
-                "QAdam takes no sparse gradients; make the embedding with sparse=False"
-            )
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {"step": torch.tensor(0.0)}
-                self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        states, names = [self.state[p] for p in parameters], ("exp_avg", "exp_avg_sq", "step")
-        averages, squares, steps = ([state[name] for state in states] for name in names)
+        """Update parameters that are not warm yet, as torch.optim.Adam does."""
+        gradients, averages, squares, steps = [], [], [], []
+        for parameter in parameters:
+            if parameter.grad.is_sparse:
+                raise NotImplementedError(
+                    "QAdam takes no sparse gradients; make the embedding with sparse=False"
+                )
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+            averages.append(state["exp_avg"])
+            squares.append(state["exp_avg_sq"])
+            steps.append(state["step"])
         beta1, beta2 = group["betas"]
-        options = {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-        options |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        adam(parameters, gradients, averages, squares, [], steps, **options)
+        adam(
+            parameters,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
 
 
-class QAdamHandle(handle.BackgroundHandle):
-    def __init__(self, training: handle.Training, algorithm: QAdam) -> None:
+class QAdamHandle(BackgroundHandle):
+    def __init__(self, training: Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
+        # Parameters that were warm when the step began, with their optimizer and its group.
         self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
-    def reduce(self, bucket: handle.Bucket) -> handle.GradientFuture:
-        pairs = zip(bucket.gradients(), bucket.parameters(), strict=True)
-        warm = [(gradient, p, *self._warm[p]) for gradient, p in pairs if p in self._warm]
+    def reduce(self, bucket: Bucket) -> GradientFuture:
+        warm = []
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            if parameter in self._warm:
+                optimizer, group = self._warm[parameter]
+                warm.append((gradient, parameter, optimizer, group))
         if not warm:
             self.num_communications += 1
             return self.allreduce(bucket)
@@ -164,18 +201,18 @@ class QAdamHandle(handle.BackgroundHandle):
         return self.run_behind_backward(bucket, average_momenta)
 
     def begin_step(self) -> None:
-        self._warm = {
-            parameter: (optimizer, group)
-            for optimizer in self.training.optimizers
-            if isinstance(optimizer, QAdamOptimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if optimizer.is_warm(parameter, group)
-        }
+        # The same for all buckets of the step.
+        self._warm = {}
+        for optimizer in self.training.optimizers:
+            assert isinstance(optimizer, QAdamOptimizer), "`QAdam.check` has refused others"
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if optimizer.is_warm(parameter, group):
+                        self._warm[parameter] = (optimizer, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QAdam(handle.HierarchicalAlgorithm[QAdamHandle]):
+class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     """Averages gradients until `QAdamOptimizer`'s warm-up ends, then momenta in 8 bits.
 
     During the warm-up gradients are averaged as DDP does. After that each rank computes its next
@@ -188,7 +225,7 @@ class QAdam(handle.HierarchicalAlgorithm[QAdamHandle]):
 
     handle_type = QAdamHandle
 
-    def check(self, training: handle.Training) -> None:
+    def check(self, training: Training) -> None:
         for optimizer in training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
                 raise OptionError(

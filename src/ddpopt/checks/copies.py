@@ -18,6 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._values import POSITIVE, check_number
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
@@ -58,8 +59,7 @@ class DryRun:
     ) -> None:
         self.model, self.ddp = model, state.ddp_of(model)
         self.batch, self.loss_fn = as_batch(batch), loss_fn
-        if not (isinstance(silence_s, int | float) and 0 < silence_s < math.inf):
-            raise OptionError(f"silence_s is {silence_s!r}; give a number of seconds above 0")
+        check_number("silence_s", silence_s, POSITIVE, OptionError)
         self.stage = functools.partial(
             monitored_block, self.ddp.process_group, name, silence_s=silence_s
         )

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch
+from ddpopt import _logs, _torch, config
 from ddpopt._text import installed_version
 from ddpopt.checks.copies import DryRun, Rehearsal, dtype_name, is_compiled_by_us
-from ddpopt.errors import OptionError, TorchDriftError
+from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
-from ddpopt.ranks.agree import Fact, compare_models
+from ddpopt.ranks.agree import Fact, all_gather_object, find_difference
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
 
@@ -67,8 +67,34 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
             own.code += copied.code
             tuner.continue_search(rehearsal.ddp, run.ddp)
         facts = _facts_of(run.ddp, copied.cuts)
-    compare_models(run.ddp, facts)
+    _compare_models(run.ddp, facts)
     return rehearsal
+
+
+def _compare_models(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
+    """Warn or raise on all ranks if they compile for different DDP modules. Collective.
+
+    Otherwise they would average gradients of different parameters, or wait for each other.
+
+    Raises:
+        DisagreementError: they do, and `config.disagreement` is "error".
+        PeerError: a rank did not make this call.
+    """
+    facts_by_rank = all_gather_object(ddp, tuple(facts), "comparing what ranks compile for")
+    difference = find_difference(
+        facts_by_rank,
+        "gradients are averaged in the order of parameters, whatever their names: build model and "
+        "DDP alike on all ranks, with the same releases",
+    )
+    if difference is None:
+        return
+    text = (
+        f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
+        f"modules: {difference}"
+    )
+    if config.disagreement == "error":
+        raise DisagreementError(text)
+    _logs.warning("%s", text)
 
 
 def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddpopt._values import POSITIVE, POSITIVE_WHOLE, WHOLE, Limits, check_number
 from ddpopt.errors import PlanError
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ class Gradient:
 
     def __post_init__(self) -> None:
         _check_text(self, "name", "group")
-        if not isinstance(self.num_bytes, int):
-            raise PlanError(f"Gradient.num_bytes is {self.num_bytes!r}; it must be a whole number")
-        _check(self, "num_bytes")  # 0 for a parameter without elements
+        # 0 for a parameter without elements.
+        check_number("Gradient.num_bytes", self.num_bytes, WHOLE, PlanError)
         _check(self, "ready_s")
 
     @classmethod
@@ -208,10 +208,9 @@ class Network:
         _check(self, "latency_s", "launch_s", "node_latency_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
-        _check(self, "ranks_per_node", at_least=1)
+        check_number("ranks_per_node", self.ranks_per_node, POSITIVE_WHOLE, PlanError)
         for name in ("bytes_per_s", "node_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+            check_number(name, getattr(self, name), Limits(above=0, below=None), PlanError)
         if self.algorithm not in ALGORITHMS:
             raise PlanError(f"algorithm is {self.algorithm!r}; valid are {list(ALGORITHMS)}")
 
@@ -225,8 +224,7 @@ class Network:
         Raises:
             PlanError: `world_size` is below 1.
         """
-        if world_size < 1:
-            raise PlanError(f"world_size is {world_size}; it must be 1 or more")
+        check_number("world_size", world_size, POSITIVE_WHOLE, PlanError)
         inside = min(self.ranks_per_node, world_size)
         nodes = math.ceil(world_size / self.ranks_per_node)
         slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
@@ -280,8 +278,7 @@ class Device:
             raise PlanError("Device.flops_per_s is empty; give a rate for torch.float32 at least")
         rates = {f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s.items()}
         for name, rate in {**rates, "bytes_per_s": self.bytes_per_s}.items():
-            if not 0 < rate < math.inf:
-                raise PlanError(f"Device.{name} is {rate!r}; it must be above 0 and finite")
+            check_number(f"Device.{name}", rate, POSITIVE, PlanError)
         _check(self, "launch_s")
 
     def seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | None = None) -> float:
@@ -295,13 +292,11 @@ class Device:
 
 
 def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:
+    """Raise PlanError unless these attributes are numbers in range."""
     for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int | float) or not at_least <= value < below:
-            raise PlanError(
-                f"{type(owner).__name__}.{name} is {value!r}; it must be {at_least} or more, and "
-                f"below {below:g}"
-            )
+        what = f"{type(owner).__name__}.{name}"
+        limits = Limits(at_least=at_least, below=below)
+        check_number(what, getattr(owner, name), limits, PlanError)
 
 
 def _check_text(owner: Any, *names: str) -> None:

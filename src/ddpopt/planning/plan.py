@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt._text import count, format_ms, shorten, write_text
+from ddpopt._values import POSITIVE_WHOLE, check_number
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import LossFn, call_model, find_loss
 from ddpopt.planning.costs import (
@@ -72,12 +73,10 @@ class BucketPlan:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.world_size, int) or self.world_size < 1:
-            raise PlanError(f"world_size is {self.world_size!r}; it must be 1 or more")
+        check_number("world_size", self.world_size, POSITIVE_WHOLE, PlanError)
         total = len(self.profile.gradients)
         for index, size in enumerate(self.sizes):
-            if not isinstance(size, int) or size < 1:
-                raise PlanError(f"sizes[{index}] is {size!r}; it must be a whole number, 1 or more")
+            check_number(f"sizes[{index}]", size, POSITIVE_WHOLE, PlanError)
         if sum(self.sizes) != total:
             raise PlanError(
                 f"the sizes of buckets must add up to the number of gradients, {total}; they add "

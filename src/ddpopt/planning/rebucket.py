@@ -17,7 +17,7 @@ from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning.plan import BucketPlan
-from ddpopt.ranks.agree import Fact, RankReport, require_equal
+from ddpopt.ranks.agree import Fact, require_equal
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_BUCKETS, find_mode
 from ddpopt.steps.forwards import (
@@ -230,10 +230,16 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan, problem: str = "") -> 
         PlanError: the first problem, or the ranks that differ from the first one.
         PeerError: a rank did not make this call.
     """
-    problem = find_obstacle(ddp) or find_pending(ddp) or problem or find_misfit(ddp, plan)
+
+    def check_and_describe() -> list[Fact]:
+        obstacle = find_obstacle(ddp) or find_pending(ddp) or problem or find_misfit(ddp, plan)
+        if obstacle:
+            raise PlanError(obstacle)
+        return [Fact("the plan", plan.hash)]
+
     require_equal(
         ddp,
-        RankReport([Fact("the plan", plan.hash)], PlanError(problem) if problem else None),
+        check_and_describe,
         PlanError,
         "make the plan on one rank and broadcast its to_json()",
         title="buckets stay as they are: ",

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpopt._text import count, format_ms, table
+from ddpopt._values import POSITIVE_WHOLE, Limits, check_number
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Network
 from ddpopt.planning.merging import buckets_of_caps
@@ -43,8 +44,7 @@ class Stragglers:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mean_delay < math.inf:
-            raise PlanError(f"mean_delay is {self.mean_delay!r}; it must be 0 or more, and finite")
+        check_number("mean_delay", self.mean_delay, Limits(at_least=0), PlanError)
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long the slowest of `world_size` ranks takes.
@@ -136,8 +136,7 @@ def simulate(
     Raises:
         PlanError: `world_size` is not a positive whole number, or no network follows from the plan.
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise PlanError(f"world_size is {world_size!r}; it must be a whole number, 1 or more")
+    check_number("world_size", world_size, POSITIVE_WHOLE, PlanError)
     cost, origin = _cost(plan, world_size, network)
     slowdown = stragglers.slowdown(world_size) if stragglers else 1.0
     return Simulation(

@@ -22,8 +22,8 @@ cannot go on says so at once. See also [Note: keys of meetings] in steps/numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,11 @@ from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, Verdict, decide, judge
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.stopwatch import Measured, Stopwatch
-from ddpopt.ranks.agree import all_gather_object, broadcast_object
+from ddpopt.ranks.agree import all_gather_object, decide_on_rank_0
 from ddpopt.ranks.store import JointDecision
 from ddpopt.split import state
 from ddpopt.steps.clock import device_of
 from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
-
-T = TypeVar("T")
 
 _MEETING_S = 30.0  # at most, for ranks to wait for each other
 _MOST_IDLE = 100  # forwards with gradients after which it is said that no step has ended
@@ -284,7 +282,7 @@ class _Tuner(Subscriber):
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         cost = calibrate(ddp.process_group, device_of(ddp))
         gathered = all_gather_object(ddp, measured, _SEARCH.title)
-        decided = _on_rank_0(
+        decided = decide_on_rank_0(
             ddp,
             _SEARCH.title,
             lambda: decide(ddp, gathered, cost),
@@ -310,7 +308,7 @@ class _Tuner(Subscriber):
         """Undo the change if iterations did not get shorter."""
         after = all_gather_object(ddp, measured, _COMPARISON.title)
         before, self._before = self._before, ()  # of all ranks: large
-        verdict = _on_rank_0(
+        verdict = decide_on_rank_0(
             ddp,
             _COMPARISON.title,
             lambda: judge(before, after, self._gain),
@@ -386,27 +384,6 @@ def _find_obstacle(
     if rebucket.plan_of(ddp) not in expected:
         return "ddpopt.rebucket has changed them"
     return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
-
-
-def _on_rank_0(
-    ddp: DistributedDataParallel,
-    title: str,
-    find: Callable[[], T],
-    find_otherwise: Callable[[Exception], T],
-) -> T:
-    """What rank 0 finds, on all ranks. Collective.
-
-    If `find` raises, it is what `find_otherwise` makes of the error: the others are waiting.
-    """
-    found = None
-    if dist.get_rank(ddp.process_group) == 0:
-        try:
-            found = find()
-        except Exception as error:
-            found = find_otherwise(error)
-    answer = broadcast_object(ddp, found, title)
-    assert answer is not None, "rank 0 has found something"
-    return answer
 
 
 def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:

@@ -1,44 +1,30 @@
-"""Whether all ranks have the same, by one collective.
+"""How ranks talk by a collective of DDP's group, where all of them are at the same place.
 
-Facts come from the callers; here the first difference is found and named, the same on all ranks.
-Where a collective fails, `communicating` adds what to do.
+Whoever needs all ranks to be alike gives facts; the first difference is found here and named, the
+same on all ranks. Where ranks may not be at the same place, they talk through `ranks/store.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, config
-from ddpopt.errors import DisagreementError, PeerError
+from ddpopt.errors import DDPOptError, PeerError
 from ddpopt.ranks.store import LONGEST_TEXT, name_ranks
 
-_REMEDY = (
-    "gradients are averaged in the order of parameters, whatever their names: build model and DDP "
-    "alike on all ranks, with the same releases"
-)
+# Python's own errors that say what is wrong with an argument, on whichever rank.
+_PASSED_ON = (TypeError, NotImplementedError)
 
 T = TypeVar("T")
 
 
-class Fact(NamedTuple):
-    """Something that has to be equal on all ranks, and a remedy of its own, if it has one."""
-
-    name: str
-    value: str
-    remedy: str = ""
-
-
-class RankReport(NamedTuple):
-    """A rank's facts, from the most to the least telling, and its problem, if it has one."""
-
-    facts: Sequence[Fact]
-    problem: Exception | None = None
+# ---- Sending -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -50,9 +36,12 @@ def communicating(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (PeerError, torch.OutOfMemoryError):
-        raise  # the first says what to do; running out of memory is this rank's own affair
-    except RuntimeError as error:  # like torch's own, whatever their text
+    except PeerError:
+        raise  # it says what to do
+    except torch.OutOfMemoryError:
+        raise  # this rank's own affair
+    except RuntimeError as error:
+        # A collective that fails raises one of several subclasses, or RuntimeError itself.
         raise PeerError(
             f"{what} failed: another rank has ended, hangs, or did not come within the process "
             "group's timeout; look at the other ranks' logs and start all of them again, as "
@@ -61,30 +50,48 @@ def communicating(what: str) -> Iterator[None]:
 
 
 def all_gather_object(
-    ddp: DistributedDataParallel, own: T, what: str, group: dist.ProcessGroup | None = None
+    ddp: DistributedDataParallel,
+    this_ranks: T,
+    what: str,
+    group: dist.ProcessGroup | None = None,
 ) -> list[T]:
-    """Return what each rank gives, over a group (default: DDP's), on DDP's device. Collective.
+    """What each rank gives, by rank of a group (default: DDP's). Collective.
 
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.
     """
     group = group or ddp.process_group
-    given = [own] * dist.get_world_size(group)
+    all_ranks = [this_ranks] * dist.get_world_size(group)
     with communicating(what), _on_device(ddp):
-        dist.all_gather_object(given, own, group=group)
-    return given
+        dist.all_gather_object(all_ranks, this_ranks, group=group)
+    return all_ranks
 
 
-def broadcast_object(ddp: DistributedDataParallel, own: T, what: str) -> T:
-    """Return what rank 0 of DDP's group gives; what others give is ignored. Collective.
+def decide_on_rank_0(
+    ddp: DistributedDataParallel,
+    what: str,
+    decide: Callable[[], T],
+    decide_otherwise: Callable[[Exception], T],
+) -> T:
+    """What rank 0 of DDP's group decides, on all ranks. Collective.
+
+    If `decide` raises, it is what `decide_otherwise` makes of the error: the others are waiting.
 
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.
     """
-    group, given = ddp.process_group, [own]
+    group = ddp.process_group
+    decision: list[T | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            decision = [decide()]
+        except Exception as error:
+            # Whatever it is, it must not keep this rank from answering the others.
+            decision = [decide_otherwise(error)]
     with communicating(what), _on_device(ddp):
-        dist.broadcast_object_list(given, src=dist.get_global_rank(group, 0), group=group)
-    return given[0]
+        dist.broadcast_object_list(decision, src=dist.get_global_rank(group, 0), group=group)
+    assert decision[0] is not None, "rank 0 has decided something"
+    return decision[0]
 
 
 def _on_device(ddp: DistributedDataParallel) -> contextlib.AbstractContextManager[Any]:
@@ -94,67 +101,95 @@ def _on_device(ddp: DistributedDataParallel) -> contextlib.AbstractContextManage
     return torch.accelerator.device_index(index)
 
 
+# ---- Comparing -----------------------------------------------------------------------------------
+
+
+class Fact(NamedTuple):
+    """Something that has to be equal on all ranks, and a remedy of its own, if it has one."""
+
+    name: str
+    value: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What one rank tells the others: its facts, or its problem."""
+
+    facts: Sequence[Fact] = ()
+    problem: Exception | None = None
+
+
 def require_equal(
     ddp: DistributedDataParallel,
-    own: RankReport,
-    error: type[Exception],
+    find_facts: Callable[[], Sequence[Fact]],
+    error_type: type[DDPOptError],
     remedy: str,
     *,
     title: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raise on all ranks unless all have equal facts and none has a problem. Collective.
+    """Raise on all ranks unless all find equal facts. Collective.
+
+    `find_facts` returns them from the most to the least telling, or raises why this rank cannot go
+    on. Only a PeerError is raised at once: the other ranks have one too, or are not there to be
+    told. The messages of all others begin with `title`.
 
     Raises:
-        Exception: the first problem, with its class and its rank; or else `error`, with the ranks
-            that differ, the first difference and a remedy. The message begins with `title`.
+        DDPOptError, TypeError, NotImplementedError: `find_facts` raised it on some rank, which is
+            named.
+        DDPOptError: `find_facts` raised another error, which is the cause on its own rank; or facts
+            differ, and the message names the first one, who has it, and a remedy. It is of
+            `error_type`.
         PeerError: a rank did not make this call.
     """
-    reports = all_gather_object(ddp, own, "comparing settings with the other ranks", group)
-    for rank, report in enumerate(reports):
-        if report.problem is not None:
-            raise type(report.problem)(f"{title}on rank {rank}: {report.problem}")
-    difference = find_difference([report.facts for report in reports], remedy)
+    cause: Exception | None = None
+    try:
+        report = _Report(facts=tuple(find_facts()))
+    except PeerError:
+        raise
+    except Exception as problem:
+        if isinstance(problem, DDPOptError) or type(problem) in _PASSED_ON:
+            report = _Report(problem=problem)
+        else:
+            # Of code that users or others wrote. Its class may not be known to the other ranks, or
+            # may not be made of a text alone.
+            cause = problem
+            report = _Report(problem=error_type(f"{type(problem).__name__}: {problem}"))
+    reports = all_gather_object(ddp, report, "comparing settings with the other ranks", group)
+    for rank, each in enumerate(reports):
+        if each.problem is not None:
+            raise type(each.problem)(f"{title}on rank {rank}: {each.problem}") from cause
+    difference = find_difference([each.facts for each in reports], remedy)
     if difference is not None:
-        raise error(f"{title}{difference}")
+        raise error_type(f"{title}{difference}")
 
 
-def find_difference(all_facts: Sequence[Sequence[Fact]], remedy: str) -> str | None:
-    """Say where ranks first differ from rank 0, which do, and what to do; None if none does."""
-    by_name = [{fact.name: fact for fact in facts} for facts in all_facts]
-    for name in dict.fromkeys(fact.name for facts in all_facts for fact in facts):
-        ours = by_name[0].get(name)
-        ranks = [rank for rank, facts in enumerate(by_name) if facts.get(name) != ours]
+def find_difference(facts_by_rank: Sequence[Sequence[Fact]], remedy: str) -> str | None:
+    """Where ranks first differ from rank 0, which do, and what to do; None if none does."""
+    # By name, in the order in which the first rank that has it tells it.
+    names: dict[str, None] = {}
+    by_name: list[dict[str, Fact]] = []
+    for facts in facts_by_rank:
+        by_name.append({fact.name: fact for fact in facts})
+        names.update(dict.fromkeys(fact.name for fact in facts))
+
+    for name in names:
+        of_rank_0 = by_name[0].get(name)
+        ranks = [rank for rank, facts in enumerate(by_name) if facts.get(name) != of_rank_0]
         if not ranks:
             continue
-        theirs = by_name[ranks[0]].get(name)
-        if ours is None or theirs is None:
-            what = f"{name} is missing{' on rank 0' if ours is None else ''}"
+        of_other = by_name[ranks[0]].get(name)
+        if of_rank_0 is None:
+            what = f"{name} is missing on rank 0"
+        elif of_other is None:
+            what = f"{name} is missing"
         else:
-            what = f"{name} is {theirs.value} instead of {ours.value}"
+            what = f"{name} is {of_other.value} instead of {of_rank_0.value}"
+        for fact in (of_rank_0, of_other):
+            if fact is not None and fact.remedy:
+                remedy = fact.remedy
+                break
         verb = "differs" if len(ranks) == 1 else "differ"
-        why = next((fact.remedy for fact in (ours, theirs) if fact and fact.remedy), remedy)
-        return f"{name_ranks(ranks)} {verb} from rank 0: {what}; {why}"
+        return f"{name_ranks(ranks)} {verb} from rank 0: {what}; {remedy}"
     return None
-
-
-def compare_models(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
-    """Warn or raise on all ranks if they compile for different DDP modules. Collective.
-
-    Otherwise they would average gradients of different parameters, or wait for each other.
-
-    Raises:
-        DisagreementError: they do, and `config.disagreement` is "error".
-        PeerError: a rank did not make this call.
-    """
-    all_facts = all_gather_object(ddp, tuple(facts), "comparing what ranks compile for")
-    difference = find_difference(all_facts, _REMEDY)
-    if difference is None:
-        return
-    text = (
-        f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
-        f"modules: {difference}"
-    )
-    if config.disagreement == "error":
-        raise DisagreementError(text)
-    _logs.warning("%s", text)

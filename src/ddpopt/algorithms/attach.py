@@ -1,0 +1,212 @@
+"""`attach`: put an algorithm to work on a DDP model, on all ranks or on none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt.algorithms.algorithm import Algorithm, HandleT, Training
+from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.agree import Fact, communicating, require_equal
+from ddpopt.split.state import KEEPING_ALLREDUCE, ddp_of, find_mode
+
+
+def attach(
+    ddp_model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm[HandleT],
+) -> HandleT:
+    """Let `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
+
+    First, weights and optimizer states are made equal to rank 0's. Attach between two steps, after
+    loading what all ranks share and before loading what each rank keeps for itself. `ddp_model` is
+    compiled or not; `optimizer` is that of its parameters, or all of theirs.
+
+    Raises:
+        TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
+        NotImplementedError: a parameter has sparse gradients.
+        OptionError: the algorithm's values, an optimizer or DDP's options do not fit.
+        AttachError: there is no process group, DDP already has a comm hook or an algorithm, another
+            DDP module reduces some of its parameters, ranks differ, or something else failed.
+        PeerError: a rank did not make this call.
+
+    If `ddp_model` is a DDP module, each of these is raised on all ranks, whichever it concerns, and
+    nothing is left behind on any, except after a PeerError.
+    """
+    ddp = ddp_of(ddp_model)
+    if not dist.is_initialized() or dist.get_rank(ddp.process_group) < 0:
+        raise AttachError("this rank has no process group any more; init_process_group comes first")
+    training = Training(
+        ddp=ddp,
+        optimizers=tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,),
+        parameters=_torch.reduced_or_trainable_parameters(ddp),
+    )
+    remedy = "build model, optimizer and algorithm alike on all ranks"
+
+    def check_and_describe() -> list[Fact]:
+        _check(training, algorithm)
+        return _facts_of(training, algorithm)
+
+    require_equal(ddp, check_and_describe, AttachError, remedy)
+    with communicating("making weights and optimizers equal on all ranks"):
+        _start_equal(training)
+    handle = algorithm.handle_type.__new__(algorithm.handle_type)
+    handle.set_up(training, algorithm, remedy)
+    return handle
+
+
+# ---- Whether it can be attached here -------------------------------------------------------------
+
+
+def _check(training: Training, algorithm: Any) -> None:
+    """Raise why `algorithm` cannot be attached to `training`, as far as this rank knows."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
+            "Decentralized()"
+        )
+    _check_is_free(training.ddp)
+    mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
+    if mode is not None:
+        raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
+    _check_is_alone(training)
+    _check_optimizers(training.optimizers)
+    for tensor, parameter in training.parameters.items():
+        if parameter.is_sparse:
+            raise NotImplementedError(
+                f"{parameter.name} has sparse gradients, which algorithms do not take; make its "
+                "embedding with sparse=False"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(
+                f"{parameter.name} is of {tensor.dtype}, which cannot be averaged; freeze it "
+                "before DDP is made, or use a real floating point type"
+            )
+    algorithm.ranks_per_node(training.group.size())
+    algorithm.check(training)
+
+
+def _check_is_free(ddp: DistributedDataParallel) -> None:
+    """Raise AttachError if an algorithm or another comm hook reduces the module's buckets."""
+    reduction = _torch.bucket_reduction(ddp)
+    if reduction is None and _torch.has_comm_hook(ddp):
+        raise AttachError(
+            "this DDP module has a comm hook, and takes only one; attach the algorithm to a DDP "
+            "module without"
+        )
+    if reduction is not None and not reduction.is_idle:
+        raise AttachError("this model has an algorithm already; detach it first")
+
+
+def _check_is_alone(training: Training) -> None:
+    """Raise AttachError if another DDP module has a parameter of this one's."""
+    if _find_shared(training) is None:
+        return
+    # A module that was wrapped before may only wait to be collected.
+    gc.collect()
+    shared = _find_shared(training)
+    if shared is not None:
+        name, other = shared
+        raise AttachError(
+            f"{name} is also in another DistributedDataParallel({type(other.module).__name__}), "
+            "which would reduce its gradients too; delete that one, or freeze what they share "
+            "before they are made"
+        )
+
+
+def _find_shared(training: Training) -> tuple[str, DistributedDataParallel] | None:
+    """The name of a parameter that another live DDP module reduces too, and that module.
+
+    A module from which an algorithm was detached is no such one: whoever wraps its model anew, as
+    to go on from a checkpoint, may still hold the old handle, and with it the old wrapper.
+    """
+    for ddp in _torch.live_ddp_modules():
+        if ddp is training.ddp:
+            continue
+        reduction = _torch.bucket_reduction(ddp)
+        if reduction is not None and reduction.is_idle:
+            continue
+        for tensor in _torch.reducer_parameters(ddp):
+            if tensor in training.parameters:
+                return training.parameters[tensor].name, ddp
+    return None
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise what keeps an algorithm from being told of the updates of these."""
+    if not optimizers:
+        raise OptionError("no optimizer is given; give attach all that update the model")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
+        if not _torch.calls_step_hooks(optimizer):
+            raise OptionError(
+                f"step() of the {type(optimizer).__name__} calls none of the hooks of "
+                "torch.optim.Optimizer, so that no update would be noticed; if it wraps an "
+                "optimizer, give attach that one, or call Optimizer.__init__ in its constructor"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise OptionError(
+                "LBFGS runs forward and backward several times in one step, and communication "
+                "would be out of step; use an optimizer without a closure"
+            )
+
+
+# ---- What has to be equal on all ranks -----------------------------------------------------------
+
+
+def _facts_of(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
+    """What has to be equal on all ranks, from the most to the least telling."""
+    # The environment may say how many ranks a node has, and say it differently.
+    ranks_per_node = algorithm.ranks_per_node(training.group.size())
+    facts = [
+        Fact("the algorithm", repr(algorithm)),
+        Fact("ranks on each node", str(ranks_per_node)),
+    ]
+    index_of: dict[torch.Tensor, int] = {}
+    for index, (tensor, parameter) in enumerate(training.parameters.items()):
+        index_of[tensor] = index
+        kind = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device.type}"
+        facts.append(Fact(f"parameter {parameter.name}", kind))
+    for number, optimizer in enumerate(training.optimizers):
+        facts.append(Fact(f"optimizer {number}", type(optimizer).__name__))
+        for group_index, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {number}, group {group_index}"
+            members = [index_of.get(tensor) for tensor in group["params"]]
+            facts.append(Fact(f"{where}, parameters", str(members)))
+            settings = sorted(group.keys() - {"params"})
+            facts += [Fact(f"{where}, {name}", str(group[name])) for name in settings]
+        for name, tensor in _state_tensors(optimizer).items():
+            kind = f"{tensor.dtype} {list(tensor.shape)}"
+            facts.append(Fact(f"optimizer {number}, {name}", kind))
+    return facts
+
+
+@torch.no_grad()
+def _start_equal(training: Training) -> None:
+    """Overwrite weights and optimizer states with rank 0's. Collective."""
+    tensors = list(training.parameters)
+    for optimizer in training.optimizers:
+        tensors += _state_tensors(optimizer).values()
+    for tensor in tensors:
+        # Adam counts steps on the CPU, but NCCL sends GPU tensors only.
+        sent = tensor.detach().to(training.device).contiguous()
+        dist.broadcast(sent, group=training.group, group_src=0)
+        tensor.copy_(sent)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer's state, by a name that is equal on all ranks, in one order."""
+    tensors = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                tensors[f"state {name} of parameter {index}"] = value
+    return tensors

@@ -1,0 +1,175 @@
+"""Updates of the model that an algorithm would otherwise not see.
+
+A handle learns of an update from the hooks of the optimizers that `attach` was given. Two things
+can go past it. An optimizer that was not given may update the model, such as one that was made
+anew; for that all optimizers of the process are watched. Or the `step` of one that was given was
+replaced by a function that calls no hooks; then weights change and no hook was called. A load of a
+checkpoint looks the same, so this is only looked for until an optimizer has called its hooks for
+the first time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ddpopt import _logs, _torch
+from ddpopt.algorithms.algorithm import Training
+from ddpopt.errors import AttachError
+
+
+class UpdateWatch:
+    """Watches for updates that one handle is not told of.
+
+    An update is looked for between a backward that reduces gradients and the next forward; what
+    is written to weights at other times is nobody's update.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        # A backward outside of `paused` has begun to reduce gradients since the last forward.
+        self._is_expected = False
+
+        # ---- Optimizers that were not given ----
+        # How many updates of given optimizers have begun, and how many of these have not ended.
+        self._num_given_begun = 0
+        self._num_given_running = 0
+        # Of each other optimizer whose update is running: `_num_given_begun` when it began.
+        self._others_running: dict[torch.optim.Optimizer, int] = {}
+        # The class of one that should have been given; "" if there was none.
+        self._stranger = ""
+
+        # ---- Given optimizers whose `step` was replaced ----
+        # Those that have not called a hook yet. With each, the versions that its parameters had
+        # when it was last known that nobody had updated them.
+        self._silent: dict[torch.optim.Optimizer, list[int]]
+        self._silent = {optimizer: [] for optimizer in training.optimizers}
+        # Those of `_silent` whose parameters were written since.
+        self._written: set[torch.optim.Optimizer] = set()
+
+    # ---- What the handle reports ----
+
+    def expect(self, *, is_paused: bool) -> None:
+        """A backward begins to reduce gradients; an update follows it, unless in `paused`."""
+        self._is_expected = not is_paused
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What was written to weights up to here is no update."""
+        for optimizer in self._silent:
+            self._silent[optimizer] = _torch.versions(self._updated_by(optimizer))
+
+    def find_written(self) -> None:
+        """Look for weights that were written since the last backward, or `note_versions`.
+
+        The handle calls this before it writes to weights itself.
+        """
+        if not self._is_expected:
+            return
+        for optimizer, versions in self._silent.items():
+            if versions != _torch.versions(self._updated_by(optimizer)):
+                self._written.add(optimizer)
+
+    def begin_given(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was given begins an update, and its hook was called."""
+        self._silent.pop(optimizer, None)
+        self.find_written()
+        self._num_given_begun += 1
+        self._num_given_running += 1
+
+    def end_given(self) -> None:
+        self._num_given_running -= 1
+
+    def check(self, name: str, step: int) -> None:
+        """Raise or warn before a forward if the algorithm `name` has missed an update.
+
+        Raises:
+            AttachError: another optimizer than those given has updated the model.
+        """
+        # An update that raised never ended.
+        self._num_given_running = 0
+        self._others_running.clear()
+        if self._stranger:
+            raise AttachError(
+                f"a {self._stranger} that was not given to attach has updated parameters of this "
+                f"model in step {step}, and {name} has to know of all updates; call detach(), and "
+                "attach the algorithm again with all optimizers that update the model now"
+            )
+        self.find_written()
+        missed = [optimizer for optimizer in self._silent if optimizer in self._written]
+        self._written.clear()
+        self._is_expected = False
+        for optimizer in missed:
+            del self._silent[optimizer]  # say it once
+            _logs.warning(
+                "weights were written after the backward of step %d, and step() of the %s given to "
+                "attach has not called its hooks: unless you wrote them yourself, %s does not know "
+                "of its updates; give attach the optimizer whose step() is called, and do not "
+                "replace that method by one that does not call it",
+                step,
+                type(optimizer).__name__,
+                name,
+            )
+
+    # ---- What any optimizer of the process reports ----
+
+    def begin_any(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer that begins an update, if it may be one that should have been given."""
+        if not self._is_expected:
+            return
+        if self._num_given_running:
+            # It is called by a given one and part of its update, as with ZeroRedundancyOptimizer.
+            return
+        if optimizer not in self._training.optimizers and self._updated_by(optimizer):
+            self._others_running[optimizer] = self._num_given_begun
+
+    def end_any(self, optimizer: torch.optim.Optimizer) -> None:
+        num_given_begun = self._others_running.pop(optimizer, None)
+        # If a given one has begun meanwhile, this is a wrapper, which called it.
+        if num_given_begun == self._num_given_begun:
+            self._stranger = type(optimizer).__name__
+
+    def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The parameters of the model that an optimizer has."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in parameters if p in self._training.parameters]
+
+
+# ---- All optimizers of the process ---------------------------------------------------------------
+
+# One pair of the process's hooks serves all handles. Neither the set nor the hooks keep one alive.
+# Hooks are not removed when a handle is collected: torch may be walking over them just then.
+_watches: weakref.WeakSet[UpdateWatch] = weakref.WeakSet()
+_hooks_of_all: list[Any] = []
+
+
+def watch_all_optimizers(watch: UpdateWatch) -> None:
+    """Tell `watch` of each update that an optimizer of this process makes."""
+    if not _hooks_of_all:
+        _hooks_of_all.append(register_optimizer_step_pre_hook(_note_begin))
+        _hooks_of_all.append(register_optimizer_step_post_hook(_note_end))
+    _watches.add(watch)
+
+
+def watch_no_longer(watch: UpdateWatch) -> None:
+    _watches.discard(watch)
+    if not _watches:
+        for hook in _hooks_of_all:
+            hook.remove()
+        _hooks_of_all.clear()
+
+
+def _note_begin(optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    for watch in list(_watches):
+        watch.begin_any(optimizer)
+
+
+def _note_end(optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    for watch in list(_watches):
+        watch.end_any(optimizer)
